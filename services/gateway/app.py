@@ -139,7 +139,7 @@ class _Gateway:
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._batches = open_batches(
             *(config, model, serving, self._pool, self._keys),
-            *(self._metrics.registry, store, incarnation),
+            *(self._metrics.registry, store, incarnation, stream_record),
         )
         self._http = self._http_server(model, serving, canceller, recorder)
         self._grpc = self._grpc_port(model, serving, canceller, recorder)

@@ -17,6 +17,7 @@ from services.gateway.http.line_door import LineDoor
 from services.gateway.http.openai import dialects_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import StreamRecord
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 from tideserve.common.v1 import record_pb2
@@ -31,6 +32,7 @@ def open_batches(
     registry: CollectorRegistry,
     etcd: Store,
     incarnation: str,
+    stream_record: StreamRecord,
 ) -> BatchService | None:
     """The batches of a gateway; None unless its configuration has a store.
 
@@ -41,7 +43,7 @@ def open_batches(
     if settings.batch_store is None:
         return None
     metrics = BatchMetrics(registry)
-    store = BatchStore(settings.batch_store, metrics.observe_call)
+    store = BatchStore(settings.batch_store, metrics.observe_call, stream_record.log)
     files = ObjectFiles(files_url(settings.batch_store, settings.batch_files))
     dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
     return BatchService(

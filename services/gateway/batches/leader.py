@@ -106,8 +106,8 @@ class Jobs(Protocol):
     async def write_files(self, token: int, batch: BatchRow) -> None:
         """Write the files of a batch whose lines have ended, and end it."""
 
-    async def sweep(self) -> None:
-        """Delete objects that no file has."""
+    async def sweep(self, token: int) -> None:
+        """Delete old batches, and objects that no file has."""
 
 
 class BatchLeader:
@@ -325,7 +325,7 @@ class BatchLeader:
         return ADVANCE_S
 
     async def _sweep(self) -> float:
-        await self._jobs.sweep()
+        await self._jobs.sweep(self._token)
         return SWEEP_S
 
     def _note_placed(self, now_s: float) -> None:

@@ -12,7 +12,7 @@ from services.gateway.batches.errors import BatchStoreDown, Fenced
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.leader import RETRY_S, BatchLeader, Door
 from services.gateway.batches.metrics import BatchMetrics
-from services.gateway.batches.output import conclude
+from services.gateway.batches.output import conclude, sweep
 from services.gateway.batches.rows import BatchRow
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.batches.store import BatchStore
@@ -22,8 +22,6 @@ from tideserve.common.v1 import record_pb2
 ELECTION = "batches"
 # After the leader was fenced: its lease ends soon, or etcd has lost its data.
 FENCED_S = 1.0
-SWEPT_AFTER_S = 3600.0
-SWEEP_MAX = 500
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +92,9 @@ class BatchService:
         expires_s = unix_s() + self.settings.batch_keep_s
         await conclude(self.store, self.files, token, batch, expires_s)
 
-    async def sweep(self) -> None:
-        """See `Jobs`. Spares new objects, whose rows may not be written yet."""
-        names = await self.files.older_than(SWEPT_AFTER_S)
-        for first in range(0, len(names), SWEEP_MAX):
-            for name in await self.store.files.dead_objects(names[first : first + SWEEP_MAX]):
-                await self.files.delete(name)
+    async def sweep(self, token: int) -> None:
+        """See `Jobs`."""
+        await sweep(self.store, self.files, token, self.settings.batch_keep_s)
 
     def _note_election(self, token: int) -> None:
         self._changed.set()

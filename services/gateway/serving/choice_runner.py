@@ -83,7 +83,7 @@ class ChoiceRunner:
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
         with (
-            self._stream_record.log_stream(request, record.segments) as note_finish,
+            self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
             for piece in await self._earlier(state):
