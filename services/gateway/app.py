@@ -330,6 +330,7 @@ class _Gateway:
             self._probe,
             self._metrics,
             self._tls,
+            self._batches,
             model=self._config.model_name,
             host=self._config.admin_host,
             names=self._config.admin_names,

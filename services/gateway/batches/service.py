@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from services.common.clock import unix_s
@@ -63,6 +64,13 @@ class BatchService:
                         await asyncio.wait([leading])
                 else:
                     await self._changed.wait()
+
+    async def open_batches(self) -> Sequence[BatchRow]:
+        """The batches that have not ended; none while the store is down."""
+        try:
+            return await self.store.open()
+        except BatchStoreDown:
+            return ()
 
     def stop_claiming(self) -> None:
         """Claim no more lines, as this gateway is about to stop."""
