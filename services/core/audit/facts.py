@@ -77,11 +77,15 @@ class ChangePlanned:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A gateway admitted a request with at most `tokens_max` output tokens."""
+    """A gateway admitted a request with at most `tokens_max` output tokens.
+
+    `earlier`: those of an earlier run of the request, after which it begins.
+    """
 
     now_s: float
     request_id: str
     tokens_max: int
+    earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)

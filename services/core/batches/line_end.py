@@ -8,7 +8,10 @@ UNAVAILABLE_S = 5.0
 """Least delay of a line that no worker can serve."""
 RETRY_S = 1.0
 """Delay if the refusal names none."""
+NO_MODEL_S = 10.0
+"""Delay of a line whose model is not served any more."""
 ENGINE_KILLED, UNAVAILABLE, WORKER_LOST = "engine_killed", "unavailable", "worker_lost"
+NO_MODEL = "model_not_found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,12 @@ def after_response(
 
     `attempts`: earlier starts that counted. A refusal by overload or a shutdown (429, 503), and the
     end of the deadline in a queue (504), are not the line's fault, so they never count. A line that
-    killed several engines ends at once.
+    killed several engines ends at once. A model that is not served was served at the validation, so
+    its lines wait until the window ends.
     """
-    if status < 500 and status != 429:
-        return None
-    if code == ENGINE_KILLED:
+    if code == NO_MODEL:
+        return RunAgain(NO_MODEL_S, failure=False)
+    if code == ENGINE_KILLED or (status < 500 and status != 429):
         return None
     delay_s = RETRY_S if retry_after_s is None else retry_after_s
     if status == 504:

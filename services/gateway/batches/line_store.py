@@ -129,22 +129,7 @@ class LineStore:
 
     async def give_back(self, token: int, returned: Sequence[ReturnedLine]) -> None:
         """Make running lines pending again."""
-
-        def run(connection: Connection) -> None:
-            check_token(connection, token)
-            for line in returned:
-                values: dict[str, Any] = {
-                    "state": LineState.PENDING,
-                    "not_before_s": database_now() + line.delay_s,
-                    "attempts": lines.c.attempts + int(line.failure),
-                }
-                if line.output_ids is not None:
-                    values["output_ids"] = _packed(line.output_ids)
-                connection.execute(
-                    _held(token).values(values), {"b": line.batch_id, "n": line.line}
-                )
-
-        await self._database.write("give_back", run)
+        await self._database.write_grouped("give_back", _give_back, token, (token, returned))
 
     async def ended(self, batch_id: str, after_line: int) -> list[OutputLine]:
         """The next `PAGE_LINES` ended lines after a line, in input order."""
@@ -276,6 +261,24 @@ def _running(
         )
         running |= {(batch_id, line) for line in connection.scalars(held)}
     return running
+
+
+def _give_back(
+    connection: Connection, calls: Sequence[tuple[int, Sequence[ReturnedLine]]]
+) -> list[None]:
+    """Make lines of one leader pending again."""
+    token = calls[0][0]
+    check_token(connection, token)
+    for line in (line for _, returned in calls for line in returned):
+        values: dict[str, Any] = {
+            "state": LineState.PENDING,
+            "not_before_s": database_now() + line.delay_s,
+            "attempts": lines.c.attempts + int(line.failure),
+        }
+        if line.output_ids is not None:
+            values["output_ids"] = _packed(line.output_ids)
+        connection.execute(_held(token).values(values), {"b": line.batch_id, "n": line.line})
+    return [None] * len(calls)
 
 
 def _packed(token_ids: Iterable[int]) -> bytes:

@@ -25,9 +25,10 @@ from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
-from services.gateway.serving.retry import Failure, RetryState, resumed, retry_ask
+from services.gateway.serving.retry import Failure, RetryState, resumed, resumed_ask, retry_ask
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
+from services.gateway.vocabulary.message import UnreadTokens
 
 log = logging.getLogger(__name__)
 
@@ -69,22 +70,27 @@ class ChoiceRunner:
         """Yield the output of `choice`; the last piece has a finish reason.
 
         Closing the generator early withdraws the request from the scheduler's queue or aborts it
-        at its worker. Writes workers and times to `record`. `arrived_s`: monotonic time at which
-        the client's request had been read.
+        at its worker. `arrived_s`: monotonic time at which the client's request had been read.
+        Adds workers, times and tokens to `record`, whose `output_ids` begin the output.
 
         Raises:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        ask, request = ask_for(choice), replace(choice.request, resumable=self._resumes)
-        journal = Journal(request.limits.max_tokens)
+        request = replace(choice.request, resumable=self._resumes)
+        journal = _journal(request, record)
+        ask = resumed_ask(ask_for(choice), request, len(journal.token_ids))
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
         with (
-            self._stream_record.log_stream(request, record.segments) as note_finish,
+            self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
-            while True:
+            for piece in await self._earlier(state):
+                if piece.finish_reason is not None:
+                    meter.finish(piece.finish_reason)
+                yield piece
+            while meter.reason is None:
                 assignment = await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
@@ -99,7 +105,6 @@ class ChoiceRunner:
                                 if piece.finish_reason is not None:
                                     meter.finish(piece.finish_reason)
                                 yield piece
-                    return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
                     # Raises if the request must not be retried.
@@ -109,6 +114,11 @@ class ChoiceRunner:
                     self._record_failure(failure, request, output, last.worker_id, record)
                     age_s = monotonic_s() - began_s
                     ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
+
+    async def _earlier(self, state: OutputState) -> Sequence[OutputPiece]:
+        """The pieces of the output of an earlier run."""
+        token_ids = state.journal.token_ids
+        return await self._pieces(UnreadTokens(token_ids[:], None), state) if token_ids else ()
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         queued_from_s = monotonic_s()
@@ -159,6 +169,9 @@ class ChoiceRunner:
             now_s = monotonic_s()
             if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
+        return await self._pieces(unread, state)
+
+    async def _pieces(self, unread: UnreadTokens, state: OutputState) -> Sequence[OutputPiece]:
         output, chat = state.output, state.chat
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
@@ -179,6 +192,15 @@ class ChoiceRunner:
         # The chat parser needs the text of special tokens such as <tool_call>.
         markers = frozenset[int]() if choice.chat is None else choice.chat.markers
         return OutputText(choice, tokenizer.detokenizer(skip, markers), prompt)
+
+
+def _journal(request: Request, record: ChoiceRecord) -> Journal:
+    # Let the worker generate the last token again, as it reports how the output ends.
+    limits, output_ids = request.limits, record.output_ids
+    del output_ids[limits.max_tokens - 1 :]
+    if output_ids and output_ids[-1] in limits.stop_token_ids:
+        output_ids.pop()
+    return Journal(request.limits.max_tokens, record.output_ids)
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:

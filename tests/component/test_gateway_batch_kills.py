@@ -1,0 +1,108 @@
+"""Gateways that are killed or suspended while they run batches: each line has one answer."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+
+from services.common.etcd import Store
+from tests.support.batches import CHAT, as_file, chat_lines, comparable, ended, results, submit
+from tests.support.client import open_client
+from tests.support.control_plane import SHORT_LEASE_TTL_S
+from tests.support.fake_cluster import FakeCluster, fake_cluster
+from tests.support.gateway import endless
+from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.waiting import eventually
+
+LINES = chat_lines(24)
+POINTS = (
+    "gateway.batches.claimed=kill",
+    "gateway.started=kill@5",
+    "gateway.token=kill@60",
+    "gateway.batches.result=kill@9",
+    "gateway.batches.committed=kill@9",
+    "gateway.batches.output_begun=kill",
+    "gateway.batches.output_written=kill",
+)
+
+
+@asynccontextmanager
+async def gateway(
+    cluster: FakeCluster, folder: Path, name: str, **fields: Any
+) -> AsyncIterator[GatewayProcess]:
+    """A gateway process; all share the batches."""
+    own = folder / name
+    own.mkdir()
+    async with gateway_process(
+        cluster,
+        own,
+        batch_store=f"sqlite:///{folder}/batches.db",
+        lease_ttl_s=SHORT_LEASE_TTL_S,
+        **fields,
+    ) as process:
+        yield process
+
+
+async def check(client: AsyncOpenAI, url: str, batch_id: str) -> None:
+    """Each line has the answer of the same request, in input order."""
+    batch = await ended(client, batch_id)
+    assert batch.status == "completed" and batch.error_file_id is None
+    assert batch.request_counts.completed == len(LINES)
+    answers = await results(client, batch.output_file_id)
+    assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in LINES]
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        for answer, line in zip(answers, LINES, strict=True):
+            asked = await http.post(CHAT, json=line["body"] | {"slo_class": "batch"})
+            assert comparable(answer["response"]["body"]) == comparable(asked.json())
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_a_gateway_killed_at_any_point_costs_no_line(
+    store: Store, tmp_path: Path, point: str
+) -> None:
+    async with fake_cluster(store, endless, max_model_len=256) as cluster:
+        hits = tmp_path / "hits"
+        armed = {"failpoints": [point], "failpoint_file": str(hits)}
+        async with gateway(cluster, tmp_path, "first", **armed) as first:
+            async with open_client(first.url) as client:
+                batch = await submit(client, as_file(LINES))
+            await eventually(lambda: not first.process.is_running())
+        assert hits.read_text()
+        async with (
+            gateway(cluster, tmp_path, "second") as second,
+            open_client(second.url) as client,
+        ):
+            await check(client, second.url, batch.id)
+
+
+async def test_a_suspended_leader_that_continues_changes_nothing(
+    store: Store, tmp_path: Path
+) -> None:
+    async with fake_cluster(store, endless, max_model_len=256) as cluster:
+        worker = cluster.workers[0]
+        worker.pause_at = 5
+        async with gateway(cluster, tmp_path, "first", log_level="info") as first:
+            async with open_client(first.url) as client:
+                batch = await submit(client, as_file(LINES))
+            await eventually(lambda: len(worker.active) >= 16)
+            first.process.suspend()
+            try:
+                async with gateway(cluster, tmp_path, "second") as second:
+                    # The second leads once the lease of the first has ended.
+                    started = len(worker.starts)
+                    await eventually(lambda: len(worker.starts) > started)
+                    worker.pause_at = None
+                    worker.go.set()
+                    async with open_client(second.url) as client:
+                        await check(client, second.url, batch.id)
+                        first.process.resume()
+                        async with open_client(first.url) as late:
+                            await check(late, first.url, batch.id)
+                        await eventually(lambda: "another gateway leads" in first.log.read_text())
+                        await check(client, second.url, batch.id)
+            finally:
+                first.process.resume()

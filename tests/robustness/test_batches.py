@@ -1,0 +1,107 @@
+"""Random processes are killed while a batch runs: its output is that of an undisturbed run."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.batches import as_file, chat_line, comparable, ended, results, submit
+from tests.support.client import open_client
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+
+VICTIMS = ("gateway", "worker-0", "scheduler", "worker-1", "etcd", "memmgr")
+READY_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(model_dir=folder, model_name="m", memory="32MiB", dtype="float64") as running:
+        yield running
+
+
+def lines_of(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Greedy and sampled lines; every fourth sampled one has no seed."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.7, "seed": 8, "frequency_penalty": 0.5},
+        {"temperature": 0},
+    ]
+    return [
+        chat_line(number, max_tokens=tokens, ignore_eos=True, **kinds[number % len(kinds)])
+        for number in range(count)
+    ]
+
+
+async def run(cluster: Cluster, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of an undisturbed run."""
+    async with open_client(cluster.url) as client:
+        batch = await ended(client, (await submit(client, as_file(lines))).id)
+        assert batch.status == "completed" and batch.error_file_id is None, batch
+        return await results(client, batch.output_file_id)
+
+
+async def run_disturbed(
+    cluster: Cluster, lines: list[dict[str, Any]], victims: list[str], pause_s: float
+) -> tuple[list[dict[str, Any]], int]:
+    """The results, and the number of victims that were killed before the batch ended."""
+    async with open_client(cluster.url) as client:
+        batch = await submit(client, as_file(lines))
+        killed = 0
+        for victim in victims:
+            await asyncio.to_thread(wait_until_ready, cluster)
+            await asyncio.sleep(pause_s)
+            if await over(client, batch.id):
+                break
+            pid = cluster.kill(victim)
+            killed += 1
+            await asyncio.to_thread(cluster.wait_for_restart, victim, pid)
+        await asyncio.to_thread(wait_until_ready, cluster)
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and batch.error_file_id is None, batch
+        return await results(client, batch.output_file_id), killed
+
+
+async def over(client: Any, batch_id: str) -> bool:
+    batch = await client.batches.retrieve(batch_id)
+    return batch.status in ("completed", "failed")
+
+
+def wait_until_ready(cluster: Cluster) -> None:
+    def ready() -> bool:
+        try:
+            return httpx.get(f"{cluster.url}/ready", timeout=10).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    cluster.eventually(ready, READY_S)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
+    lines = lines_of(240, 80)
+    undisturbed = asyncio.run(run(cluster, lines))
+    disturbed, killed = asyncio.run(run_disturbed(cluster, lines, list(VICTIMS), 1.0))
+    assert killed >= 3
+    assert comparable(disturbed) == comparable(undisturbed)
+    assert [answer["custom_id"] for answer in disturbed] == [line["custom_id"] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(3600)
+def test_a_thousand_lines_survive_twenty_kills(cluster: Cluster) -> None:
+    lines = lines_of(1000, 400)
+    undisturbed = asyncio.run(run(cluster, lines))
+    seed = time.time_ns()
+    victims = random.Random(seed).choices(VICTIMS, k=20)
+    disturbed, killed = asyncio.run(run_disturbed(cluster, lines, victims, 10.0))
+    assert killed == len(victims), f"the batch ended early; seed {seed}"
+    assert comparable(disturbed) == comparable(undisturbed), f"seed {seed}"
