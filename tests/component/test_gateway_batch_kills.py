@@ -72,7 +72,10 @@ async def test_a_gateway_killed_at_any_point_costs_no_line(
                 batch = await submit(client, as_file(LINES))
             await eventually(lambda: not first.process.is_running())
         assert hits.read_text()
-        async with gateway(cluster, tmp_path, "second") as second, open_client(second.url) as client:
+        async with (
+            gateway(cluster, tmp_path, "second") as second,
+            open_client(second.url) as client,
+        ):
             await check(client, second.url, batch.id)
 
 

@@ -251,9 +251,7 @@ async def test_a_revoked_key_fails_its_lines(store: Store, tmp_path: Path, keys:
         revoke_keys(keys, [], "a")
 
         async def refused() -> bool:
-            answer = await case.http.get(
-                "/v1/models", headers={"authorization": f"Bearer {mine}"}
-            )
+            answer = await case.http.get("/v1/models", headers={"authorization": f"Bearer {mine}"})
             return answer.status_code == 401
 
         await eventually(refused)
@@ -284,9 +282,7 @@ async def test_without_a_store_the_routes_name_the_remedy(store: Store, tmp_path
             assert "batch_store" in answer.json()["error"]["message"]
 
 
-async def test_a_drained_gateway_returns_its_lines_at_once(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_a_drained_gateway_returns_its_lines_at_once(store: Store, tmp_path: Path) -> None:
     chosen = settings(tmp_path)
     async with gateway_case(store, tmp_path / "model", batches=chosen) as case:
         worker = case.paused(5)

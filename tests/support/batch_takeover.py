@@ -4,7 +4,6 @@ A gateway does not notice that it was replaced until the store tells it, as one 
 """
 
 import asyncio
-import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -33,10 +32,12 @@ class Gateway:
 class Takeovers:
     """One batch, and all results that were accepted."""
 
-    def __init__(self, stores: tuple[BatchStore, BatchStore], seed: int) -> None:
+    def __init__(
+        self, stores: tuple[BatchStore, BatchStore], seed: int, elections: Iterator[int]
+    ) -> None:
         self._random = random.Random(seed)
         self._gateways = [Gateway(store, name) for store, name in zip(stores, "ab", strict=True)]
-        self._elections: Iterator[int] = itertools.count(1)
+        self._elections = elections
         self._batch_id = ""
         self.accepted: Counter[int] = Counter()
         self.bodies: dict[int, bytes] = {}
@@ -87,9 +88,7 @@ class Takeovers:
     async def _return(self, gateway: Gateway) -> None:
         if gateway.running:
             line = gateway.running.pop()
-            await gateway.store.lines.give_back(
-                gateway.token, [ReturnedLine(self._batch_id, line)]
-            )
+            await gateway.store.lines.give_back(gateway.token, [ReturnedLine(self._batch_id, line)])
 
     async def _check(self) -> None:
         store = self._gateways[0].store

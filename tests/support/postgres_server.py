@@ -1,8 +1,8 @@
-"""A real PostgreSQL server for tests: an ephemeral port, a temporary data folder, kill and restart."""
+"""A real PostgreSQL server for tests: an ephemeral port, a temporary folder, kill and restart."""
 
 import os
-import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +17,17 @@ USER = "postgres"
 # The places of Debian's packages, besides PATH.
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 
-# As in tests/support/etcd_server.py: the server dies with the test process.
+# As in tests/support/etcd_server.py: the server ends with the test process. The server refuses to
+# run as root, and another user may not read this Python.
 _LAUNCHER = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
-os.execv(sys.argv[1], sys.argv[1:])
+import ctypes, os, pwd, signal, sys
+if sys.argv[1]:
+    user = pwd.getpwnam(sys.argv[1])
+    os.setgroups([])
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+ctypes.CDLL(None).prctl(1, signal.SIGQUIT, 0, 0, 0)
+os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -71,11 +77,12 @@ class PostgresServer:
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, _needed("postgres"), "-D", self._data]
-                + arguments,
+                [
+                    *(sys.executable, "-c", _LAUNCHER, self._user or ""),
+                    *(_needed("postgres"), "-D", self._data, *arguments),
+                ],
                 stdout=log,
                 stderr=log,
-                user=self._user,
                 cwd=self._data,
             )
         until_s = time.monotonic() + READY_TIMEOUT_S
@@ -88,7 +95,8 @@ class PostgresServer:
     def kill(self) -> None:
         """End it at once: connections break without a word."""
         if self._process is not None:
-            self._process.kill()
+            # Not SIGKILL, after which the next start would wait for the server's children.
+            self._process.send_signal(signal.SIGQUIT)
             self._process.wait()
             self._process = None
 

@@ -34,9 +34,7 @@ def after_response(
     """
     if code == NO_MODEL:
         return RunAgain(NO_MODEL_S, failure=False)
-    if status < 500 and status != 429:
-        return None
-    if code == ENGINE_KILLED:
+    if code == ENGINE_KILLED or (status < 500 and status != 429):
         return None
     delay_s = RETRY_S if retry_after_s is None else retry_after_s
     if status == 504:

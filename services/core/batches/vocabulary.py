@@ -60,8 +60,8 @@ LINE_TRANSITIONS = {
     (LineState.RUNNING, LineState.FAILED),
     (LineState.RUNNING, LineState.PENDING),
 }
-"""All allowed transitions of a line. A line that is interrupted goes back to PENDING, and from there
-ends with its batch."""
+"""All allowed transitions of a line. An interrupted line goes back to PENDING, and from there ends
+with its batch."""
 
 ENDED = frozenset(
     {BatchState.FAILED, BatchState.COMPLETED, BatchState.CANCELLED, BatchState.EXPIRED}

@@ -48,7 +48,7 @@ Group = Callable[[Connection, Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(slots=True)
-class _Call:
+class _StoreCall:
     name: str
     run: Callable[[Connection], Any] | None = None
     # A call of a group: calls with an equal `key` share a transaction.
@@ -65,8 +65,8 @@ class Database:
         """`url` as in `open_engine`. Raises ConfigError."""
         self._engine = open_engine(url)
         self._observe = observe
-        self._writes: queue.Queue[_Call | None] = queue.Queue(CALLS_MAX)
-        self._reads: queue.Queue[_Call | None] = queue.Queue(CALLS_MAX)
+        self._writes: queue.Queue[_StoreCall | None] = queue.Queue(CALLS_MAX)
+        self._reads: queue.Queue[_StoreCall | None] = queue.Queue(CALLS_MAX)
         self._has_tables = False
         self._down = False
         self._closed = False
@@ -93,20 +93,20 @@ class Database:
         Raises:
             BatchStoreDown: if the transaction failed, or did not end within `CALL_TIMEOUT_S`.
         """
-        result: T = await self._call(self._writes, _Call(name, run))
+        result: T = await self._call(self._writes, _StoreCall(name, run))
         return result
 
     async def write_grouped(self, name: str, group: Group, key: object, argument: Any) -> Any:
         """As `write`, in a transaction with other calls of an equal `name` and `key`."""
-        call = _Call(name, group=group, key=key, argument=argument)
+        call = _StoreCall(name, group=group, key=key, argument=argument)
         return await self._call(self._writes, call)
 
     async def read(self, name: str, run: Callable[[Connection], T]) -> T:
         """Run a transaction that only reads; it sees all writes that have returned. As `write`."""
-        result: T = await self._call(self._reads, _Call(name, run))
+        result: T = await self._call(self._reads, _StoreCall(name, run))
         return result
 
-    async def _call(self, waiting: "queue.Queue[_Call | None]", call: _Call) -> Any:
+    async def _call(self, waiting: "queue.Queue[_StoreCall | None]", call: _StoreCall) -> Any:
         if self._closed:
             raise BatchStoreDown("the batch store is closed; retry at another gateway")
         try:
@@ -132,7 +132,7 @@ class Database:
     def _write_all(self) -> None:
         call = self._writes.get()
         while call is not None:
-            following: _Call | None = None
+            following: _StoreCall | None = None
             calls = [call]
             if call.group is not None:
                 calls, following, ended = self._gather(call)
@@ -143,7 +143,7 @@ class Database:
                 return
             call = following if following is not None else self._writes.get()
 
-    def _gather(self, first: _Call) -> tuple[list[_Call], _Call | None, bool]:
+    def _gather(self, first: _StoreCall) -> tuple[list[_StoreCall], _StoreCall | None, bool]:
         """Gather the calls that join `first`; returns also the call after them, and whether that
         is the end."""
         calls = [first]
@@ -160,7 +160,7 @@ class Database:
             calls.append(call)
         return calls, None, False
 
-    def _write_together(self, calls: Sequence[_Call]) -> None:
+    def _write_together(self, calls: Sequence[_StoreCall]) -> None:
         first = calls[0]
 
         def run(connection: Connection) -> Any:
@@ -185,7 +185,7 @@ class Database:
                 log.info("the batch store works again")
 
     def _run(
-        self, calls: Sequence[_Call], engine: Engine, run: Callable[[Connection], Any]
+        self, calls: Sequence[_StoreCall], engine: Engine, run: Callable[[Connection], Any]
     ) -> bool:
         """Run a transaction for `calls`; whether it was committed."""
         began_s = monotonic_s()

@@ -3,7 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, Table, and_, delete, insert, not_, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    Table,
+    and_,
+    delete,
+    insert,
+    not_,
+    or_,
+    select,
+    update,
+)
 
 from services.core.batches.vocabulary import ENDED
 from services.gateway.batches.database import Database
@@ -118,15 +130,11 @@ def insert_file(connection: Connection, file: NewFile) -> FileRow:
 def delete_dead(connection: Connection) -> None:
     """Delete the rows of deleted and expired files that no batch refers to."""
     references = (batches.c.input_file, batches.c.output_file, batches.c.error_file)
-    used = [
-        files.c.id.in_(select(column).where(column.is_not(None))) for column in references
-    ]
+    used = [files.c.id.in_(select(column).where(column.is_not(None))) for column in references]
     connection.execute(delete(files).where(not_(and_(*_exists())), not_(or_(*used))))
 
 
-def find_file(
-    connection: Connection, owner: str, file_id: str, *, lock: bool = False
-) -> FileRow:
+def find_file(connection: Connection, owner: str, file_id: str, *, lock: bool = False) -> FileRow:
     """A file of the owner; `lock`: it cannot be deleted, or put to use, until the end of the
     transaction. Raises NoSuchEntry."""
     statement = _visible(owner).where(files.c.id == file_id)

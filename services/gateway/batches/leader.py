@@ -20,8 +20,8 @@ from services.core.batches.turns import BatchTurns
 from services.core.batches.vocabulary import BatchState
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
-from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.metrics import BatchMetrics
+from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.rows import (
     BatchRow,
     ClaimedLine,

@@ -180,7 +180,7 @@ def _row(batch_id: str, line: NewLine) -> dict[str, Any]:
     }
 
 
-def _held(token: int) -> Any:
+def _held(token: Any) -> Any:
     """An update of line `n` of batch `b` if it runs under the token."""
     return update(lines).where(
         lines.c.batch == bindparam("b"),
@@ -190,40 +190,48 @@ def _held(token: int) -> Any:
     )
 
 
-def _finish(
-    connection: Connection, calls: Sequence[tuple[int, LineResult]]
-) -> list[bool]:
+_ENDED = _held(bindparam("t")).values(
+    state=bindparam("to"),
+    status=bindparam("code"),
+    request_id=bindparam("request"),
+    result=bindparam("body"),
+    output_ids=None,
+)
+
+
+def _finish(connection: Connection, calls: Sequence[tuple[int, LineResult]]) -> list[bool]:
     """End lines of one leader; whether each was running under its token."""
     token = calls[0][0]
     check_token(connection, token)
-    statement = _held(token).values(
-        state=bindparam("to"),
-        status=bindparam("code"),
-        request_id=bindparam("request"),
-        result=bindparam("body"),
-        output_ids=None,
-    )
+    running = _running(connection, token, calls)
     outcomes = []
+    ends = []
     counts: dict[str, Counter[str]] = {}
     for _, result in calls:
-        values = {
-            "b": result.batch_id,
-            "n": result.line,
-            "to": LineState.FAILED if result.error else LineState.DONE,
-            "code": result.status,
-            "request": result.request_id,
-            "body": result.body,
-        }
-        ended = connection.execute(statement, values).rowcount == 1
-        outcomes.append(ended)
-        if ended:
-            counts.setdefault(result.batch_id, Counter()).update(
-                completed=int(not result.error),
-                failed=int(result.error),
-                prompt_tokens=result.prompt_tokens,
-                output_tokens=result.output_tokens,
-                cached_tokens=result.cached_tokens,
-            )
+        key = result.batch_id, result.line
+        outcomes.append(key in running)
+        if key not in running:
+            continue
+        running.discard(key)
+        ends.append(
+            {
+                "b": result.batch_id,
+                "n": result.line,
+                "to": LineState.FAILED if result.error else LineState.DONE,
+                "code": result.status,
+                "request": result.request_id,
+                "body": result.body,
+            }
+        )
+        counts.setdefault(result.batch_id, Counter()).update(
+            completed=int(not result.error),
+            failed=int(result.error),
+            prompt_tokens=result.prompt_tokens,
+            output_tokens=result.output_tokens,
+            cached_tokens=result.cached_tokens,
+        )
+    if ends:
+        connection.execute(_ENDED, [end | {"t": token} for end in ends])
     for batch_id, added in counts.items():
         connection.execute(
             update(batches)
@@ -231,6 +239,28 @@ def _finish(
             .values({batches.c[name]: batches.c[name] + count for name, count in added.items()})
         )
     return outcomes
+
+
+def _running(
+    connection: Connection, token: int, calls: Sequence[tuple[int, LineResult]]
+) -> set[tuple[str, int]]:
+    """Those lines of the calls that run under the token.
+
+    Only the leader changes lines, and no other can lead before the end of this transaction.
+    """
+    numbers: dict[str, list[int]] = {}
+    for _, result in calls:
+        numbers.setdefault(result.batch_id, []).append(result.line)
+    running: set[tuple[str, int]] = set()
+    for batch_id, batch_lines in numbers.items():
+        held = select(lines.c.line).where(
+            lines.c.batch == batch_id,
+            lines.c.line.in_(batch_lines),
+            lines.c.state == LineState.RUNNING,
+            lines.c.token == token,
+        )
+        running |= {(batch_id, line) for line in connection.scalars(held)}
+    return running
 
 
 def _give_back(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.common.clock import unix_s
+from services.common.clock import unix_ns
 from services.common.errors import ConfigError
 
 _PART = ".part"
@@ -90,11 +90,13 @@ class LocalObjects:
         path.unlink(missing_ok=True)
         # Each leadership has a folder per batch.
         with contextlib.suppress(OSError):
-            while (path := path.parent) != self._root:
-                path.rmdir()
+            for folder in path.parents:
+                if folder == self._root:
+                    break
+                folder.rmdir()
 
     def older_than(self, age_s: float) -> Sequence[str]:
-        before_s = unix_s() - age_s
+        before_s = unix_ns() / 1e9 - age_s
         return [
             str(path.relative_to(self._root))
             for path in self._files()
@@ -155,7 +157,7 @@ class RemoteObjects:
         self._root = root.rstrip("/")
 
     def create(self, name: str) -> ObjectSink:
-        return _RemoteSink(self._system.open(self._path(name), "wb"))
+        return _RemoteSink(self._system, self._path(name))
 
     def open(self, name: str) -> ObjectSource:
         source: ObjectSource = self._system.open(self._path(name), "rb")
@@ -172,7 +174,7 @@ class RemoteObjects:
             return
 
     def older_than(self, age_s: float) -> Sequence[str]:
-        before_s = unix_s() - age_s
+        before_s = unix_ns() / 1e9 - age_s
         return [
             path.removeprefix(f"{self._root}/")
             for path in self._system.find(self._root)
@@ -184,8 +186,9 @@ class RemoteObjects:
 
 
 class _RemoteSink:
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path
+        self._file = system.open(path, "wb")
 
     def write(self, piece: bytes) -> None:
         self._file.write(piece)
@@ -194,6 +197,11 @@ class _RemoteSink:
         self._file.close()
 
     def abort(self) -> None:
-        # Drivers without partial uploads have nothing to discard, and must not write at the end.
-        self._file.discard()
-        self._file.closed = True
+        with contextlib.suppress(NotImplementedError):
+            self._file.discard()
+        # A buffered file would write the rest when it is deleted.
+        with contextlib.suppress(AttributeError):
+            self._file.closed = True
+        # Some storages have created the object already.
+        with contextlib.suppress(OSError):
+            self._system.rm_file(self._path)

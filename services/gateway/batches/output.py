@@ -35,7 +35,7 @@ async def conclude(
     """Write the files of a `writable` batch, and end it; False if that was done before.
 
     The objects have names of this leadership, so that a suspended leader cannot replace those of
-    the next; the rows of `BatchStore.conclude` are the commit. `keep_s`: time until the files expire.
+    the next; the rows of `BatchStore.conclude` are the commit. The files expire after `keep_s`.
 
     Raises:
         BatchStoreDown: if the database or the storage fails; repeat it.

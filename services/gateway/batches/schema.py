@@ -1,6 +1,7 @@
 """Tables of the batch store, and the engines of its databases: SQLite or PostgreSQL."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ files = Table(
     Index("files_by_object", "object_name"),
 )
 
-ENTERED = {state: f"{state.value}_s" for state in BatchState if state is not BatchState.VALIDATING}
+ENTERED: Mapping[BatchState, str] = {
+    state: f"{state.value}_s" for state in BatchState if state is not BatchState.VALIDATING
+}
 """The column with the time at which a batch entered a state; VALIDATING has `created_s`."""
 
 batches = Table(
@@ -263,8 +266,8 @@ def _check_local(path: Path) -> None:
     kind = kinds[max(above, key=lambda mount: len(mount.parts))] if above else ""
     if kind.startswith(_SHARED_FILE_SYSTEMS):
         raise ConfigError(
-            f"the batch store {path} is on a file system of type {kind}, on which SQLite loses data;"
-            " use a local disk, or PostgreSQL"
+            f"the batch store {path} is on a file system of type {kind}, on which SQLite loses"
+            " data; use a local disk, or PostgreSQL"
         )
 
 

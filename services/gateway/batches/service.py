@@ -5,14 +5,13 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from services.common.clock import unix_s
 from services.common.election import Election
 from services.common.etcd import Store
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
-from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.leader import RETRY_S, BatchLeader, Door
 from services.gateway.batches.metrics import BatchMetrics
+from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.output import conclude, sweep
 from services.gateway.batches.rows import BatchRow
 from services.gateway.batches.settings import BatchSettings
@@ -97,8 +96,7 @@ class BatchService:
 
     async def write_files(self, token: int, batch: BatchRow) -> None:
         """See `Jobs`."""
-        expires_s = unix_s() + self.settings.batch_keep_s
-        await conclude(self.store, self.files, token, batch, expires_s)
+        await conclude(self.store, self.files, token, batch, self.settings.batch_keep_s)
 
     async def sweep(self, token: int) -> None:
         """See `Jobs`."""

@@ -107,9 +107,7 @@ class InputValidator:
                 " smaller batches",
             )
 
-    def _refuse(
-        self, line: int | None, code: str, message: str, param: str | None = None
-    ) -> None:
+    def _refuse(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
         self.errors.append(LineError(code, message, line, param))
 
     def _line(self, raw: RawLine) -> NewLine:

@@ -109,7 +109,5 @@ def _absent() -> APIRouter:
 
     for path in ("/v1/files", "/v1/batches"):
         for suffix in ("", "/{rest:path}"):
-            routes.add_api_route(
-                path + suffix, refuse, methods=METHODS, include_in_schema=False
-            )
+            routes.add_api_route(path + suffix, refuse, methods=METHODS, include_in_schema=False)
     return routes

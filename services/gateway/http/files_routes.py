@@ -10,7 +10,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.clock import unix_s
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.rows import FileRow, NewFile
 from services.gateway.batches.service import BatchService
@@ -116,7 +115,7 @@ async def _store(api: BatchService, request: Request, form: UploadForm) -> FileR
             writer.size_bytes,
             writer.sha256,
             name,
-            None if keep_s is None else unix_s() + keep_s,
+            keep_s,
         )
     )
 

@@ -58,9 +58,7 @@ def new(
     from services.core.quota.limits import QuotaLimits
     from tideserve.cli.keys import add_key
 
-    limits = QuotaLimits(
-        requests_per_minute, tokens_per_minute, concurrent, batch_tokens_queued
-    )
+    limits = QuotaLimits(requests_per_minute, tokens_per_minute, concurrent, batch_tokens_queued)
     print(add_key(file, owner, admin, model or None, limits))
 
 

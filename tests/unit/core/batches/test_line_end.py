@@ -11,7 +11,6 @@ from services.core.batches.line_end import ATTEMPTS_MAX, RunAgain, after_respons
         (200, None),
         (400, "context_length_exceeded"),
         (401, "invalid_api_key"),
-        (404, "model_not_found"),
         (500, "engine_killed"),
     ],
 )
@@ -29,6 +28,7 @@ def test_a_line_ends_with_its_own_response(status: int, code: str | None) -> Non
         (503, "unavailable", 20.0, 20.0),
         (429, "rate_limit_exceeded", 12.0, 12.0),
         (504, "expired", None, 1.0),
+        (404, "model_not_found", None, 10.0),
     ],
 )
 def test_refusals_and_full_queues_never_count(

@@ -14,6 +14,7 @@ from services.gateway.batches import schema
 from services.gateway.batches.database import Database
 from services.gateway.batches.errors import BatchStoreDown, NoSuchEntry, no_such_file
 from services.gateway.batches.store import BatchStore
+from tests.support.batch_store import OWNER, new_file
 from tests.support.postgres_server import PostgresServer
 
 
@@ -111,8 +112,6 @@ async def test_a_full_disk_pauses_writes_and_not_reads(tmp_path: Path) -> None:
         "limit", lambda c: c.execute(text("PRAGMA max_page_count=1")).scalar_one()
     )
     assert pages > 1, "SQLite keeps the present size as the limit"
-    from tests.support.batch_store import OWNER, new_file
-
     with pytest.raises(BatchStoreDown):
         for _ in range(1000):
             await store.files.add(new_file())
@@ -137,11 +136,14 @@ async def test_a_server_that_ends_and_returns(postgres: PostgresServer) -> None:
     await store.close()
 
 
+def modes_in(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
 async def test_the_files_of_sqlite_are_private(tmp_path: Path) -> None:
     store = BatchStore(f"sqlite:///{tmp_path}/x.db")
     await store.lead(1)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {"x.db": 0o600, "x.db-wal": 0o600, "x.db-shm": 0o600}
+    assert modes_in(tmp_path) == {"x.db": 0o600, "x.db-wal": 0o600, "x.db-shm": 0o600}
     await store.close()
 
 

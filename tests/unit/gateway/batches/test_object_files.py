@@ -81,7 +81,11 @@ async def test_files_are_private_and_synced(
     async with files.writing("a/b") as writer:
         await writer.write(b"x")
     root = tmp_path / "objects"
-    assert [path.partition(".")[0] for path in synced] == [str(root / "a/b"), f"{root}/a", str(root)]
+    assert [path.partition(".")[0] for path in synced] == [
+        str(root / "a/b"),
+        f"{root}/a",
+        str(root),
+    ]
     assert {path.stat().st_mode & 0o777 for path in root.rglob("*")} == {0o700, 0o600}
     files.close()
 

@@ -2,18 +2,18 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, select
 
 from services.gateway.batches import leadership, line_store
 from services.gateway.batches.errors import Fenced
 from services.gateway.batches.schema import leadership as leaders
-from services.gateway.batches.schema import lines
 from services.gateway.batches.store import BatchStore
 from tests.support.batch_store import OWNER, begun_batch, result
 from tests.support.batch_takeover import Takeovers
@@ -24,9 +24,10 @@ Patch = pytest.MonkeyPatch
 
 async def test_each_line_ends_once(store_url: str) -> None:
     stores = (BatchStore(store_url), BatchStore(store_url))
+    elections = itertools.count(1)
     try:
         for seed in range(SEEDS):
-            await Takeovers(stores, seed).run()
+            await Takeovers(stores, seed, elections).run()
     finally:
         for store in stores:
             await store.close()
@@ -83,12 +84,10 @@ def without_take_over(patch: Patch) -> None:
 
 
 def without_state(patch: Patch) -> None:
-    def held(token: int) -> Any:
-        return update(lines).where(
-            lines.c.batch == bindparam("b"), lines.c.line == bindparam("n")
-        )
+    def any_state(connection: Connection, token: int, calls: Any) -> set[tuple[str, int]]:
+        return {(result.batch_id, result.line) for _, result in calls}
 
-    patch.setattr(line_store, "_held", held)
+    patch.setattr(line_store, "_running", any_state)
 
 
 def without_order(patch: Patch) -> None:

@@ -16,9 +16,9 @@ from services.gateway.vocabulary.errors import no_such_model
 CHAT = "/v1/chat/completions"
 
 
-def line(custom_id: str = "a", **changes: Any) -> bytes:
+def line(name: object = "a", **changes: Any) -> bytes:
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
-    data = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | changes
+    data = {"custom_id": name, "method": "POST", "url": CHAT, "body": body} | changes
     return json.dumps(data).encode() + b"\n"
 
 
@@ -84,7 +84,7 @@ def test_a_valid_input_has_no_errors() -> None:
         (line("b").replace(b"hello", b"\xff"), "invalid_utf8"),
         (line("b").replace(b"hello", b"x" * LINE_BYTES_MAX), "line_too_long"),
         (line("a"), "duplicate_custom_id"),
-        (line("b", custom_id=None), "invalid_custom_id"),
+        (line(None), "invalid_custom_id"),
         (line("x" * 513), "invalid_custom_id"),
         (line("\0"), "invalid_custom_id"),
         (line("\ud800"), "invalid_custom_id"),
