@@ -90,10 +90,10 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
                 batch = await submit(client, as_file(LINES))
             await eventually(lambda: len(worker.active) >= 16)
             first.process.suspend()
+            started = len(worker.starts)
             try:
                 async with gateway(cluster, tmp_path, "second") as second:
                     # The second leads once the lease of the first has ended.
-                    started = len(worker.starts)
                     await eventually(lambda: len(worker.starts) > started)
                     worker.pause_at = None
                     worker.go.set()

@@ -235,7 +235,7 @@ async def submit_as(client: openai.AsyncOpenAI, file_id: str) -> None:
 
 
 async def test_a_revoked_key_fails_its_lines(store: Store, tmp_path: Path, keys: Path) -> None:
-    mine, others = (add_key(keys, owner, False, None, QuotaLimits()) for owner in ("a", "b"))
+    mine, _ = (add_key(keys, owner, False, None, QuotaLimits()) for owner in ("a", "b"))
     async with (
         gateway_case(
             store,

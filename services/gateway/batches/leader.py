@@ -251,8 +251,7 @@ class BatchLeader:
                 self._result_bytes += running.held_bytes
                 if self._result_bytes > RESULT_BYTES_MAX:
                     ending = ReturnedLine(line.batch_id, line.line)
-            while not await self._stored(ending):
-                await asyncio.sleep(RETRY_S)
+            await self._end(ending)
             failpoint.hit("gateway.batches.committed")
         except asyncio.CancelledError:
             self._interrupted.append(running)
@@ -292,18 +291,19 @@ class BatchLeader:
             self._objects[batch.batch_id] = name
         return await self._files.read(name, line.offset, line.length)
 
-    async def _stored(self, ending: LineResult | ReturnedLine) -> bool:
-        """Whether the ending of a line is in the database."""
-        try:
-            if isinstance(ending, ReturnedLine):
-                await self._store.lines.give_back(self._token, [ending])
-                self._metrics.count_line("returned")
-            else:
-                await self._store.lines.finish(self._token, ending)
-                self._metrics.count_line("failed" if ending.error else "done")
-        except BatchStoreDown:
-            return False
-        return True
+    async def _end(self, ending: LineResult | ReturnedLine) -> None:
+        """Store the ending of a line, once the database works."""
+        while True:
+            try:
+                if isinstance(ending, ReturnedLine):
+                    await self._store.lines.give_back(self._token, [ending])
+                    self._metrics.count_line("returned")
+                else:
+                    await self._store.lines.finish(self._token, ending)
+                    self._metrics.count_line("failed" if ending.error else "done")
+                return
+            except BatchStoreDown:
+                await asyncio.sleep(RETRY_S)
 
     async def _save(self) -> float:
         """Store the tokens of lines that have run for long."""

@@ -108,10 +108,9 @@ def dialects_of(
 ) -> dict[str, Callable[[], Dialect]]:
     """Makers of dialects by path; `refuse_unknown`: refuse bodies with unknown fields."""
     texts = model.tokenizer.texts
-    chat, completion, response = (
-        partial(parse, refuse_unknown=refuse_unknown)
-        for parse in (parse_chat, parse_completion, parse_responses)
-    )
+    chat = partial(parse_chat, refuse_unknown=refuse_unknown)
+    completion = partial(parse_completion, refuse_unknown=refuse_unknown)
+    response = partial(parse_responses, refuse_unknown=refuse_unknown)
     return {
         CHAT_PATH: lambda: OpenAIDialect(chat, partial(ChatFormat, texts=texts), pool),
         COMPLETION_PATH: lambda: OpenAIDialect(

@@ -8,7 +8,8 @@ import typer
 key = typer.Typer(
     help="Create, list and revoke API keys in a file for `tideserve up --api-keys FILE`.\n\n"
     "Gateways reload the file when it changes. To change the limits of an owner, edit them in"
-    " every line of that owner: requests_per_minute, tokens_per_minute, concurrent, batch_tokens_queued.",
+    " every line of that owner: requests_per_minute, tokens_per_minute, concurrent,"
+    " batch_tokens_queued.",
     no_args_is_help=True,
 )
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of API keys.")]
