@@ -1,5 +1,6 @@
 """A real PostgreSQL server for tests: an ephemeral port, a temporary folder, kill and restart."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -11,6 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine
+
+from services.gateway.batches.schema import metadata
 
 READY_TIMEOUT_S = 60.0
 USER = "postgres"
@@ -92,6 +98,12 @@ class PostgresServer:
             assert self._process.poll() is None, self._log.read_text()
             time.sleep(0.05)
 
+    def clear(self) -> None:
+        """Drop the tables of the batch store."""
+        engine = create_engine(self.url)
+        metadata.drop_all(engine)
+        engine.dispose()
+
     def kill(self) -> None:
         """End it at once: connections break without a word."""
         if self._process is not None:
@@ -110,7 +122,9 @@ def _needed(name: str) -> str:
 
 @contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
-    """A running server, removed at the end."""
+    """A running server, removed at the end; skips the test where it is not installed."""
+    if postgres_binary("postgres") is None or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("needs Debian's package postgresql, and psycopg")
     # Not pytest's folder: only its user may enter that.
     folder = Path(tempfile.mkdtemp(prefix="tideserve-postgres-"))
     server = PostgresServer(folder)

@@ -81,10 +81,9 @@ class Database:
         """Run the calls that wait, then end the threads; gives up after `CALL_TIMEOUT_S`."""
         self._closed = True
         for waiting, thread in zip((self._writes, self._reads), self._threads, strict=True):
-            # A full queue ends at its next call: the thread reads `_closed`.
             with contextlib.suppress(queue.Full):
-                waiting.put_nowait(None)
-            await asyncio.to_thread(thread.join, CALL_TIMEOUT_S)
+                await asyncio.to_thread(waiting.put, None, timeout=CALL_TIMEOUT_S)
+                await asyncio.to_thread(thread.join, CALL_TIMEOUT_S)
         self._engine.dispose()
 
     async def write(self, name: str, run: Callable[[Connection], T]) -> T:
@@ -125,7 +124,7 @@ class Database:
 
     def _read_all(self) -> None:
         reading = self._engine.execution_options(reads=True)
-        while (call := self._reads.get()) is not None and not self._closed:
+        while (call := self._reads.get()) is not None:
             assert call.run is not None
             self._run([call], reading, call.run)
 

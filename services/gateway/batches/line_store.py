@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
 
 from services.core.audit.facts import LineEnded, LinesClaimed
 from services.core.batches.vocabulary import BatchState, LineState
@@ -25,7 +25,8 @@ Fact = LinesClaimed | LineEnded
 ADD_MAX = 1000
 """Maximum lines per call of `add`."""
 PAGE_LINES = 256
-"""Lines per page of `ended`."""
+PAGE_BYTES = 4 * 2**20
+"""Lines and bytes of a page of `ended`, which has at least one line."""
 
 
 class LineStore:
@@ -132,21 +133,25 @@ class LineStore:
         await self._database.write_grouped("give_back", _give_back, token, (token, returned))
 
     async def ended(self, batch_id: str, after_line: int) -> list[OutputLine]:
-        """The next `PAGE_LINES` ended lines after a line, in input order."""
+        """The next ended lines after a line, in input order: a page of bounded size."""
 
         def run(connection: Connection) -> list[OutputLine]:
+            ended = (
+                lines.c.batch == batch_id,
+                lines.c.line > after_line,
+                lines.c.state.not_in([LineState.PENDING, LineState.RUNNING]),
+            )
+            sizes = select(lines.c.line, func.coalesce(func.length(lines.c.result), 0))
+            numbers = _page(
+                connection.execute(sizes.where(*ended).order_by(lines.c.line).limit(PAGE_LINES))
+            )
             rows = connection.execute(
                 select(
                     *(lines.c.line, lines.c.custom_id, lines.c.state),
                     *(lines.c.status, lines.c.request_id, lines.c.result),
                 )
-                .where(
-                    lines.c.batch == batch_id,
-                    lines.c.line > after_line,
-                    lines.c.state.not_in([LineState.PENDING, LineState.RUNNING]),
-                )
+                .where(lines.c.batch == batch_id, lines.c.line.in_(numbers))
                 .order_by(lines.c.line)
-                .limit(PAGE_LINES)
             )
             return [
                 OutputLine(
@@ -161,6 +166,18 @@ class LineStore:
             ]
 
         return await self._database.read("ended", run)
+
+
+def _page(sizes: Iterable[Row[tuple[int, int]]]) -> list[int]:
+    """The first lines, given line and size, that fit into a page."""
+    numbers: list[int] = []
+    total = 0
+    for number, size in sizes:
+        total += size
+        if numbers and total > PAGE_BYTES:
+            break
+        numbers.append(number)
+    return numbers
 
 
 def _row(batch_id: str, line: NewLine) -> dict[str, Any]:

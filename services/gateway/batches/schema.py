@@ -38,6 +38,9 @@ SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 5.0
 """Seconds that SQLite waits for another process's lock; the same for locks in PostgreSQL."""
 CONNECT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 30.0
+LOST_TIMEOUT_S = 20.0
+"""Time after which a connection to PostgreSQL counts as lost if nothing is acknowledged."""
 # File systems on which SQLite's locks do not exclude other machines.
 _SHARED_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "ceph", "gluster", "fuse.", "lustre", "gpfs")
 
@@ -242,7 +245,8 @@ def _sqlite(url: URL) -> Engine:
 def _postgresql(url: URL) -> Engine:
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
-    wait_ms = int(BUSY_TIMEOUT_S * 1000)
+    waits = {"lock_timeout": BUSY_TIMEOUT_S, "statement_timeout": STATEMENT_TIMEOUT_S}
+    options = [f"-c {name}={int(seconds * 1000)}" for name, seconds in waits.items()]
     return create_engine(
         url,
         hide_parameters=True,
@@ -251,7 +255,12 @@ def _postgresql(url: URL) -> Engine:
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": int(CONNECT_TIMEOUT_S),
-            "options": f"-c lock_timeout={wait_ms} -c timezone=UTC",
+            # A server whose machine is gone answers nothing at all.
+            "tcp_user_timeout": int(LOST_TIMEOUT_S * 1000),
+            "keepalives_idle": int(LOST_TIMEOUT_S / 2),
+            "keepalives_interval": int(LOST_TIMEOUT_S / 4),
+            "keepalives_count": 2,
+            "options": " ".join(options),
         },
     )
 

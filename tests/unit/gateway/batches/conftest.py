@@ -1,22 +1,17 @@
 """The store on SQLite and, where it is installed, on a real PostgreSQL server."""
 
-import importlib.util
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine
 
 from services.gateway.batches import database
-from services.gateway.batches.schema import metadata
 from services.gateway.batches.store import BatchStore
-from tests.support.postgres_server import PostgresServer, postgres_binary, postgres_server
+from tests.support.postgres_server import PostgresServer, postgres_server
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    if postgres_binary("postgres") is None or importlib.util.find_spec("psycopg") is None:
-        pytest.skip("needs Debian's package postgresql, and psycopg")
     with postgres_server() as server:
         yield server
 
@@ -31,9 +26,7 @@ def store_url(
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/batches.db"
     server: PostgresServer = request.getfixturevalue("postgres")
-    engine = create_engine(server.url)
-    metadata.drop_all(engine)
-    engine.dispose()
+    server.clear()
     return server.url
 
 

@@ -102,6 +102,22 @@ async def test_a_batch_ends_with_its_lines(store: BatchStore) -> None:
     assert await store.advance(token) == [] and await store.lines.ended(batch_id, 0) == []
 
 
+async def test_a_page_of_results_is_bounded_in_bytes(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.line_store.PAGE_BYTES", 100)
+    token = await store.lead(1)
+    batch_id = await begun_batch(store, token, 4)
+    await store.lines.claim(token, batch_id, 4)
+    for number, size in enumerate([60, 60, 500, 0], start=1):
+        await store.lines.finish(token, result(batch_id, number, b"x" * size))
+    pages, after = [], 0
+    while page := await store.lines.ended(batch_id, after):
+        pages.append([line.line for line in page])
+        after = page[-1].line
+    assert pages == [[1], [2], [3], [4]]
+
+
 async def test_a_returned_line_keeps_its_tokens_and_waits(store: BatchStore) -> None:
     token = await store.lead(1)
     batch_id = await begun_batch(store, token, 2)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +17,25 @@ from services.gateway.batches.store import BatchStore
 from tests.support.batch_store import OWNER, begun_batch, result
 from tests.support.batch_takeover import Takeovers
 
-SEEDS = int(os.environ.get("TIDESERVE_TAKEOVER_SEEDS", "10"))
+SEEDS = 10
 Patch = pytest.MonkeyPatch
 
 
 async def test_each_line_ends_once(store_url: str) -> None:
+    await take_over_often(store_url, SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_each_line_ends_once_in_a_thousand_runs(store_url: str) -> None:
+    await take_over_often(store_url, 1000)
+
+
+async def take_over_often(store_url: str, runs: int) -> None:
     stores = (BatchStore(store_url), BatchStore(store_url))
     elections = itertools.count(1)
     try:
-        for seed in range(SEEDS):
+        for seed in range(runs):
             await Takeovers(stores, seed, elections).run()
     finally:
         for store in stores:
