@@ -21,7 +21,6 @@ from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
 from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
-from services.gateway.batch_parts import open_batches
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.connections import ClientConnections, limits_of
 from services.gateway.bounds.drain import Drain
@@ -42,7 +41,8 @@ from services.gateway.http.server import HttpServer, bind, server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
-from services.gateway.model.served_model import ServedModel, open_model
+from services.gateway.model.served_model import ServedModel
+from services.gateway.parts import open_batches, open_model
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder

@@ -44,8 +44,12 @@ class BatchSettings:
         50_000, "Maximum lines of a batch.", minimum=1, maximum=10_000_000
     )
     batch_expiry_max_s: float = seconds(
-        7 * DAY_S, "Longest completion window of a batch, in seconds.", minimum=3600
+        7.0 * DAY_S, "Longest completion window of a batch, in seconds.", minimum=3600
     )
-    batch_keep_s: float = seconds(
-        30 * DAY_S, "Seconds that files and ended batches are kept.", minimum=3600, expert=True
+    batch_keep_s: float = number(
+        30.0 * DAY_S,
+        "Seconds that files and ended batches are kept.",
+        minimum=3600,
+        maximum=3650 * DAY_S,
+        expert=True,
     )

@@ -1,6 +1,5 @@
 """Loads the served model's names, sizes, tokenizer, chat template and defaults from its folder."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from services.core.request import (
 )
 from services.gateway.api.fields import INT32_MAX
 from services.gateway.api.generation import TEMPERATURE_MAX
-from services.gateway.config import GatewayConfig
 from services.gateway.keys.principal import Principal
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.renderer import TemplateRenderer
@@ -26,8 +24,6 @@ from services.gateway.model.template import load_template, read_json
 from services.gateway.model.trial import try_model
 from services.gateway.text.tokenizer import Tokenizer
 from services.gateway.tools.format import AUTO
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +52,6 @@ class ServedModel:
     def allowed_names(self, principal: Principal) -> tuple[str, ...]:
         """The `names` that `principal` may use, which are also the models that it can list."""
         return tuple(name for name in self.names if principal.may_use(name, self.name))
-
-
-def open_model(config: GatewayConfig) -> ServedModel:
-    """Load the served model's metadata and tokenizer. Raises ConfigError."""
-    model = load_model(
-        config.model_name,
-        config.model_dir,
-        [name.strip() for name in config.model_aliases.split(",") if name.strip()],
-        own_defaults=config.generation_config == "auto",
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-        user_tokens=config.user_special_tokens,
-    )
-    if model.defaults != PLAIN_DEFAULTS:
-        log.info("sampling defaults from generation_config.json: %s", model.defaults)
-    return model
 
 
 def load_model(

@@ -1,5 +1,6 @@
-"""Creates the parts that serve files and batches, and connects them."""
+"""Creates parts of the gateway from its configuration: the model, files and batches."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -16,11 +17,30 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http.line_door import LineDoor
 from services.gateway.http.openai import dialects_of
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.model.served_model import ServedModel
+from services.gateway.model.sampling import PLAIN_DEFAULTS
+from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 from tideserve.common.v1 import record_pb2
+
+log = logging.getLogger(__name__)
+
+
+def open_model(config: GatewayConfig) -> ServedModel:
+    """Load the served model's metadata and tokenizer. Raises ConfigError."""
+    model = load_model(
+        config.model_name,
+        config.model_dir,
+        [name.strip() for name in config.model_aliases.split(",") if name.strip()],
+        own_defaults=config.generation_config == "auto",
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+        user_tokens=config.user_special_tokens,
+    )
+    if model.defaults != PLAIN_DEFAULTS:
+        log.info("sampling defaults from generation_config.json: %s", model.defaults)
+    return model
 
 
 def open_batches(
