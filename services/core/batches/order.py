@@ -40,4 +40,4 @@ def sort_key(order: BatchOrder, beginning: bytes, tokens: int) -> int:
     for length in LEVELS_BYTES:
         digest = blake2b(beginning[:length], digest_size=2).digest()
         key = key << _LEVEL_BITS | int.from_bytes(digest, "big") >> 16 - _LEVEL_BITS
-    return key << _LENGTH_BITS | min(tokens, 2**_LENGTH_BITS - 1)
+    return (key << _LENGTH_BITS) | min(tokens, (1 << _LENGTH_BITS) - 1)

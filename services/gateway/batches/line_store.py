@@ -168,7 +168,7 @@ class LineStore:
         return await self._database.read("ended", run)
 
 
-def _page(sizes: Iterable[Row[tuple[int, int]]]) -> list[int]:
+def _page(sizes: Iterable[Row[int, int]]) -> list[int]:
     """The first lines, given line and size, that fit into a page."""
     numbers: list[int] = []
     total = 0
