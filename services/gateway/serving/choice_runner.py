@@ -86,7 +86,7 @@ class ChoiceRunner:
             self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
         ):
-            for piece in await self._earlier(state):
+            for piece in _earlier(state):
                 if piece.finish_reason is not None:
                     meter.finish(piece.finish_reason)
                 yield piece
@@ -114,11 +114,6 @@ class ChoiceRunner:
                     self._record_failure(failure, request, output, last.worker_id, record)
                     age_s = monotonic_s() - began_s
                     ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
-
-    async def _earlier(self, state: OutputState) -> Sequence[OutputPiece]:
-        """The pieces of the output of an earlier run."""
-        token_ids = state.journal.token_ids
-        return await self._pieces(UnreadTokens(token_ids[:], None), state) if token_ids else ()
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         queued_from_s = monotonic_s()
@@ -169,20 +164,14 @@ class ChoiceRunner:
             now_s = monotonic_s()
             if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
-        return await self._pieces(unread, state)
-
-    async def _pieces(self, unread: UnreadTokens, state: OutputState) -> Sequence[OutputPiece]:
-        output, chat = state.output, state.chat
+        output = state.output
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
             push = partial(output.push, unread)
             piece = await self._pool.run(push, unread.prompt_logprob_count)
         else:
             piece = output.push(unread)
-        pieces = (piece,) if chat is None else chat.push(piece)
-        if piece.text or piece.token_ids or piece.finish_reason is not None:
-            return pieces
-        return ()
+        return _pieces(piece, state.chat)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
         tokenizer, skip = self._tokenizer, choice.skip_special_tokens
@@ -201,6 +190,22 @@ def _journal(request: Request, record: ChoiceRecord) -> Journal:
     if output_ids and output_ids[-1] in limits.stop_token_ids:
         output_ids.pop()
     return Journal(request.limits.max_tokens, record.output_ids)
+
+
+def _earlier(state: OutputState) -> Sequence[OutputPiece]:
+    """The pieces of the output of an earlier run."""
+    token_ids = state.journal.token_ids
+    if not token_ids:
+        return ()
+    return _pieces(state.output.push(UnreadTokens(token_ids[:], None)), state.chat)
+
+
+def _pieces(piece: OutputPiece, chat: ChatOutput | None) -> Sequence[OutputPiece]:
+    """The pieces to yield for a piece of text; none if it has nothing new."""
+    pieces = (piece,) if chat is None else chat.push(piece)
+    if piece.text or piece.token_ids or piece.finish_reason is not None:
+        return pieces
+    return ()
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:
