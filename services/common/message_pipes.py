@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable
+from typing import IO
 
 from services.common.child import Child, plain_environment
 from services.common.messages import LENGTH
@@ -32,8 +34,10 @@ class MessagePipes(asyncio.Protocol):
         environment = plain_environment()
         process = Child(command, env=environment, output=True, new_session=True, quiet=True)
         loop, pipes = asyncio.get_running_loop(), cls(process)
-        await loop.connect_read_pipe(lambda: pipes, process.output)
-        pipes._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.input)
+        await loop.connect_read_pipe(lambda: pipes, _hand_over(process.output))
+        pipes._input, _ = await loop.connect_write_pipe(
+            asyncio.BaseProtocol, _hand_over(process.input)
+        )
         return pipes
 
     def send(self, data: bytes) -> None:
@@ -67,3 +71,13 @@ class MessagePipes(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._closed.done():
             self._closed.set_result(None)
+
+
+def _hand_over(pipe: IO[bytes]) -> IO[bytes]:
+    """A file with a copy of the descriptor of `pipe`, which is closed; only uvloop closes the copy.
+
+    uvloop closes the descriptor and then the file. If the file closed it again, that would close
+    another file, which a thread of gRPC has opened with the same number in between.
+    """
+    with pipe:
+        return open(os.dup(pipe.fileno()), pipe.mode, buffering=0, closefd=False)

@@ -182,18 +182,19 @@ def can_serve(record: record_pb2.WorkerRecord) -> bool:
     return min(record.max_model_len, record.block_size, record.kv_blocks_total) >= 1
 
 
-def to_worker(record: record_pb2.WorkerRecord, mod_revision: int) -> Worker:
+def to_worker(record: record_pb2.WorkerRecord, create_revision: int) -> Worker:
     """The worker of a valid record, for the group protocol."""
     return Worker(
         record.worker_id,
         record.incarnation,
         record.model,
         max(0, record.shape.num_layers),
-        mod_revision,
+        create_revision,
         CAN_DROP in record.capabilities,
         record.model_digest,
         build_of(record),
         settings_of(record),
+        record.draining,
     )
 
 

@@ -59,8 +59,12 @@ class ClusterStore:
         writes, deletes = _writes(command), _deletes(command)
         conditions = _conditions(command)
         try:
+            workers = [
+                SameCreation(f"{WORKERS}{name}", created)
+                for name, created in command.worker_revisions.items()
+            ]
             revision = await self._store.transact(
-                [self._leader(command.token), *conditions], writes, deletes
+                [self._leader(command.token), *workers, *conditions], writes, deletes
             )
             return revision or None
         except StoreError:
@@ -122,13 +126,13 @@ def _writes(command: Transact) -> dict[str, bytes]:
 
 
 def _conditions(command: Transact) -> list[Unchanged]:
+    """The conditions on the records that the memory manager writes."""
     floor = [Unchanged(EPOCH_FLOOR, command.floor_revision)] if command.removed_workers else []
     return floor + [
         Unchanged(f"{prefix}{key}", revision)
         for prefix, revisions in (
             (GROUPS, command.group_revisions),
             (ASSIGNMENTS, command.assignment_revisions),
-            (WORKERS, command.worker_revisions),
         )
         for key, revision in revisions.items()
     ]

@@ -107,7 +107,7 @@ def _to_worker(key: str, entry: Entry) -> _Registered | None:
     endpoint = WorkerEndpoint(
         record.address, record.activation_address, record.bulk_address, record.draining
     )
-    return _Registered(to_worker(record, entry.mod_revision), endpoint, to_facts(record))
+    return _Registered(to_worker(record, entry.create_revision), endpoint, to_facts(record))
 
 
 def _to_stored_group(key: str, entry: Entry) -> StoredGroup:

@@ -104,6 +104,21 @@ async def test_an_equal_record_from_before_is_not_taken_for_the_write(store: Sto
     assert later is not None and later > first
 
 
+async def test_a_worker_may_update_its_record_but_not_register_again(store: Store) -> None:
+    records, key = ClusterStore(store, condition), f"{WORKERS}w0"
+    token = await elect(store)
+    await store.put_if(key, b"{}", 0)
+    entry = (await store.list_prefix(key))[key]
+    assert await store.put_if(key, b'{"a": 1}', entry.mod_revision)
+    write = replace(write_of(token), worker_revisions={"w0": entry.create_revision})
+    written = await records.write(write)
+    assert written is not None
+    await delete(store, key)
+    await store.put_if(key, b"{}", 0)
+    revisions = {"group_revisions": {"group-w0": written}, "assignment_revisions": {"w0": written}}
+    assert await records.write(replace(write, **revisions)) is None
+
+
 @pytest.mark.parametrize("answers", [True, False])
 async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     store: Store, answers: bool

@@ -1,12 +1,14 @@
 """The relay in front of gRPC's server, with a server that returns the metadata of a call."""
 
 import asyncio
+import gc
 import json
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -194,3 +196,31 @@ def test_connections_that_make_room_in_a_burst_end_whole() -> None:
             await eventually(lambda: connections.count("grpc") == 0)
 
     uvloop.run(burst())
+
+
+class Aborting(asyncio.Protocol):
+    """Aborts its connection when it is made, as the relay does for a client that has gone."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.abort()
+
+
+async def abort_at_once() -> None:
+    """The descriptor of an aborted connection is closed once: its next owner keeps it."""
+    name = f"tideserve-test-{secrets.token_hex(8)}"
+    loop = asyncio.get_running_loop()
+    async with await loop.create_unix_server(asyncio.Protocol, f"\0{name}"):
+        aborting = [Aborting()]
+        await relay_module._connect(name, lambda: aborting[0])
+        await asyncio.sleep(0.01)
+        # The numbers of closed descriptors are used again, lowest first.
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+        aborting.clear()
+        gc.collect()
+        for file in files:
+            os.close(file)
+
+
+def test_a_connection_that_ends_at_once_closes_no_other_file() -> None:
+    uvloop.run(abort_at_once())

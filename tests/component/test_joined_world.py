@@ -93,7 +93,7 @@ def test_leaders_whose_group_a_loss_divides_give_requests_back(
         ("farewell", 27),
         ("desertion", 13),
         ("division", 7),
-        ("a look at lanes", 251),
+        ("a look at lanes", 5),
         ("leaving the lost", 5),
         ("settlement", 1),
         ("resume", 1),

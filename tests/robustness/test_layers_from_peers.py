@@ -102,7 +102,7 @@ def test_survivors_of_one_group_fetch_their_layers_from_each_other(cluster: Clus
     check_answers(run_all(cluster, note), undisturbed)
     alone = [[name] for name in survivors]
     cluster.eventually(
-        lambda: [found for found in groups(cluster) if found in alone] == alone, deadline_s=120
+        lambda: [group for group in groups(cluster) if group in alone] == alone, deadline_s=120
     )
     for name in survivors:
         counts = {key: n - before[name][key] for key, n in restored(cluster, name).items()}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import zmq
@@ -13,6 +14,7 @@ from services.worker.engine.sampling.grammar import Grammars
 from services.worker.ipc import Progress, encode, from_engine_decoder
 
 WAIT_MS = 10_000
+_NUMBERS = count()
 
 
 @dataclass
@@ -41,7 +43,9 @@ def open_inbox(grammars: Grammars) -> Iterator[Inbox]:
     context, check = zmq.Context.instance(), GrammarCheck(grammars, lambda: 0.0)
     with context.socket(zmq.PAIR) as servicer, context.socket(zmq.PAIR) as engine:
         servicer.linger = engine.linger = 0
-        servicer.bind("inproc://engine-loop")
-        engine.connect("inproc://engine-loop")
+        # A closed socket may keep its address for a while.
+        address = f"inproc://engine-loop-{next(_NUMBERS)}"
+        servicer.bind(address)
+        engine.connect(address)
         yield Inbox(servicer, engine, check)
     check.close()

@@ -139,7 +139,7 @@ class FakeStore:
             return False
         groups = {key: stored.mod_revision for key, stored in self.groups.items()}
         assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
-        workers = {key: worker.mod_revision for key, worker in self.workers.items()}
+        workers = {key: worker.create_revision for key, worker in self.workers.items()}
         if "incarnation" in self.removed:
             workers = command.worker_revisions
         return all(

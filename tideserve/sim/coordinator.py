@@ -103,7 +103,7 @@ class RecordStore:
     def _holds(self, command: Transact) -> bool:
         groups = {key: stored.mod_revision for key, stored in self.groups.items()}
         assignments = {key: stored.mod_revision for key, stored in self.assignments.items()}
-        workers = {key: worker.mod_revision for key, worker in self.workers.items()}
+        workers = {key: worker.create_revision for key, worker in self.workers.items()}
         return all(
             stored.get(key, 0) == revision
             for stored, expected in (
@@ -331,4 +331,4 @@ class Coordinator:
 
 def workers_of(names: list[str], model: str, num_layers: int) -> list[Worker]:
     """Registrations of workers; a simulated process never restarts, so its name identifies it."""
-    return [Worker(name, name, model, num_layers, mod_revision=1) for name in names]
+    return [Worker(name, name, model, num_layers, create_revision=1) for name in names]

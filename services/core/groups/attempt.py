@@ -120,14 +120,14 @@ class Attempt:
             tuple(assignment_of(group, m) for group in self.targets for m in group.members),
             group_revisions=self.target_revisions | marked,
             assignment_revisions=self.assignment_revisions,
-            worker_revisions={w.worker_id: w.mod_revision for w in self.workers.values()},
+            worker_revisions={w.worker_id: w.create_revision for w in self.workers.values()},
         )
 
     def conflict_in(self, records: Records) -> str | None:
         """Why the commit would fail, as a sentence; None if no record has changed."""
         for worker in self.workers.values():
             if records.workers.get(worker.worker_id) != worker:
-                return f"{worker.worker_id} has left or restarted"
+                return f"{worker.worker_id} has left, restarted or begun to drain"
         if self.phase is AttemptPhase.PREPARING:
             for group_id in self.source_ids:
                 if records.group_revision(group_id) != self.marked_revision:

@@ -141,7 +141,7 @@ def form_singletons(
         assignment_revisions={
             a.worker_id: records.assignment_revision(a.worker_id) for a in assignments
         },
-        worker_revisions={name: records.workers[name].mod_revision for name in owners.values()},
+        worker_revisions={name: records.workers[name].create_revision for name in owners.values()},
     )
 
 

@@ -29,6 +29,8 @@ class GroupPhase(StrEnum):
 class Worker:
     """A registered worker; `incarnation` identifies its process.
 
+    `create_revision` is the etcd revision at which the record was created; it is another one after
+    the worker's lease has ended. `draining`: the worker is shutting down.
     `can_drop`: it can run a subset of the layers. `model_digest` distinguishes weights with the
     same model name. `build` is the protocol version, a colon, and a digest of the code.
     `settings` lists, as text for messages, the settings in which members of a group must agree.
@@ -38,11 +40,12 @@ class Worker:
     incarnation: str
     model: str
     num_layers: int = 0
-    mod_revision: int = 0
+    create_revision: int = 0
     can_drop: bool = True
     model_digest: str = ""
     build: str = ""
     settings: str = ""
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,8 @@ Event = (
 class Transact:
     """Write records atomically, if `token` is still the leader's and all revisions match.
 
-    Revisions are keyed by group or worker id; 0 requires that the record is absent. Assignments and
+    Revisions are keyed by group or worker id; 0 requires that the record is absent. Those of
+    workers are creation revisions, since workers update their records. Assignments and
     singleton groups of `removed_workers` are deleted, and `epoch_floor` replaces the epoch floor,
     whose record must be at `floor_revision`.
     """

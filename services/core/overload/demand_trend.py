@@ -9,7 +9,7 @@ periods of `trend_period_s`, all with merged groups:
 
 So flat demand, falling demand and a single step, which raises at most two means, are no trend. A
 period without a rise ends a trend. Long periods average noise. A step that fills KV over more than
-`trend_periods` periods cannot be told from a ramp, so it is reported until then.
+`trend_periods` periods cannot be distinguished from a ramp, so it is reported until then.
 """
 
 from dataclasses import dataclass

@@ -6,6 +6,7 @@ each call; without a token, only probes are served.
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -281,15 +282,21 @@ class _ServerSide(asyncio.Protocol):
 async def _connect(name: str, protocol: Callable[[], asyncio.Protocol]) -> None:
     """Connect to an abstract Unix socket of this process. Raises OSError."""
     loop = asyncio.get_running_loop()
-    unix = socket.socket(socket.AF_UNIX)
-    unix.setblocking(False)
-    try:
+    with contextlib.ExitStack() as opened:
+        unix = opened.enter_context(socket.socket(socket.AF_UNIX))
+        unix.setblocking(False)
         await loop.sock_connect(unix, f"\0{name}")
         credentials = unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         # Another process may take the name once this one's server has stopped.
         if struct.unpack("3i", credentials)[0] != os.getpid():
             raise ConnectionRefusedError
-        await loop.create_unix_connection(protocol, sock=unix)
-    except BaseException:
-        unix.close()
-        raise
+        opened.pop_all()
+    # From here on uvloop closes the descriptor. It detaches the socket only from a transport that
+    # is closed after this call: otherwise the socket would close the next file with that number.
+    closing = True
+    try:
+        transport, _ = await loop.create_unix_connection(protocol, sock=unix)
+        closing = transport.is_closing()
+    finally:
+        if closing:
+            unix.detach()

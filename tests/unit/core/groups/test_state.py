@@ -121,8 +121,8 @@ def transaction(command: Command) -> Transact:
     return command
 
 
-def worker(name: str, incarnation: str = "a", mod_revision: int = 1) -> Worker:
-    return Worker(name, f"{name}-{incarnation}", "m", LAYERS, mod_revision)
+def worker(name: str, incarnation: str = "a", create_revision: int = 1) -> Worker:
+    return Worker(name, f"{name}-{incarnation}", "m", LAYERS, create_revision)
 
 
 def stable(epoch: int, *members: Member) -> Group:
@@ -175,7 +175,7 @@ class TestGroupsOfOne:
         assert pair.group("group-w0") == Group("group-w0", 2, GroupPhase.DISSOLVED, (), "m")
         assert pair.assignments["w0"].assignment.group_id == ""
         # The same incarnation, as after a lost lease.
-        pair.workers["w0"] = replace(gone, mod_revision=30)
+        pair.workers["w0"] = replace(gone, create_revision=30)
         pair.settle()
         assert pair.group("group-w0") == stable(3, whole("w0"))
 
@@ -323,12 +323,17 @@ class TestReconfigure:
                 assert pair.answer("w2", attempt) == []
         assert len(pair.answer("w1", attempt)) == 1
 
+    def test_a_member_that_begins_to_drain_aborts(self, pair: Store) -> None:
+        pair.prepare(MERGE)
+        pair.workers["w1"] = replace(pair.workers["w1"], draining=True)
+        assert ReconfigurationFailed("r", "w1 has left, restarted or begun to drain") in pair.read()
+
     def test_a_member_that_was_started_anew_aborts(self, pair: Store) -> None:
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
         pair.workers["w1"] = worker("w1", "b", 50)
         commands = pair.read()
-        assert commands[0] == ReconfigurationFailed("r", "w1 has left or restarted")
+        assert commands[0] == ReconfigurationFailed("r", "w1 has left, restarted or begun to drain")
         # w0's record loses the mark, w1's becomes its successor's.
         written = {group.group_id: group for one in commands[1:] for group in one.groups}
         assert written == {
@@ -427,7 +432,7 @@ class TestDegraded:
         pair.merge()
         gone = pair.workers.pop("w1")
         pair.commit(transaction(pair.read()[0]))
-        pair.workers["w1"] = replace(gone, mod_revision=40)
+        pair.workers["w1"] = replace(gone, create_revision=40)
         written = [group for one in pair.read() for group in transaction(one).groups]
         again = Group("group-w1", 4, GroupPhase.DEGRADED, (Member("w1", "w1-a", 2, 4),), "m")
         assert again in written
@@ -496,7 +501,8 @@ class TestAbsentMembers:
             merged.workers = {name: registered[name] for name in back}
             assert merged.read() == [] == merged.feed(TimePassed(merged.now_s)), back
             merged.workers = {
-                name: replace(one, mod_revision=merged.revision) for name, one in registered.items()
+                name: replace(worker, create_revision=merged.revision)
+                for name, worker in registered.items()
             }
             assert merged.read() == []
         assert merged.ask(SPLIT), "it is a group like others"
@@ -526,7 +532,7 @@ class TestAbsentMembers:
         attempt = merged.prepare(SPLIT).attempt
         gone = merged.workers.pop("w1")
         (failed,) = merged.read()
-        assert failed == ReconfigurationFailed("r", "w1 has left or restarted")
+        assert failed == ReconfigurationFailed("r", "w1 has left, restarted or begun to drain")
         assert merged.group("group-w0").attempt == attempt
         merged.workers["w1"] = gone
         (removal,) = merged.read()

@@ -124,8 +124,8 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
         }
         restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
         assert len(restores) == 2, "each gets its layers back"
-        prepares = [one for mark in restores for one in store.commit(mark)]
-        names = [[m.worker_id for m in one.survivors] for one in prepares]  # type: ignore[union-attr]
+        prepares = [command for mark in restores for command in store.commit(mark)]
+        names = [[m.worker_id for m in prepare.survivors] for prepare in prepares]  # type: ignore[union-attr]
         assert names == ([[], []] if silent else [["w1"], ["w0"]])
 
 

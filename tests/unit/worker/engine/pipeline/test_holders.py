@@ -14,6 +14,7 @@ from services.worker.engine.memory.layer_slab import LayerSlab, SlabState
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline import links
 from services.worker.engine.pipeline.connections import ANSWER_SHARE, Connections
+from services.worker.engine.pipeline.restoring import Restoring, _SlabFetch
 from services.worker.errors import SlabCorrupted
 from services.worker.ipc import Lane, MemberPlan, Prepare
 from tests.support.engine_group import EngineGroup
@@ -149,7 +150,9 @@ def test_a_survivor_waits_for_holders_in_long_iterations(pairs: EngineGroup) -> 
         pairs.network.skip(iteration_s)  # type: ignore[attr-defined]
         for _ in range(200):
             pairs.turn()
-    pairs.run_until(lambda: member(pairs, "w0").links.lane.has("w3"))
+    lane = member(pairs, "w0").links.lane
+    pairs.run_until(lambda: lane.has("w3") or pairs.answers(attempt))
+    assert lane.has("w3")
     restoring = member(pairs, "w0")._restoring
     for number in range(3):
         pairs.run_until(lambda number=number: restoring.restored["peer"] == number)
@@ -300,6 +303,26 @@ def _introductions_never_become_connections_of_members(patch: pytest.MonkeyPatch
     patch.setattr(Connections, "end_introductions", lambda *_: None)
 
 
+def _introductions_have_a_limit_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    introduce = Connections.introduce
+    patch.setattr(
+        Connections,
+        "introduce",
+        lambda self, own, peers, _timeout_s: introduce(self, own, peers, LIMIT_S),
+    )
+
+
+def _silent_workers_are_asked_again(patch: pytest.MonkeyPatch) -> None:
+    is_silent = Restoring._is_silent
+
+    def forget(self: Restoring, fetching: _SlabFetch) -> bool:
+        silent = is_silent(self, fetching)
+        self._silent.clear()
+        return silent
+
+    patch.setattr(Restoring, "_is_silent", forget)
+
+
 def _slab_requests_have_an_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(links, "_UNFENCED", ())
 
@@ -320,6 +343,11 @@ def test_the_digest_of_a_slab_is_needed(
             test_a_holder_may_become_a_member_of_the_same_group,
         ),
         (_slab_requests_have_an_epoch, test_a_survivor_reads_nothing_from_disk),
+        (
+            _introductions_have_a_limit_of_their_own,
+            test_a_survivor_waits_for_holders_in_long_iterations,
+        ),
+        (_silent_workers_are_asked_again, test_a_survivor_waits_once_for_a_holder_that_hangs),
     ],
 )
 def test_each_rule_is_needed(
