@@ -138,7 +138,7 @@ class _Gateway:
         recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._batches = open_batches(
-            *(config, model, serving, self._pool, self._keys),
+            *(config, model, serving, self._pool, self._keys, quotas),
             *(self._metrics.registry, store, incarnation, stream_record),
         )
         self._http = self._http_server(model, serving, canceller, recorder)

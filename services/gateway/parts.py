@@ -17,6 +17,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http.line_door import LineDoor
 from services.gateway.http.openai import dialects_of
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.quotas import Quotas
 from services.gateway.model.sampling import PLAIN_DEFAULTS
 from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.request_record import StreamRecord
@@ -49,6 +50,7 @@ def open_batches(
     serving: RequestServing,
     pool: TextPool,
     keys: KeyRing,
+    quotas: Quotas,
     registry: CollectorRegistry,
     etcd: Store,
     incarnation: str,
@@ -70,7 +72,7 @@ def open_batches(
         settings,
         store,
         files,
-        LineDoor(serving, pool, keys, dialects, incarnation),
+        LineDoor(serving, pool, keys, quotas, dialects, incarnation),
         metrics,
         etcd,
         record_pb2.ServiceRecord(name="gateway", incarnation=incarnation, pid=os.getpid()),

@@ -11,7 +11,7 @@ RETRY_S = 1.0
 NO_MODEL_S = 10.0
 """Delay of a line whose model is not served any more."""
 ENGINE_KILLED, UNAVAILABLE, WORKER_LOST = "engine_killed", "unavailable", "worker_lost"
-NO_MODEL = "model_not_found"
+NO_MODEL, RATE_LIMITED = "model_not_found", "rate_limit_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ def after_response(
 
     `attempts`: earlier starts that counted. A refusal by overload or a shutdown (429, 503), and the
     end of the deadline in a queue (504), are not the line's fault, so they never count. A line that
-    killed several engines ends at once. A model that is not served was served at the validation, so
-    its lines wait until the window ends.
+    killed several engines ends at once, as does a line with a prompt beyond its owner's quota of a
+    minute. A model that is not served was served at the validation, so its lines wait until the
+    window ends.
     """
     if code == NO_MODEL:
         return RunAgain(NO_MODEL_S, failure=False)
-    if code == ENGINE_KILLED or (status < 500 and status != 429):
+    too_long = code == RATE_LIMITED and retry_after_s is None
+    if code == ENGINE_KILLED or too_long or (status < 500 and status != 429):
         return None
     delay_s = RETRY_S if retry_after_s is None else retry_after_s
     if status == 504:

@@ -18,6 +18,7 @@ from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.dialect import Dialect
 from services.gateway.http.errors import error_body
 from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.quotas import Quotas
 from services.gateway.records.request_record import new_record
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
@@ -38,6 +39,7 @@ class LineDoor:
     serving: RequestServing
     pool: TextPool
     keys: KeyRing
+    quotas: Quotas
     dialects: Mapping[str, Callable[[], Dialect]]
     incarnation: str
 
@@ -93,6 +95,8 @@ class LineCall:
         """
         door, record = self._door, self._record
         record.principal = door.keys.principal_of(self._batch.owner, self._batch.key_id)
+        if record.principal.limits.batch_counts:
+            record.quotas = door.quotas
         dialect = door.dialects[self._batch.endpoint]()
         body = await door.pool.run(
             lambda: TakenOnce(dialect.parse(self._fields(text))), len(text) // BODY_BYTES_PER_ITEM
@@ -106,7 +110,7 @@ class LineCall:
         # A sink cannot stall, so nothing watches it.
         sink: WatchedClient[Message] = WatchedClient(put, 0)
         writer = dialect.whole(sink, body.value)
-        with door.serving.bodies.lease() as lease:
+        with door.serving.charged(record), door.serving.bodies.lease() as lease:
             await door.serving.respond(body, record, lease, writer, limit_s=limit_s)
         return self._result(200, bytes(answer))
 

@@ -51,6 +51,7 @@ class KeyEntry:
     tokens_per_minute: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
     concurrent: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
     batch_tokens_queued: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
+    batch_counts: bool = option(False)
     created: str | None = option(None)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class KeyEntry:
             self.tokens_per_minute,
             self.concurrent,
             self.batch_tokens_queued,
+            self.batch_counts,
         )
 
     def principal(self) -> Principal:

@@ -12,6 +12,7 @@ from services.core.batches.line_end import ATTEMPTS_MAX, RunAgain, after_respons
         (400, "context_length_exceeded"),
         (401, "invalid_api_key"),
         (500, "engine_killed"),
+        (429, "rate_limit_exceeded"),
     ],
 )
 def test_a_line_ends_with_its_own_response(status: int, code: str | None) -> None:
