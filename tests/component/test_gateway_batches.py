@@ -6,9 +6,15 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types import Batch
+from openai.types.batch_request_counts import BatchRequestCounts
 
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
+from services.gateway.batches import leader
+from services.gateway.batches.errors import BatchStoreDown
+from services.gateway.batches.line_store import LineStore
+from services.gateway.batches.rows import ClaimedLine
 from services.gateway.batches.settings import BatchSettings
 from tests.support.batches import (
     CHAT,
@@ -182,6 +188,57 @@ async def test_a_file_beyond_the_limit_is_refused(store: Store, tmp_path: Path) 
     assert len([path for path in (tmp_path / "files").rglob("*") if path.is_file()]) == 1
 
 
+async def test_the_output_expires_when_its_owner_says(case: Case) -> None:
+    content = as_file([chat_line(0), chat_line(1, max_tokens=100_000)])
+    file = await case.openai.files.create(file=("input.jsonl", content), purpose="batch")
+    created = {
+        "input_file_id": file.id,
+        "endpoint": CHAT,
+        "completion_window": "24h",
+    }
+    for expiry, name in (
+        ({"anchor": "created_at", "seconds": 3599}, "seconds"),
+        ({"anchor": "created_at", "seconds": 30 * 86_400 + 1}, "seconds"),
+        ({"anchor": "completed_at", "seconds": 3600}, "anchor"),
+        ({"anchor": "created_at"}, "seconds"),
+    ):
+        refused = await case.http.post(
+            "/v1/batches", json={**created, "output_expires_after": expiry}
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"output_expires_after.{name}"
+    batch = await case.openai.batches.create(
+        **created, output_expires_after={"anchor": "created_at", "seconds": 7200}
+    )
+    batch = await ended(case.openai, batch.id)
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        assert file_id is not None
+        file = await case.openai.files.retrieve(file_id)
+        assert file.expires_at is not None and file.purpose == "batch_output"
+        assert file.expires_at - file.created_at in (7200, 7201)
+
+
+async def test_the_batch_is_what_the_official_client_expects(case: Case) -> None:
+    lines = [chat_line(0), chat_line(1, max_tokens=100_000), chat_line(2)]
+    created = await submit(case.openai, as_file(lines))
+    assert created.request_counts == BatchRequestCounts(total=0, completed=0, failed=0)
+    batch = await ended(case.openai, created.id)
+    assert batch.request_counts == BatchRequestCounts(total=3, completed=2, failed=1)
+    answers = await results(case.openai, batch.output_file_id)
+    usages = [answer["response"]["body"]["usage"] for answer in answers]
+    assert batch.usage is not None
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
+    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages)
+    assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
+    # All fields but our `progress` are those of the API, and of its types.
+    raw = (await case.http.get(f"/v1/batches/{batch.id}")).json()
+    assert raw.keys() - Batch.model_fields.keys() == {"progress"}
+    Batch.model_validate(raw, strict=True)
+    times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+    assert all(times) and times == sorted(times)
+    assert batch.failed_at is batch.cancelled_at is batch.expired_at is None
+
+
 async def test_a_repeated_idempotency_key_creates_one_batch(case: Case) -> None:
     file = await case.openai.files.create(
         file=("input.jsonl", as_file(chat_lines(2))), purpose="batch"
@@ -272,6 +329,58 @@ async def test_a_revoked_key_fails_its_lines(store: Store, tmp_path: Path, keys:
             assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 8)
             errors = await results(again, batch.error_file_id)
             assert {error["response"]["status_code"] for error in errors} == {401}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_quotas_count_lines_only_if_the_key_says_so(
+    store: Store, tmp_path: Path, keys: Path, counts: bool
+) -> None:
+    limits = QuotaLimits(concurrent=2, tokens_per_minute=10_000, batch_counts=counts)
+    mine = add_key(keys, "a", True, None, limits)
+    refusals = 'tideserve_gateway_quota_refusals_total{limit="concurrent",owner="a"}'
+    async with (
+        gateway_case(
+            store, tmp_path / "model", sent_key=mine, api_keys_file=keys, batches=settings(tmp_path)
+        ) as case,
+        open_client(case.url, mine) as client,
+    ):
+
+        async def others_refused() -> bool:
+            metrics = (await case.http.get("/metrics")).text.splitlines()
+            (value,) = [line.split()[-1] for line in metrics if line.startswith(refusals)]
+            return float(value) >= 4
+
+        worker = case.paused(5)
+        batch = await submit(client, as_file(chat_lines(6)))
+        if counts:
+            await eventually(others_refused)
+        await eventually(lambda: len(worker.active) == (2 if counts else 6))
+        worker.pause_at = None
+        worker.go.set()
+        batch = await ended(client, batch.id)
+        assert batch.request_counts.completed == 6
+        assert await results(client, batch.error_file_id) == []
+
+
+async def test_a_claim_whose_answer_is_lost_costs_no_line(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "RETRY_S", 0.01)
+    claim, lost = LineStore.claim, 0
+
+    async def losing(self: LineStore, token: int, batch_id: str, count: int) -> list[ClaimedLine]:
+        nonlocal lost
+        claimed = await claim(self, token, batch_id, min(count, 4))
+        if claimed and lost < 3:
+            lost += 1
+            raise BatchStoreDown("the connection was lost")
+        return claimed
+
+    monkeypatch.setattr(LineStore, "claim", losing)
+    batch = await ended(case.openai, (await submit(case.openai, as_file(chat_lines(20)))).id)
+    assert lost == 3
+    assert batch.request_counts.completed == 20
+    assert len(case.cluster.workers[0].starts) == 20
 
 
 async def test_without_a_store_the_routes_name_the_remedy(store: Store, tmp_path: Path) -> None:

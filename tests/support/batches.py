@@ -4,11 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-from openai import AsyncOpenAI
+from openai import APIConnectionError, AsyncOpenAI, InternalServerError
 from openai.types import Batch
 
-from tests.support.waiting import eventually
+from tests.support.waiting import DEADLINE_S, eventually
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -43,17 +42,22 @@ async def submit(client: AsyncOpenAI, content: bytes, endpoint: str = CHAT) -> B
     )
 
 
-async def ended(client: AsyncOpenAI, batch_id: str) -> Batch:
+async def look(client: AsyncOpenAI, batch_id: str) -> Batch | None:
+    """The batch; None while the gateway is away."""
+    try:
+        return await client.batches.retrieve(batch_id)
+    except (APIConnectionError, InternalServerError):
+        return None
+
+
+async def ended(client: AsyncOpenAI, batch_id: str, deadline_s: float = DEADLINE_S) -> Batch:
     """The batch once it has ended; the gateway may be away meanwhile."""
 
-    async def look() -> Batch | None:
-        try:
-            batch = await client.batches.retrieve(batch_id)
-        except (httpx.TransportError, OSError):
-            return None
-        return batch if batch.status in ENDED else None
+    async def final() -> Batch | None:
+        batch = await look(client, batch_id)
+        return batch if batch is not None and batch.status in ENDED else None
 
-    return await eventually(look, interval_s=0.1)
+    return await eventually(final, deadline_s=deadline_s, interval_s=0.1)
 
 
 async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:

@@ -15,12 +15,23 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 METADATA_MAX = 16
 HOUR_S, DAY_S = 3600, 86_400
 WINDOW_MIN_S = HOUR_S
+KEEP_MIN_S, KEEP_MAX_S = HOUR_S, 30 * DAY_S
+"""Times until a file expires."""
 
 _WINDOW = re.compile(r"([1-9][0-9]{0,3})(h|d)")
 
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 FileId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class OutputExpiresAfter(Strict):
+    """When the output and error files expire."""
+
+    anchor: Literal["created_at"] = Field(description="The creation of the files.")
+    seconds: Annotated[int, Field(ge=KEEP_MIN_S, le=KEEP_MAX_S)] = Field(
+        description="Seconds after it: an hour to 30 days."
+    )
 
 
 class CreateBatchRequest(Strict):
@@ -35,6 +46,9 @@ class CreateBatchRequest(Strict):
     )
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=METADATA_MAX)] | None = (
         Field(None, description="Up to 16 pairs of strings.")
+    )
+    output_expires_after: OutputExpiresAfter | None = Field(
+        None, description="When the output and error files expire; by default `batch_keep_s`."
     )
 
 

@@ -11,17 +11,17 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
-from services.core.batches.line_end import NO_MODEL, after_response
+from services.core.batches.line_end import NO_MODEL, RATE_LIMITED, after_response
 from services.core.batches.turns import BatchTurns
 from services.core.batches.vocabulary import BatchState
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
 from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
+from services.gateway.batches.protocols import Door, Jobs, LineRun
 from services.gateway.batches.rows import (
     BatchRow,
     ClaimedLine,
@@ -53,37 +53,6 @@ RESULT_BYTES_MAX = 64 * 2**20
 log = logging.getLogger(__name__)
 
 
-class LineRun(Protocol):
-    """A run of a line as a request."""
-
-    @property
-    def placed(self) -> bool:
-        """Whether a worker has been assigned."""
-
-    @property
-    def output_ids(self) -> tuple[int, ...] | None:
-        """All output tokens so far; None if another run could not continue after them."""
-
-    async def run(self, text: bytes, limit_s: float) -> LineResult:
-        """Run the line `text` for at most `limit_s`. Raises GatewayError."""
-
-    def failed(self, error: GatewayError) -> LineResult:
-        """The result of a line that fails with `error`."""
-
-
-class Door(Protocol):
-    """Starts runs of lines."""
-
-    def check_model(self, batch: BatchRow, model: str) -> None:
-        """Raise GatewayError unless the key of the batch may use the model."""
-
-    def tokens_max(self, batch: BatchRow) -> int | None:
-        """The limit of the owner's queued tokens, None: unlimited."""
-
-    def open(self, batch: BatchRow, line: ClaimedLine) -> LineRun:
-        """A run of `line` of `batch`."""
-
-
 @dataclass(slots=True, eq=False)
 class RunningLine:
     """A claimed line; its task ends it in the store."""
@@ -95,19 +64,6 @@ class RunningLine:
     task: "asyncio.Task[None] | None" = None
     held_bytes: int = 0
     saved: int = 0  # tokens in the store
-
-
-class Jobs(Protocol):
-    """Long tasks of the leader, which has `token`; each raises BatchStoreDown and Fenced."""
-
-    async def validate(self, token: int, batch: BatchRow) -> None:
-        """Read the input of a batch, and let its lines run or fail it."""
-
-    async def write_files(self, token: int, batch: BatchRow) -> None:
-        """Write the files of a batch whose lines have ended, and end it."""
-
-    async def sweep(self, token: int) -> None:
-        """Delete old batches, and objects that no file has."""
 
 
 class BatchLeader:
@@ -140,6 +96,8 @@ class BatchLeader:
         self._queued: set[RunningLine] = set()  # running lines without a worker
         self._interrupted: list[RunningLine] = []  # lines to return
         self._idle: set[str] = set()  # batches without lines to claim now
+        self._paused_s: dict[str, float] = {}  # ends of pauses of owners beyond a quota
+        self._claim_failed = False  # perhaps after the database committed it
         self.claiming = True
 
     async def run(self) -> None:
@@ -178,6 +136,8 @@ class BatchLeader:
         self._turns.keep(_running_by_owner(batches))
         self._objects = {key: name for key, name in self._objects.items() if key in self._open}
         self._idle.clear()
+        now_s = monotonic_s()
+        self._paused_s = {owner: end_s for owner, end_s in self._paused_s.items() if end_s > now_s}
         for batch in batches:
             if batch.batch.state is BatchState.VALIDATING:
                 self._begin(self._jobs.validate, batch.batch)
@@ -219,10 +179,14 @@ class BatchLeader:
         full = self._text_bytes >= TEXT_BYTES_MAX or self._result_bytes >= RESULT_BYTES_MAX
         if not self.claiming or full or count <= 0:
             return CLAIM_S
-        turns = [batch_id for _, batch_id in self._turns.order() if batch_id not in self._idle]
+        turns = [
+            batch_id
+            for owner, batch_id in self._turns.order()
+            if batch_id not in self._idle and self._paused_s.get(owner, now_s) <= now_s
+        ]
         if not turns:
             return CLAIM_S if self._open else ADVANCE_S
-        lines = await self._store.lines.claim(self._token, turns[0], min(count, CLAIM_MAX))
+        lines = await self._claimed(turns[0], min(count, CLAIM_MAX))
         if not lines:
             self._idle.add(turns[0])
             return 0.0
@@ -230,8 +194,22 @@ class BatchLeader:
         batch = self._open[turns[0]].batch
         self._turns.serve(batch.owner, turns[0], len(lines) * batch.tokens // batch.total)
         for line in lines:
-            self._start(batch, line)
+            # A line that is about to be returned again is claimed after that.
+            if (line.batch_id, line.line) not in self._running:
+                self._start(batch, line)
         return 0.0
+
+    async def _claimed(self, batch_id: str, count: int) -> list[ClaimedLine]:
+        """Claim lines. Raises BatchStoreDown, perhaps after they were claimed."""
+        if self._claim_failed:
+            held = {_key(running) for running in (*self._running.values(), *self._interrupted)}
+            await self._store.lines.release_others(self._token, held)
+            self._claim_failed = False
+        try:
+            return await self._store.lines.claim(self._token, batch_id, count)
+        except BatchStoreDown:
+            self._claim_failed = True
+            raise
 
     def _start(self, batch: BatchRow, line: ClaimedLine) -> None:
         assert self._tasks is not None
@@ -278,8 +256,11 @@ class BatchLeader:
         again = after_response(error.status, error.code, error.retry_after_s, line.attempts)
         if again is None:
             return running.run.failed(error)
-        if (error.status in REFUSED or error.code == NO_MODEL) and not again.failure:
-            self._window.note_refused(monotonic_s(), again.delay_s)
+        now_s = monotonic_s()
+        if error.code == RATE_LIMITED:
+            self._paused_s[batch.owner] = now_s + again.delay_s
+        elif (error.status in REFUSED or error.code == NO_MODEL) and not again.failure:
+            self._window.note_refused(now_s, again.delay_s)
         return ReturnedLine(
             line.batch_id, line.line, again.delay_s, again.failure, running.run.output_ids
         )

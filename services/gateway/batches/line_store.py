@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select, update
@@ -10,7 +10,7 @@ from sqlalchemy import Connection, Row, bindparam, delete, func, insert, select,
 from services.core.audit.facts import LineEnded, LinesClaimed
 from services.core.batches.vocabulary import BatchState, LineState
 from services.gateway.batches.database import Database
-from services.gateway.batches.leadership import check_token
+from services.gateway.batches.leadership import check_token, renew
 from services.gateway.batches.rows import (
     ClaimedLine,
     LineProgress,
@@ -100,6 +100,28 @@ class LineStore:
             numbers = tuple(line.line for line in claimed)
             self._record(LinesClaimed(token, batch_id, numbers))
         return claimed
+
+    async def release_others(self, token: int, held: Collection[tuple[str, int]]) -> None:
+        """Make the lines pending that run under `token` but are not `held`, by batch and line.
+
+        A claim that failed may have been committed. Call it while no other claim runs.
+        """
+
+        def run(connection: Connection) -> None:
+            # Its lock waits for a transaction of a lost connection.
+            renew(connection, token)
+            open_batches = select(batches.c.id).where(batches.c.state == BatchState.IN_PROGRESS)
+            running = select(lines.c.batch, lines.c.line).where(
+                lines.c.batch.in_(open_batches),
+                lines.c.state == LineState.RUNNING,
+                lines.c.token == token,
+            )
+            others = [row for row in connection.execute(running) if tuple(row) not in held]
+            if others:
+                statement = _held(token).values(state=LineState.PENDING)
+                connection.execute(statement, [{"b": row.batch, "n": row.line} for row in others])
+
+        await self._database.write("release_others", run)
 
     async def finish(self, token: int, result: LineResult) -> bool:
         """End a line with its result; returns once it is committed.

@@ -30,17 +30,20 @@ async def conclude(
     files: ObjectFiles,
     token: int,
     batch: BatchRow,
-    keep_s: float | None = None,
+    keep_s: float,
 ) -> bool:
     """Write the files of a `writable` batch, and end it; False if that was done before.
 
     The objects have names of this leadership, so that a suspended leader cannot replace those of
-    the next; the rows of `BatchStore.conclude` are the commit. The files expire after `keep_s`.
+    the next; the rows of `BatchStore.conclude` are the commit. The files expire after `keep_s`, or
+    after the batch's own time if that is shorter.
 
     Raises:
         BatchStoreDown: if the database or the storage fails; repeat it.
         Fenced: if another gateway leads.
     """
+    if batch.output_keep_s is not None:
+        keep_s = min(keep_s, batch.output_keep_s)
     folder = f"batches/{batch.batch_id}/{token}"
     output_name, errors_name = f"{folder}/output.jsonl", f"{folder}/errors.jsonl"
     async with files.writing(output_name) as output, files.writing(errors_name) as errors:
@@ -106,7 +109,7 @@ def _encoded(batch_id: str, line: OutputLine) -> bytes:
 
 
 def _new_file(
-    batch: BatchRow, writer: ObjectWriter, name: str, kind: str, keep_s: float | None
+    batch: BatchRow, writer: ObjectWriter, name: str, kind: str, keep_s: float
 ) -> NewFile | None:
     """The row of an object; None if nothing was written."""
     if not writer.size_bytes:

@@ -63,6 +63,7 @@ def batch_values(batch: NewBatch) -> dict[str, Any]:
         "errors": "[]",
         "tokens": batch.tokens,
         "idempotency_key": batch.idempotency_key,
+        "output_keep_s": batch.output_keep_s,
         **dict.fromkeys(zero + tokens, 0),
     }
 
@@ -93,6 +94,7 @@ def batch_row(row: Row[Any]) -> BatchRow:
         entered_s={state: at_s for state, at_s in times.items() if at_s is not None},
         output_file=row.output_file,
         error_file=row.error_file,
+        output_keep_s=row.output_keep_s,
     )
 
 

@@ -42,7 +42,10 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A batch to create. `tokens`: estimate of all its tokens, for the owner's limit."""
+    """A batch to create. `tokens`: estimate of all its tokens, for the owner's limit.
+
+    `output_keep_s`: time until its output and error files expire; None: the store's default.
+    """
 
     owner: str
     key_id: str
@@ -52,6 +55,7 @@ class NewBatch:
     metadata: Mapping[str, str] = field(default_factory=dict)
     idempotency_key: str | None = None
     tokens: int = 0
+    output_keep_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class BatchRow:
     entered_s: Mapping[BatchState, float]
     output_file: str | None
     error_file: str | None
+    output_keep_s: int | None = None
 
     @property
     def open(self) -> int:

@@ -109,6 +109,8 @@ batches = Table(
     *(Column(name, Double) for name in ENTERED.values()),
     Column("output_file", String(64), ForeignKey("files.id")),
     Column("error_file", String(64), ForeignKey("files.id")),
+    # Time until these two files expire.
+    Column("output_keep_s", Integer),
     Column("idempotency_key", String(256)),
     UniqueConstraint("owner", "idempotency_key"),
     Index("batches_of_owner", "owner", "created_s", "id"),

@@ -9,10 +9,11 @@ from services.common.election import Election
 from services.common.etcd import Store
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
-from services.gateway.batches.leader import RETRY_S, BatchLeader, Door
+from services.gateway.batches.leader import RETRY_S, BatchLeader
 from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.output import conclude, sweep
+from services.gateway.batches.protocols import Door
 from services.gateway.batches.rows import BatchRow
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.batches.store import BatchStore

@@ -269,7 +269,7 @@ def _by_key(connection: Connection, batch: NewBatch) -> BatchRow | None:
     if row is None:
         return None
     earlier = batch_row(row)
-    fields = ("endpoint", "input_file", "window_s", "metadata")
+    fields = ("endpoint", "input_file", "window_s", "metadata", "output_keep_s")
     if any(getattr(earlier, name) != getattr(batch, name) for name in fields):
         raise IdempotencyKeyReused(
             "this Idempotency-Key was used for another batch; repeat the fields of that batch, or"

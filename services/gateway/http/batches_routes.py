@@ -79,6 +79,7 @@ async def _created(api: BatchService, request: Request, body: CreateBatchRequest
     record = record_of(request.scope)
     principal = record.principal
     file = await api.store.files.get(principal.owner, body.input_file_id)
+    expiry = body.output_expires_after
     new_batch = NewBatch(
         principal.owner,
         principal.key_id,
@@ -89,6 +90,7 @@ async def _created(api: BatchService, request: Request, body: CreateBatchRequest
         _idempotency_key(request),
         # Until the validation has counted them.
         tokens=file.size_bytes // BYTES_PER_TOKEN,
+        output_keep_s=None if expiry is None else expiry.seconds,
     )
     batch, new = await api.store.create(new_batch, principal.limits.batch_tokens_queued)
     record.replayed = not new

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.api.batches import KEEP_MAX_S, KEEP_MIN_S
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.rows import FileRow, NewFile
 from services.gateway.batches.service import BatchService
@@ -25,7 +26,6 @@ UPLOADS_MAX = 16
 """Concurrent uploads and downloads; each holds a few megabytes."""
 LISTED_MAX = 10_000
 PIECE_BYTES = 2**18
-EXPIRY_S = range(3600, 30 * 86_400 + 1)
 NAME_CHARS_MAX = 256
 
 
@@ -135,10 +135,11 @@ def _checked(form: UploadForm) -> int | None:
     if seconds is None:
         return None
     anchor = form.fields.get("expires_after[anchor]")
-    if anchor != "created_at" or not seconds.isdigit() or int(seconds[:9]) not in EXPIRY_S:
+    known = anchor == "created_at" and seconds.isascii() and seconds.isdigit()
+    if not known or not KEEP_MIN_S <= int(seconds[:9]) <= KEEP_MAX_S:
         raise BadRequest(
-            f"'expires_after' must have the anchor created_at and {EXPIRY_S.start} to"
-            f" {EXPIRY_S.stop - 1} seconds; correct it",
+            f"'expires_after' must have the anchor created_at and {KEEP_MIN_S} to {KEEP_MAX_S}"
+            " seconds; correct it",
             param="expires_after",
         )
     return int(seconds)

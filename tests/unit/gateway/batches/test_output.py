@@ -16,10 +16,17 @@ from services.gateway.batches.validation import BatchRules, validate
 from tests.support.batch_store import OWNER, result
 
 CHAT = "/v1/chat/completions"
+KEEP_S = 3600.0
 RULES = BatchRules(CHAT, 50_000, lambda model: None)
 
 
-async def uploaded(store: BatchStore, files: ObjectFiles, count: int, tail: bytes = b"") -> str:
+async def uploaded(
+    store: BatchStore,
+    files: ObjectFiles,
+    count: int,
+    tail: bytes = b"",
+    output_keep_s: int | None = None,
+) -> str:
     """A batch whose input has `count` valid lines and `tail`."""
     async with files.writing("uploads/x") as writer:
         for n in range(1, count + 1):
@@ -31,8 +38,16 @@ async def uploaded(store: BatchStore, files: ObjectFiles, count: int, tail: byte
     file = await store.files.add(
         NewFile(OWNER, "batch", "x", writer.size_bytes, writer.sha256, "uploads/x")
     )
-    batch, _ = await store.create(NewBatch(OWNER, "k", CHAT, file.file_id, 3600))
+    new = NewBatch(OWNER, "k", CHAT, file.file_id, 3600, output_keep_s=output_keep_s)
+    batch, _ = await store.create(new)
     return batch.batch_id
+
+
+async def finished_line(store: BatchStore, files: ObjectFiles, token: int, batch_id: str) -> None:
+    """Validate a batch of a line, and answer the line."""
+    await validate(store, files, token, await store.get(OWNER, batch_id), RULES)
+    await store.lines.claim(token, batch_id, 1)
+    await store.lines.finish(token, result(batch_id, 1))
 
 
 async def lines_of(store: BatchStore, files: ObjectFiles, file_id: str | None) -> list[dict]:
@@ -60,8 +75,8 @@ async def test_each_line_is_in_one_file_in_order(store: BatchStore, tmp_path: Pa
         else:
             await store.lines.finish(token, result(batch_id, last.line, b"{}", error=True))
     (opened,) = await store.advance(token)
-    assert await conclude(store, files, token, opened.batch)
-    assert not await conclude(store, files, token, opened.batch)
+    assert await conclude(store, files, token, opened.batch, KEEP_S)
+    assert not await conclude(store, files, token, opened.batch, KEEP_S)
     batch = await store.get(OWNER, batch_id)
     assert batch.state is BatchState.COMPLETED
     output = await lines_of(store, files, batch.output_file)
@@ -104,7 +119,7 @@ async def test_a_cancelled_batch_says_which_lines_never_ran(
     await store.lines.finish(token, result(batch_id, line.line))
     await store.cancel(OWNER, batch_id)
     (opened,) = await store.advance(token)
-    assert await conclude(store, files, token, opened.batch)
+    assert await conclude(store, files, token, opened.batch, KEEP_S)
     batch = await store.get(OWNER, batch_id)
     (answered,) = await lines_of(store, files, batch.output_file)
     dropped = await lines_of(store, files, batch.error_file)
@@ -120,19 +135,55 @@ async def test_a_former_leader_leaves_the_files_of_the_next(
     files = ObjectFiles(str(tmp_path / "objects"))
     first = await store.lead(1)
     batch_id = await uploaded(store, files, 1)
-    await validate(store, files, first, await store.get(OWNER, batch_id), RULES)
-    await store.lines.claim(first, batch_id, 1)
-    await store.lines.finish(first, result(batch_id, 1))
+    await finished_line(store, files, first, batch_id)
     (opened,) = await store.advance(first)
     second = await store.lead(2)
     with pytest.raises(Fenced):
-        await conclude(store, files, first, opened.batch)
-    assert await conclude(store, files, second, opened.batch)
+        await conclude(store, files, first, opened.batch, KEEP_S)
+    assert await conclude(store, files, second, opened.batch, KEEP_S)
     batch = await store.get(OWNER, batch_id)
     assert len(await lines_of(store, files, batch.output_file)) == 1
     written = await files.older_than(0)
     dead = await store.files.dead_objects(written)
     assert dead == [f"batches/{batch_id}/{first}/output.jsonl"]
+    files.close()
+
+
+@pytest.mark.parametrize(("own_s", "expected_s"), [(None, 3600), (60, 60), (7200, 3600)])
+async def test_the_files_expire_after_the_shorter_time(
+    store: BatchStore, tmp_path: Path, own_s: int | None, expected_s: int
+) -> None:
+    files = ObjectFiles(str(tmp_path / "objects"))
+    token = await store.lead(1)
+    batch_id = await uploaded(store, files, 1, output_keep_s=own_s)
+    await finished_line(store, files, token, batch_id)
+    (opened,) = await store.advance(token)
+    assert await conclude(store, files, token, opened.batch, KEEP_S)
+    output_file = (await store.get(OWNER, batch_id)).output_file
+    assert output_file is not None
+    output = await store.files.get(OWNER, output_file)
+    assert output.expires_s is not None
+    assert output.expires_s - output.created_s == pytest.approx(expected_s, abs=1)
+    files.close()
+
+
+async def test_an_expired_output_is_deleted_and_its_batch_stays(
+    store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.batches.output.SWEEP_AGE_S", 0.0)
+    files = ObjectFiles(str(tmp_path / "objects"))
+    token = await store.lead(1)
+    batch_id = await uploaded(store, files, 1, output_keep_s=-1)
+    await finished_line(store, files, token, batch_id)
+    (opened,) = await store.advance(token)
+    assert await conclude(store, files, token, opened.batch, KEEP_S)
+    batch = await store.get(OWNER, batch_id)
+    assert batch.state is BatchState.COMPLETED and batch.output_file is not None
+    with pytest.raises(NoSuchEntry):
+        await store.files.get(OWNER, batch.output_file)
+    await sweep(store, files, token, KEEP_S)
+    assert await files.older_than(0) == ["uploads/x"]
+    assert await store.get(OWNER, batch_id) == batch
     files.close()
 
 

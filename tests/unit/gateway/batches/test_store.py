@@ -118,6 +118,20 @@ async def test_a_page_of_results_is_bounded_in_bytes(
     assert pages == [[1], [2], [3], [4]]
 
 
+async def test_only_the_lines_that_are_not_held_are_released(store: BatchStore) -> None:
+    former = await store.lead(1)
+    batch_id = await begun_batch(store, former, 6)
+    token = await store.lead(2)
+    held = {(batch_id, line.line) for line in await store.lines.claim(token, batch_id, 2)}
+    await store.lines.claim(token, batch_id, 2)
+    await store.lines.finish(token, result(batch_id, 4))
+    await store.lines.release_others(token, held)
+    claimed = [line.line for line in await store.lines.claim(token, batch_id, 9)]
+    assert claimed == [3, 5, 6]
+    with pytest.raises(Fenced):
+        await store.lines.release_others(former, set())
+
+
 async def test_a_returned_line_keeps_its_tokens_and_waits(store: BatchStore) -> None:
     token = await store.lead(1)
     batch_id = await begun_batch(store, token, 2)
