@@ -1,5 +1,6 @@
 """Gateways that are killed or suspended while they run batches: each line has one answer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 
+from services.common.clock import monotonic_s
 from services.common.etcd import Store
 from tests.support.batches import CHAT, as_file, chat_lines, comparable, ended, results, submit
 from tests.support.client import open_client
@@ -60,6 +62,12 @@ async def check(client: AsyncOpenAI, url: str, batch_id: str) -> None:
             assert comparable(answer["response"]["body"]) == comparable(asked.json())
 
 
+async def output_of(client: AsyncOpenAI, batch_id: str) -> bytes:
+    batch = await client.batches.retrieve(batch_id)
+    assert batch.output_file_id is not None
+    return (await client.files.content(batch.output_file_id)).content
+
+
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_gateway_killed_at_any_point_costs_no_line(
     store: Store, tmp_path: Path, point: str
@@ -79,8 +87,10 @@ async def test_a_gateway_killed_at_any_point_costs_no_line(
             await check(client, second.url, batch.id)
 
 
+# The shorter suspension ends once the second gateway has finished the batch.
+@pytest.mark.parametrize("suspended_s", [0.0, pytest.param(60.0, marks=pytest.mark.slow)])
 async def test_a_suspended_leader_that_continues_changes_nothing(
-    store: Store, tmp_path: Path
+    store: Store, tmp_path: Path, suspended_s: float
 ) -> None:
     async with fake_cluster(store, endless, max_model_len=256) as cluster:
         worker = cluster.workers[0]
@@ -90,6 +100,7 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
                 batch = await submit(client, as_file(LINES))
             await eventually(lambda: len(worker.active) >= 16)
             first.process.suspend()
+            suspended_at_s = monotonic_s()
             started = len(worker.starts)
             try:
                 async with gateway(cluster, tmp_path, "second") as second:
@@ -99,10 +110,12 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
                     worker.go.set()
                     async with open_client(second.url) as client:
                         await check(client, second.url, batch.id)
+                        output = await output_of(client, batch.id)
+                        await asyncio.sleep(suspended_at_s + suspended_s - monotonic_s())
                         first.process.resume()
                         async with open_client(first.url) as late:
                             await check(late, first.url, batch.id)
                         await eventually(lambda: "another gateway leads" in first.log.read_text())
-                        await check(client, second.url, batch.id)
+                        assert await output_of(client, batch.id) == output
             finally:
                 first.process.resume()

@@ -1,6 +1,7 @@
 """Random processes are killed while a batch runs: its output is that of an undisturbed run."""
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -8,14 +9,30 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
-from tests.support.batches import as_file, chat_line, comparable, ended, results, submit
+from tests.support.batches import (
+    ENDED,
+    as_file,
+    chat_line,
+    comparable,
+    ended,
+    look,
+    results,
+    submit,
+)
 from tests.support.client import open_client
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
 
 VICTIMS = ("gateway", "worker-0", "scheduler", "worker-1", "etcd", "memmgr")
 READY_S = 120.0
+BATCH_S = 1800.0
+LINES = int(os.environ.get("TIDESERVE_BATCH_LINES", "1000"))
+TOKENS = int(os.environ.get("TIDESERVE_BATCH_TOKENS", "400"))
+KILLS = int(os.environ.get("TIDESERVE_BATCH_KILLS", "20"))
+RESUME_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +59,7 @@ def lines_of(count: int, tokens: int) -> list[dict[str, Any]]:
 async def run(cluster: Cluster, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of an undisturbed run."""
     async with open_client(cluster.url) as client:
-        batch = await ended(client, (await submit(client, as_file(lines))).id)
+        batch = await ended(client, (await submit(client, as_file(lines))).id, BATCH_S)
         assert batch.status == "completed" and batch.error_file_id is None, batch
         return await results(client, batch.output_file_id)
 
@@ -63,14 +80,46 @@ async def run_disturbed(
             killed += 1
             await asyncio.to_thread(cluster.wait_for_restart, victim, pid)
         await asyncio.to_thread(wait_until_ready, cluster)
-        batch = await ended(client, batch.id)
+        batch = await ended(client, batch.id, BATCH_S)
         assert batch.status == "completed" and batch.error_file_id is None, batch
         return await results(client, batch.output_file_id), killed
 
 
-async def over(client: Any, batch_id: str) -> bool:
-    batch = await client.batches.retrieve(batch_id)
-    return batch.status in ("completed", "failed")
+async def over(client: AsyncOpenAI, batch_id: str) -> bool:
+    batch = await look(client, batch_id)
+    return batch is not None and batch.status in ENDED
+
+
+async def completed(client: AsyncOpenAI, batch_id: str, least: int) -> int | None:
+    """The number of answered lines once there are `least`."""
+    batch = await look(client, batch_id)
+    counts = None if batch is None else batch.request_counts
+    return counts.completed if counts is not None and counts.completed >= least else None
+
+
+async def run_restarted(
+    cluster: Cluster, lines: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], float]:
+    """The results, and the seconds from readiness to the first answer after a restart."""
+    async with open_client(cluster.url) as client:
+        batch = await submit(client, as_file(lines))
+        answered = await eventually(lambda: completed(client, batch.id, len(lines) // 10))
+        await asyncio.to_thread(restart, cluster)
+        ready_s = time.monotonic()
+        assert not await over(client, batch.id)
+        await eventually(lambda: completed(client, batch.id, answered + 1))
+        resumed_s = time.monotonic() - ready_s
+        batch = await ended(client, batch.id, BATCH_S)
+        assert batch.status == "completed" and batch.error_file_id is None, batch
+        return await results(client, batch.output_file_id), resumed_s
+
+
+def restart(cluster: Cluster) -> None:
+    """Kill every process, start the cluster again and wait until it is ready."""
+    cluster.kill_all()
+    cluster.start()
+    cluster.wait_until_ready()
+    wait_until_ready(cluster)
 
 
 def wait_until_ready(cluster: Cluster) -> None:
@@ -94,14 +143,24 @@ def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
     assert [answer["custom_id"] for answer in disturbed] == [line["custom_id"] for line in lines]
 
 
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) -> None:
+    lines = lines_of(480, 80)
+    undisturbed = asyncio.run(run(cluster, lines))
+    restarted, resumed_s = asyncio.run(run_restarted(cluster, lines))
+    assert comparable(restarted) == comparable(undisturbed)
+    assert resumed_s <= RESUME_S
+
+
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(3600)
 def test_a_thousand_lines_survive_twenty_kills(cluster: Cluster) -> None:
-    lines = lines_of(1000, 400)
+    lines = lines_of(LINES, TOKENS)
     undisturbed = asyncio.run(run(cluster, lines))
     seed = time.time_ns()
-    victims = random.Random(seed).choices(VICTIMS, k=20)
+    victims = random.Random(seed).choices(VICTIMS, k=KILLS)
     disturbed, killed = asyncio.run(run_disturbed(cluster, lines, victims, 10.0))
     assert killed == len(victims), f"the batch ended early; seed {seed}"
     assert comparable(disturbed) == comparable(undisturbed), f"seed {seed}"
