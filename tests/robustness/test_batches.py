@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,15 +31,27 @@ VICTIMS = ("gateway", "worker-0", "scheduler", "worker-1", "etcd", "memmgr")
 READY_S = 120.0
 BATCH_S = 1800.0
 LINES = int(os.environ.get("TIDESERVE_BATCH_LINES", "1000"))
-TOKENS = int(os.environ.get("TIDESERVE_BATCH_TOKENS", "400"))
+TOKENS = int(os.environ.get("TIDESERVE_BATCH_TOKENS", "200"))
 KILLS = int(os.environ.get("TIDESERVE_BATCH_KILLS", "20"))
 RESUME_S = 15.0
 
 
+SLOW = {"paced": "A100-14B:8", "gateway": {"batch_window": 64}}
+"""Options of a cluster whose batch outlasts the kills."""
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
-    with Cluster(model_dir=folder, model_name="m", memory="32MiB", dtype="float64") as running:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+
+
+def cluster_of(model: Path, **options: Any) -> Cluster:
+    return Cluster(model_dir=model, model_name="m", memory="32MiB", dtype="float64", **options)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[Cluster]:
+    with cluster_of(model) as running:
         yield running
 
 
@@ -156,11 +169,13 @@ def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) ->
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(3600)
-def test_a_thousand_lines_survive_twenty_kills(cluster: Cluster) -> None:
+def test_a_thousand_lines_survive_twenty_kills(model: Path) -> None:
     lines = lines_of(LINES, TOKENS)
-    undisturbed = asyncio.run(run(cluster, lines))
+    with cluster_of(model) as fast:
+        undisturbed = asyncio.run(run(fast, lines))
     seed = time.time_ns()
     victims = random.Random(seed).choices(VICTIMS, k=KILLS)
-    disturbed, killed = asyncio.run(run_disturbed(cluster, lines, victims, 10.0))
+    with cluster_of(model, **SLOW) as slow:
+        disturbed, killed = asyncio.run(run_disturbed(slow, lines, victims, 10.0))
     assert killed == len(victims), f"the batch ended early; seed {seed}"
     assert comparable(disturbed) == comparable(undisturbed), f"seed {seed}"
