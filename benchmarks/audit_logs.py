@@ -9,6 +9,7 @@ from services.common.event_log import EventLogError, read_config, read_entries
 from services.core.audit.audit import Audit
 from services.core.audit.escalation_order import EscalationOrder
 from services.core.audit.record import Findings
+from services.core.audit.refusals import Refusals
 from services.core.audit.settled_changes import SettledChange, settled_changes
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
@@ -24,6 +25,8 @@ from tideserve.sim.replay import (
 )
 
 INVARIANTS = tuple(f"I{number}" for number in range(1, 12))
+OF_REFUSALS = ("I16", "I17")
+"""Invariants that only refusals for lateness check; without overload there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Audited:
     @property
     def checks(self) -> dict[str, int]:
         """Number of checks per invariant."""
-        return {invariant: self.findings.checks[invariant] for invariant in INVARIANTS}
+        of_refusals = [name for name in OF_REFUSALS if self.findings.checks[name]]
+        return {name: self.findings.checks[name] for name in (*INVARIANTS, *of_refusals)}
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -97,7 +101,8 @@ def audit_logs(
     try:
         replayed = {path.name: _replay_engine(path, audit.findings) for path in engines}
         replayed |= {path.name: _replay_groups(path) for path in memory_managers}
-        replayed |= {path.name: _replay_dispatch(path) for path in _logs(folder, "scheduler-*")}
+        schedulers = _logs(folder, "scheduler-*")
+        replayed |= {path.name: _replay_dispatch(path, audit.findings) for path in schedulers}
         findings = audit.run(
             [read_entries(path, WORKER_TYPES) for path in engines],
             [read_entries(path, MEMMGR_TYPES) for path in memory_managers],
@@ -122,9 +127,10 @@ def _replay_engine(path: Path, findings: Findings) -> Replayed:
     return replay(Changeover.of(config), read_entries(path, WORKER_TYPES), escalations)
 
 
-def _replay_dispatch(path: Path) -> Replayed:
+def _replay_dispatch(path: Path, findings: Findings) -> Replayed:
     state = read_config(path, StateConfig).state()
-    return replay(state, read_entries(path, SCHEDULER_TYPES))
+    refusals = Refusals(findings, path.stem)
+    return replay(state, read_entries(path, SCHEDULER_TYPES), refusals=refusals)
 
 
 def _replay_groups(path: Path) -> Replayed:

@@ -119,7 +119,8 @@ Cycles = Annotated[
 Cells = Annotated[
     str | None,
     typer.Option(
-        help="faults: cells, a regular expression such as '2/.*/kill'.", show_default="all"
+        help="faults, overload: cells, a regular expression such as '2/.*/kill' or 'tideserve/10'.",
+        show_default="all",
     ),
 ]
 Append = Annotated[
@@ -131,6 +132,12 @@ Minutes = Annotated[
         min=0,
         help="faults: start no cell after this many minutes; without --cells and --append, run"
         " random faults and floods for this long (not with --quick).",
+    ),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        min=10, help="overload: seconds of each load.", show_default="120; 20 with --quick"
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the prompts and of synthetic arrivals.")]
@@ -182,6 +189,7 @@ def bench(
     cells: Cells = None,
     append: Append = None,
     minutes: Minutes = None,
+    seconds: Seconds = None,
     seed: Seed = 0,
     api_key: ApiKey = None,
 ) -> None:
@@ -216,6 +224,7 @@ def bench(
         cells=cells,
         append=append,
         minutes=minutes,
+        seconds=seconds,
         workers=flags.get("workers", DEFAULT_WORKERS),
     )
     if scenario == "burst" and ablation:

@@ -11,6 +11,7 @@ SUMMARIES = {
     "flood": "the burst with batch work behind it: effect on online requests",
     "front": "vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
     "overhead": "control-plane latency added to TTFT; planning share of iteration time",
+    "overload": "1 to 10 times the load that fits: requests in time, refusals, recovery",
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
     "recovery": "steady streams after a burst that merged all workers: time to the split, TPOT",

@@ -207,7 +207,9 @@ def serve(
         ),
         max_model_len=capacity_tokens,
         # The queue is practically unlimited, so that no request is refused.
-        scheduler=StateConfig(1_000_000, 1e6, dispatch, ttft=model if dispatch == PREFIX else None),
+        scheduler=StateConfig(
+            *(1_000_000, 1e6, dispatch), ttft=model if dispatch == PREFIX else None, lateness=0.0
+        ),
     )
     outcomes = Cluster(spec, CostTimeModel(model), OpenLoop(arrivals)).run()
     ttfts_s = [

@@ -42,6 +42,7 @@ class LoadChoice:
     cells         a regular expression: names of the cells to run
     append        file with the finished cells, which are skipped
     minutes       no cell starts after this time, or duration of random faults
+    seconds       duration of each load
     """
 
     quick: bool = False
@@ -60,6 +61,7 @@ class LoadChoice:
     cells: str | None = None
     append: Path | None = None
     minutes: float | None = None
+    seconds: float | None = None
 
     @property
     def draws_faults(self) -> bool:

@@ -118,6 +118,8 @@ class Tideserve:
             "block_size": BLOCK_TOKENS,
             "max_running": deployment.max_running,
             "queue_deadline": QUEUE_DEADLINE_S,
+            # Every request is served, however long it waits.
+            "scheduler": {"lateness": 0.0},
             # A worker that profiles itself would disturb the measurement of another system.
             "worker": {"profile_when_idle": False},
         }

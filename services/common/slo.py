@@ -20,13 +20,18 @@ def service_message(service: Service) -> service_pb2.Service:
     )
 
 
+def to_class(number: int) -> ServiceClass:
+    """The class with this number; a class unknown to this version is read as standard."""
+    return _BY_NUMBER.get(number, ServiceClass.STANDARD)
+
+
 def to_service(message: service_pb2.Service) -> Service:
     """The service level in a message, not validated (see `Service.fault`).
 
     A missing message is `DEFAULT_SERVICE`; a class unknown to this version is read as standard.
     """
     return Service(
-        service_class=_BY_NUMBER.get(message.service_class, ServiceClass.STANDARD),
+        service_class=to_class(message.service_class),
         ttft_s=message.ttft_s or None,
         tpot_s=message.tpot_s or None,
         token_group=message.token_group or 1,

@@ -40,7 +40,10 @@ class Ask:
     other requests. The gateway cannot reach the workers at the addresses `avoided`; for `avoided_s`
     seconds the scheduler uses them only if no other worker is available. `excused_s` is the age of
     the request, in seconds, at the latest loss of its worker, 0 without a loss: the scheduler does
-    not count this time towards the request's queueing deadline.
+    not count this time towards the request's queueing deadline. `estimated`: the prompt is not
+    tokenized, `prompt_tokens` is an estimate, and the answer is a `Proceed` or a `Refusal`.
+    `expected_tokens` is the client's estimate of its output tokens, 0 without. `fingerprint` is a
+    hash of the client's request, by which its retries are recognised, 0 if unknown.
     """
 
     request_id: str
@@ -56,6 +59,9 @@ class Ask:
     avoided: tuple[str, ...] = ()
     avoided_s: float = 0.0
     excused_s: float = 0.0
+    estimated: bool = False
+    expected_tokens: int = 0
+    fingerprint: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,13 @@ class Assignment:
     returnable: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Proceed:
+    """Answers an estimated ask: the gateway tokenizes the prompt and asks again."""
+
+    request_id: str
+
+
 class RefusalReason(StrEnum):
     """Reason for which the scheduler refuses a request."""
 
@@ -81,6 +94,7 @@ class RefusalReason(StrEnum):
     QUEUE_FULL = "queue_full"
     EXPIRED = "expired"
     UNKNOWN_MODEL = "unknown_model"
+    TOO_LATE = "too_late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +102,13 @@ class Refusal:
     """Final rejection of a request.
 
     `retry_after_s` is None if a retry is pointless. `reason` is None if a newer scheduler sent a
-    reason that this version does not know.
+    reason that this version does not know. `booked`: `retry_after_s` is a whole number of seconds
+    after which the scheduler has room for the retry. `estimated`: it answers an estimated ask.
     """
 
     request_id: str
     reason: RefusalReason | None
     message: str
     retry_after_s: float | None = None
+    booked: bool = False
+    estimated: bool = False

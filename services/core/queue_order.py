@@ -51,7 +51,7 @@ class Scheduling(StrEnum):
 def scheduling_setting() -> Any:
     """The setting `scheduling`; a scheduler and its workers must use the same value."""
     return choice(
-        Scheduling.FCFS,
+        Scheduling.SLO,
         Scheduling,
         "Scheduling policy. fcfs: first come, first served; priority: interactive before standard"
         " before batch; batch requests yield KV blocks and slots to the others, do not start while"
@@ -87,6 +87,11 @@ _CLASS_POSITIONS = {kind: float(position) for position, kind in enumerate(Servic
 def by_class(service: Service, arrival_s: float) -> QueueKey:
     """Interactive before standard before batch; within a class by rank, then by arrival."""
     return _CLASS_POSITIONS[service.service_class], float(service.rank), arrival_s
+
+
+def by_class_and_deadline(service: Service, arrival_s: float) -> QueueKey:
+    """Interactive before standard before batch; within a class as `by_deadline`."""
+    return _CLASS_POSITIONS[service.service_class], *by_deadline(service, arrival_s)[1:]
 
 
 QUEUE_ORDERS: Mapping[Scheduling, QueueOrder] = {

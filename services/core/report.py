@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
+from services.core.histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,23 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadlineUse:
+    """Use of the time before deadlines so far, by policies with deadlines such as `slo`.
+
+    `harvest_share` is the present share of the slack that batch work may use. `budget_s` sums the
+    times that the next deadline left for the iterations planned to meet it, `budget_used_s` their
+    durations. `missed_ttft` and `missed_tpot` count missed deadlines by class; those of TPOT once
+    per token group.
+    """
+
+    harvest_share: float = 0.0
+    budget_s: float = 0.0
+    budget_used_s: float = 0.0
+    missed_ttft: dict[str, int] = field(default_factory=dict)
+    missed_tpot: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
     """Report of an engine; times and counts are sums since the engine started.
 
@@ -91,6 +108,8 @@ class EngineReport:
     can. `left`: the group continues without this engine, whose requests have ended here.
     `restored_slabs`: parameter slabs (layers, embedding, head) that were dropped and restored, by
     source: `host` (own copy in host memory), `peer` (another worker) or `disk` (model folder).
+    `deadlines` are those of requests that it leads; `preemption_s` are the times from the arrival
+    of an online request until a batch-only iteration yielded to it.
     `cost_model` is the origin of its cost model: `paced`, `profile` (stored), `start` (measured at
     the start), `idle` (while idle), `load` (refined), or `none: REASON`; "" if it does not report.
     """
@@ -101,12 +120,14 @@ class EngineReport:
     parameter_bytes: int = 0
     stage: StageTime = field(default_factory=StageTime)
     iterations: IterationTime = field(default_factory=IterationTime)
-    iteration_tokens: IterationTokens = field(default_factory=IterationTokens)
+    iteration_tokens: Histogram = field(default_factory=Histogram)
     trouble: str = ""
     left: bool = False
     slowest_iteration_s: float = 0.0
     restored_slabs: dict[str, int] = field(default_factory=dict)
     cost_model: str = ""
+    deadlines: DeadlineUse = field(default_factory=DeadlineUse)
+    preemption_s: Histogram = field(default_factory=Histogram)
 
 
 @dataclass(frozen=True, slots=True)

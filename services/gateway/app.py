@@ -48,6 +48,7 @@ from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.choice_runner import ChoiceRunner
+from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.running import RunningRequests, internal_server
 from services.gateway.serving.service_policy import ServicePolicy
@@ -239,6 +240,7 @@ class _Gateway:
                 self._checker,
                 self._prefix_block_size,
                 ServicePolicy(class_targets(config.classes), ServiceClass(config.default_class)),
+                EarlyAsks(self._admission, config.model_name) if config.early_asks else None,
             ),
             choices=ChoiceRunner(
                 self._admission,

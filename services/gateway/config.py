@@ -234,6 +234,12 @@ class GatewayConfig(ServiceConfig):
         minimum=0.1,
         maximum=600,
     )
+    early_asks: bool = option(
+        True,
+        "Whether the gateway asks the scheduler before it tokenises a prompt, if the predicted wait"
+        " exceeds half of the request's limit, so that a refusal takes less time.",
+        expert=True,
+    )
     # Longer than the 10 s that a worker waits for a request, so that the worker's error wins.
     attach_timeout_s: float = number(
         12.0,

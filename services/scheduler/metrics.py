@@ -1,11 +1,19 @@
 """The scheduler's Prometheus metrics, computed from the driver's latest snapshot."""
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from services.common.vllm_names import LABELS, QUEUE_ENGINE, WAITING, WAITING_HELP
+from services.core.scheduler.calendar import BookingEnd
+from services.core.scheduler.prediction import BUCKETS
 from services.core.scheduler.vocabulary import Snapshot
 from services.core.service import ServiceClass
 
@@ -34,6 +42,8 @@ class SchedulerCollector(Collector):
         yield _waiting(now if leads else None)
         if leads:
             yield from _cluster(now)
+        if now.predicts:
+            yield from _predictions(now)
 
 
 def _queue(now: Snapshot) -> Iterable[Metric]:
@@ -101,6 +111,50 @@ def _classes(now: Snapshot) -> Iterable[Metric]:
         oldest.add_metric([name], now.oldest_wait_s_by_class[name])
         refused.add_metric([name], now.refused_total_by_class[name])
     yield from (queued, oldest, refused)
+
+
+def _predictions(now: Snapshot) -> Iterable[Metric]:
+    """Metrics of predicted waits and refusals for lateness."""
+    predicted = GaugeMetricFamily(
+        "tideserve_scheduler_predicted_wait_seconds",
+        "Predicted time to the first token of a new request with a short prompt (median).",
+        labels=["model_name", "class"],
+    )
+    for wait in now.class_waits:
+        predicted.add_metric([wait.model, wait.service_class], wait.likely_s)
+    ratio = HistogramMetricFamily(
+        "tideserve_scheduler_wait_ratio",
+        "Measured over predicted times to the first token, 0.5 s added to both.",
+        labels=["model_name", "class"],
+    )
+    for (model, service_class), (counts, total) in now.wait_ratios.items():
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        ratio.add_metric([model, service_class], buckets, total)
+    refused = CounterMetricFamily(
+        "tideserve_scheduler_refused_late",
+        "Requests refused because of their predicted wait, by what it is limited by.",
+        labels=["model_name", "class", "by"],
+    )
+    for (model, service_class, limit), count in now.refused_late_total.items():
+        refused.add_metric([model, service_class, limit], count)
+    yield from (predicted, ratio, refused)
+    yield GaugeMetricFamily(
+        "tideserve_scheduler_bookings",
+        "Refused requests for whose retry time is booked.",
+        value=now.bookings,
+    )
+    ended = CounterMetricFamily(
+        "tideserve_scheduler_bookings_ended", "Bookings that have ended.", labels=["state"]
+    )
+    for state in BookingEnd:
+        ended.add_metric([state], now.bookings_ended_total.get(state, 0))
+    yield ended
+    yield CounterMetricFamily(
+        "tideserve_scheduler_retry_after_broken",
+        "Retries at their booked time that were refused as late again.",
+        value=now.retries_broken_total,
+    )
 
 
 def _waiting(now: Snapshot | None) -> Metric:

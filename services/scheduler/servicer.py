@@ -21,6 +21,7 @@ from services.scheduler.translate import (
     to_frame,
     to_heartbeat,
     to_load_event,
+    to_refusals,
 )
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -84,6 +85,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
         return scheduler_pb2.ReportLoadResponse()
 
+    async def ListRefusals(
+        self,
+        request: scheduler_pb2.ListRefusalsRequest,
+        context: grpc.aio.ServicerContext[
+            scheduler_pb2.ListRefusalsRequest, scheduler_pb2.ListRefusalsResponse
+        ],
+    ) -> scheduler_pb2.ListRefusalsResponse:
+        return to_refusals(self._driver.late_refusals())
+
     async def _read(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: GatewayOutbox
     ) -> None:
@@ -96,8 +106,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             event = to_admit_event(frame, stream_id, monotonic_s())
         except InvalidReport as error:
-            # The worker sent the invalid report: keep the gateway's stream.
-            log.warning("ignoring an invalid load report passed on by a gateway: %s", error)
+            # A worker may have sent the invalid report: keep the gateway's stream.
+            log.warning("ignoring an invalid report of a gateway: %s", error)
             return
         if event is None:
             log.warning("ignoring a frame of unknown kind from a gateway")

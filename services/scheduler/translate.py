@@ -7,8 +7,8 @@ configurations of a group.
 from collections.abc import Iterable, Mapping
 
 from services.common import records
-from services.common.report import demand_message, to_load_report
-from services.common.slo import to_service
+from services.common.report import InvalidReport, demand_message, to_load_report
+from services.common.slo import service_message, to_service
 from services.common.wire_enum import numbers
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
@@ -18,28 +18,34 @@ from services.core.scheduler.vocabulary import (
     BATCH_TOKENS,
     Asked,
     Command,
+    LateRefusals,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
+    SendProceed,
     SendRefusal,
     SendTicket,
     ServingGroup,
     Snapshot,
     Withdrawn,
 )
+from services.core.service import Service
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
+TTFT_MAX_S = 1e6
+"""Longest time to a first token that an outcome may report, in seconds."""
 _REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
 
 
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
-) -> Asked | Withdrawn | LoadReported | None:
+) -> Asked | Withdrawn | LoadReported | OutcomeReported | None:
     """The event of a gateway's frame; None if this version does not know its kind.
 
     Raises:
-        InvalidReport: if the frame contains an invalid load report.
+        InvalidReport: if the frame contains an invalid load report or outcome.
     """
     match frame.WhichOneof("body"):
         case "ask":
@@ -58,6 +64,9 @@ def to_admit_event(
                 avoided=tuple(ask.avoided_addresses),
                 avoided_s=ask.avoided_s,
                 excused_s=ask.excused_s,
+                estimated=ask.estimated,
+                expected_tokens=max(0, ask.expected_tokens),
+                fingerprint=ask.fingerprint,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,
@@ -66,6 +75,14 @@ def to_admit_event(
             return Withdrawn(now_s, frame.withdraw.request_id)
         case "load":
             return to_load_event(frame.load, now_s, passed_on=True)
+        case "outcome":
+            outcome = frame.outcome
+            if not 0 <= outcome.ttft_s <= TTFT_MAX_S or outcome.output_tokens < 0:
+                raise InvalidReport(f"outcome with ttft_s {outcome.ttft_s}")
+            return OutcomeReported(
+                *(now_s, outcome.request_id, outcome.ttft_s),
+                *(outcome.output_tokens, outcome.cut_off),
+            )
         case _:
             return None
 
@@ -160,7 +177,13 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     reason=_REASONS[command.reason],
                     message=command.message,
                     retry_after_s=command.retry_after_s or 0.0,
+                    booked=command.booked,
+                    estimated=command.estimated,
                 )
+            )
+        case SendProceed():
+            return scheduler_pb2.AdmitResponse(
+                proceed=scheduler_pb2.Proceed(request_id=command.request_id)
             )
 
 
@@ -171,5 +194,37 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
             groups_serving=snapshot.groups_serving,
             queued=snapshot.queued,
             wants_prefixes=snapshot.wants_prefixes,
+            wants_outcomes=snapshot.predicts,
+            class_waits=[
+                scheduler_pb2.ClassWait(
+                    model=wait.model,
+                    service_class=service_message(Service(wait.service_class)).service_class,
+                    optimistic_s=wait.optimistic_s,
+                    likely_s=wait.likely_s,
+                    limit_s=wait.limit_s,
+                )
+                for wait in snapshot.class_waits
+            ],
         )
+    )
+
+
+def to_refusals(refusals: Iterable[LateRefusals]) -> scheduler_pb2.ListRefusalsResponse:
+    """The answer of `ListRefusals`."""
+    return scheduler_pb2.ListRefusalsResponse(
+        refusals=[
+            scheduler_pb2.LateRefusals(
+                model=refusal.model,
+                service_class=service_message(Service(refusal.service_class)).service_class,
+                last_minute=refusal.last_minute,
+                age_s=refusal.age_s,
+                wait_s=refusal.last.wait_s,
+                left_s=refusal.last.left_s,
+                ahead_tokens=refusal.last.ahead_tokens,
+                rate=refusal.last.rate,
+                limited_by=refusal.last.by,
+                retry_after_s=refusal.retry_after_s,
+            )
+            for refusal in refusals
+        ]
     )

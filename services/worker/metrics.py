@@ -1,6 +1,6 @@
 """A worker's Prometheus metrics, computed at each scrape from the last report of its engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from prometheus_client.core import (
@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 
 from services.common.process_metrics import cumulative
 from services.common.vllm_names import LABELS, WAITING, WAITING_HELP
-from services.core.cost.iteration_tokens import UPPER_BOUNDS
+from services.core.histogram import ITERATION_TOKENS, PREEMPTION_S, Histogram
+from services.core.service import ServiceClass
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import Place
 from services.worker.ipc import EngineReady
@@ -58,6 +59,26 @@ INTERRUPTIONS = {
 }
 
 
+BUDGETS = {
+    "budget": "Time that the next online deadline left for the iterations planned to meet it."
+    " Counted by the group's leader.",
+    "budget_used": "Duration of the iterations planned to meet the next online deadline. Counted by"
+    " the group's leader.",
+}
+HARVEST_SHARE = (
+    "Share of the slack before online deadlines that batch requests may use now, up to `harvest`; 0"
+    " with a `scheduling` without deadlines."
+)
+MISSED_DEADLINES = (
+    "Missed deadlines of first tokens (ttft) and of token groups (tpot), with `scheduling: slo`."
+    " Counted by the group's leader."
+)
+PREEMPTION = (
+    "Time from the arrival of an online request at the worker until a batch-only iteration yielded"
+    " to it."
+)
+
+
 SLAB_SOURCES = ("host", "peer", "disk")
 RESTORED_SLABS = (
     "Dropped layers, embeddings and heads that were restored, by source: the worker's copy in host"
@@ -88,6 +109,7 @@ class WorkerCollector(Collector):
         yield from self._vllm()
         yield from self._memory()
         yield from self._state()
+        yield from self._deadlines()
 
     def _vllm(self) -> Iterable[Metric]:
         facts, load = self._facts, self._engine.report.load
@@ -137,16 +159,14 @@ class WorkerCollector(Collector):
         yield self._iteration_tokens()
 
     def _iteration_tokens(self) -> Metric:
-        ran = self._engine.report.iteration_tokens
         # vLLM's name has this suffix, although the metric is a histogram.
         tokens = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
             "Tokens per iteration, prompt plus output. Counted by the group's leader.",
             labels=LABELS,
         )
-        counts = ran.counts or [0] * (len(UPPER_BOUNDS) + 1)
-        buckets = cumulative(UPPER_BOUNDS, counts)
-        tokens.add_metric((self._model_name, self._worker_id), buckets, ran.tokens)
+        labels = (self._model_name, self._worker_id)
+        _add(tokens, labels, self._engine.report.iteration_tokens, ITERATION_TOKENS)
         return tokens
 
     def _memory(self) -> Iterable[Metric]:
@@ -224,6 +244,31 @@ class WorkerCollector(Collector):
             info.add_metric((self._worker_id, self._model_name, name), 1)
         return info
 
+    def _deadlines(self) -> Iterable[Metric]:
+        """What batch work may use of the time before deadlines, and how it yields."""
+        use, labels = self._engine.report.deadlines, (self._worker_id, self._model_name)
+        yield self._gauge("harvest_share", HARVEST_SHARE, use.harvest_share)
+        for name, seconds in (("budget", use.budget_s), ("budget_used", use.budget_used_s)):
+            counter = CounterMetricFamily(
+                f"tideserve_worker_{name}_seconds", BUDGETS[name], labels=_LABELS
+            )
+            counter.add_metric(labels, seconds)
+            yield counter
+        missed = CounterMetricFamily(
+            "tideserve_worker_missed_deadlines",
+            MISSED_DEADLINES,
+            labels=(*_LABELS, "class", "metric"),
+        )
+        for metric, counts in (("ttft", use.missed_ttft), ("tpot", use.missed_tpot)):
+            for kind in (ServiceClass.INTERACTIVE, ServiceClass.STANDARD):
+                missed.add_metric((*labels, kind, metric), counts.get(kind, 0))
+        yield missed
+        preemption = HistogramMetricFamily(
+            "tideserve_worker_preemption_seconds", PREEMPTION, labels=_LABELS
+        )
+        _add(preemption, labels, self._engine.report.preemption_s, PREEMPTION_S)
+        yield preemption
+
     def _class_tokens(self) -> Iterable[Metric]:
         counts = asdict(self._engine.report.load.tokens)
         for counter_name, text in CLASS_TOKENS.items():
@@ -248,3 +293,13 @@ class WorkerCollector(Collector):
         gauge = GaugeMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
         gauge.add_metric((self._worker_id, self._model_name), value)
         return gauge
+
+
+def _add(
+    family: HistogramMetricFamily,
+    labels: Sequence[str],
+    values: Histogram,
+    upper_bounds: Sequence[float],
+) -> None:
+    counts = values.counts or [0] * (len(upper_bounds) + 1)
+    family.add_metric(labels, cumulative(upper_bounds, counts), values.total)

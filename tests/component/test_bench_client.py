@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,9 +14,9 @@ from benchmarks.client_process import run_job
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
 from tideserve.cli.errors import SystemUnavailable
-from tideserve.load.client import LEAD_S, Job, LoadClient
+from tideserve.load.client import LEAD_S, Job, LoadClient, Returns
 from tideserve.load.event_stream import ClassFields, OpenAIServer
-from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.record import ClientAttempt, RequestOutcome, SentRequest
 from tideserve.load.workload import Backlog, PlannedRequest
 
 OUTPUT_TOKENS = 5
@@ -106,6 +107,37 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
     assert gaps == pytest.approx([0.05] * 9, abs=1e-6)
     assert all(record.sent_s >= record.due_s for record in records)
     assert all(record.late == (record.sent_s - record.due_s > 0.01) for record in records)
+
+
+async def refused(retry_after: str | None, returns: Returns) -> list[SentRequest]:
+    """The attempts of five clients that are always refused."""
+    with fake_openai({first: 503 for first in range(5)}) as server:
+        server.retry_after = retry_after
+        return await run(job([server.url], [request(first) for first in range(5)], returns=returns))
+
+
+async def test_refused_clients_return_when_retry_after_has_passed_or_at_once() -> None:
+    records = await refused("1", Returns(30.0, at_once_every=5, most=1))
+    assert [record.retry_after_s for record in records] == [1.0] * 10
+    at_once = [record for record in records if record.attempt.at_once]
+    assert [record.attempt.returns for record in at_once] == [0, 1]
+    assert at_once[1].due_s == at_once[0].end_s
+    ends_s = sorted(r.end_s for r in records if r.attempt == ClientAttempt())
+    dues_s = sorted(r.due_s for r in records if r.attempt == ClientAttempt(1))
+    assert dues_s == pytest.approx([end_s + 1 for end_s in ends_s])
+    assert all(record.sent_s >= record.due_s for record in records)
+
+
+async def test_returns_are_bounded_in_number_and_time() -> None:
+    records = await refused("0", Returns(30.0, at_once_every=5, most=3))
+    counts = Counter(record.attempt for record in records)
+    assert counts == {
+        ClientAttempt(n, late): 4 - 3 * late for n in range(4) for late in (False, True)
+    }
+    # Without the header, and if the load has ended by then, obeying clients do not return.
+    for retry_after, until_s in ((None, 30.0), ("29", 20.0)):
+        records = await refused(retry_after, Returns(until_s, at_once_every=5, most=1))
+        assert [r.attempt for r in records if r.attempt.returns] == [ClientAttempt(1, at_once=True)]
 
 
 async def beside(backlog: Backlog, count: int) -> tuple[list[SentRequest], list[dict[str, Any]]]:

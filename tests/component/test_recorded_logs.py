@@ -3,7 +3,8 @@
 `recorded` has what scheduler, memory manager and workers of a cluster wrote at commit 524d41ce in
 `test_a_cluster_that_changes_groups_decides_the_same_again`: a flood of which some requests were
 preempted, prompts that begin alike, and three merges and splits under load. Their version is
-today's; what has come since is a field with a default.
+today's. The scheduler's settings are those that turn later mechanisms off; the rest of what has
+come since is a field with a default. They do not name the scheduling policy, which was fcfs.
 """
 
 import lzma
@@ -18,6 +19,7 @@ from services.core.changeover.state import Changeover, MemberConfig
 from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.planner.sequence import SequenceState
 from services.core.queue_order import Scheduling
+from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.state_config import StateConfig
 from tideserve.sim.replay import MEMMGR_TYPES, SCHEDULER_TYPES, WORKER_TYPES, Replayed, replay
 
@@ -35,7 +37,8 @@ def logs(tmp_path: Path) -> Path:
 
 def test_the_scheduler_and_the_memory_manager_decide_the_same_again(logs: Path) -> None:
     (path,) = logs.glob("scheduler-*")
-    state = read_config(path, StateConfig).state()
+    config = read_config(path, StateConfig)
+    state = replace(config, rules=ClassRules(Scheduling.FCFS)).state()
     assert replay(state, read_entries(path, SCHEDULER_TYPES)) == Replayed(2731, 164)
     (path,) = logs.glob("memmgr-*")
     groups = CoordinatorState(read_config(path, CoordinatorConfig))
@@ -54,7 +57,7 @@ def test_the_workers_plan_the_same_again(logs: Path, monkeypatch: pytest.MonkeyP
     assert len(paths) == WORKERS
     for path in paths:
         config = read_config(path, MemberConfig)
-        assert config.planner.scheduling is Scheduling.FCFS
+        config = replace(config, planner=replace(config.planner, scheduling=Scheduling.FCFS))
         entries = list(read_entries(path, WORKER_TYPES))
         assert any(isinstance(getattr(one.value, "frame", None), Adopt) for one in entries)
         state = Changeover.of(config)

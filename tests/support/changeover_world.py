@@ -96,7 +96,9 @@ class World:
         self._made = 0
         blocks, batch = rng.choice([5, 6, 8, 12]), rng.choice([4, 8])
         config = IterationConfig(
-            BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50, prefix_caching=prefixes
+            *(BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50),
+            prefix_caching=prefixes,
+            scheduling=Scheduling.FCFS,
         )
         if self._classes is not None:
             rests_s = self._classes.choice((0.0, 0.1, 1.0, 60.0))

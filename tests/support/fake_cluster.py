@@ -40,6 +40,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.refusal: scheduler_pb2.Refusal | None = None
         self.queued = 0
         self.streams = 0
+        # Parts of the heartbeat, and reported outcomes. With `deaf`, estimated asks get no answer.
+        self.class_waits: list[scheduler_pb2.ClassWait] = []
+        self.wants_outcomes = False
+        self.outcomes: list[scheduler_pb2.Outcome] = []
+        self.deaf = False
 
     async def Admit(
         self, frames: AsyncIterator[scheduler_pb2.AdmitRequest], context: Context
@@ -64,7 +69,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _beat(self, answers: asyncio.Queue[scheduler_pb2.AdmitResponse]) -> None:
         while True:
-            beat = scheduler_pb2.Heartbeat(groups_serving=len(self.workers), queued=self.queued)
+            beat = scheduler_pb2.Heartbeat(
+                groups_serving=len(self.workers),
+                queued=self.queued,
+                class_waits=self.class_waits,
+                wants_outcomes=self.wants_outcomes,
+            )
             answers.put_nowait(scheduler_pb2.AdmitResponse(heartbeat=beat))
             await asyncio.sleep(0.2)
 
@@ -86,6 +96,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.withdrawn.append(frame.withdraw.request_id)
         elif frame.HasField("load"):
             self.loads.append((frame.load.worker_id, len(self.asks)))
+        elif frame.HasField("outcome"):
+            self.outcomes.append(frame.outcome)
         else:
             self.asks.append(frame.ask)
             for answer in self._answers(frame.ask):
@@ -95,8 +107,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self.refusal is not None:
             refusal = scheduler_pb2.Refusal()
             refusal.CopyFrom(self.refusal)
-            refusal.request_id = ask.request_id
+            refusal.request_id, refusal.estimated = ask.request_id, ask.estimated
             return [scheduler_pb2.AdmitResponse(refusal=refusal)]
+        if ask.estimated:
+            proceed = scheduler_pb2.Proceed(request_id=ask.request_id)
+            return [] if self.deaf else [scheduler_pb2.AdmitResponse(proceed=proceed)]
         ticket = scheduler_pb2.Ticket(request_id=ask.request_id)
         if self.holding:
             return [scheduler_pb2.AdmitResponse(ticket=ticket)]

@@ -16,6 +16,7 @@ class FakeOpenAI(ThreadingHTTPServer):
     A prompt that begins with a key of `behaviour` is answered with that status, or `"cut"`: the
     stream ends early, `"error"`: with an error event, `"short"`: well, after one token;
     `"silent"`: not before the server ends. The ids of tokens, if asked for, count from 0.
+    `retry_after`: that header of refusals.
     """
 
     daemon_threads = True
@@ -26,6 +27,7 @@ class FakeOpenAI(ThreadingHTTPServer):
         self.behaviour = behaviour or {}
         self.received: list[dict[str, Any]] = []
         self.pages: dict[str, Any] = {}
+        self.retry_after: str | None = None
         self.ending = threading.Event()
 
     @property
@@ -75,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _whole(self, status: int, body: bytes) -> None:
         self.send_response(status)
+        if status == 503 and self.server.retry_after is not None:
+            self.send_header("Retry-After", self.server.retry_after)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

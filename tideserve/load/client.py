@@ -18,7 +18,7 @@ from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from tideserve.load.batch_client import BatchClient, BatchFailed
 from tideserve.load.event_stream import ClassFields, OpenAIServer, StreamedAnswer, StreamFailed
-from tideserve.load.record import RequestOutcome, SentRequest
+from tideserve.load.record import ClientAttempt, RequestOutcome, SentRequest
 from tideserve.load.workload import BATCH_CLASS, Backlog, PlannedRequest
 
 LATE_S = 0.010
@@ -31,7 +31,21 @@ FAILURE_PAUSE_S = 1.0
 """Pause of a backlog's client after a failed or refused request, so that it does not flood the
 server."""
 REFUSALS = (429, 503)
+FIRST = ClientAttempt()
 UNFINISHED = "not finished within the time of the round"
+
+
+class Returns(msgspec.Struct, frozen=True):
+    """How the clients of an open loop return after a refusal.
+
+    Clients wait for Retry-After, and do not return without it; every `at_once_every`-th client
+    returns at once instead. A client returns at most `most` times, and not later than `until_s`
+    after the start of the load.
+    """
+
+    until_s: float
+    at_once_every: int
+    most: int
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -40,7 +54,8 @@ class Job(msgspec.Struct, frozen=True):
     `concurrency` None is an open loop: requests are sent at their arrival times. Of the first
     `lead_in` requests, only failures are recorded. `backlog` is sent beside the requests until
     these have ended; its requests that run then are cut off and not recorded. Neither are the lines
-    of its files, except for a batch that fails.
+    of its files, except for a batch that fails. `returns`: refused requests of an open loop are
+    sent again; each attempt has a record.
     """
 
     urls: tuple[str, ...]
@@ -52,6 +67,7 @@ class Job(msgspec.Struct, frozen=True):
     api_key: str | None = None
     backlog: Backlog | None = None
     class_fields: ClassFields = ClassFields.CLASSES
+    returns: Returns | None = None
 
 
 class LoadClient:
@@ -97,10 +113,31 @@ class LoadClient:
     async def _open_loop(self, start_s: float) -> None:
         end_s = start_s + self._job.timeout_s
         async with asyncio.TaskGroup() as tasks:
-            for request in self._job.requests:
+            for number, request in enumerate(self._job.requests):
                 due_s = start_s + request.arrival_s
                 await asyncio.sleep(max(0.0, due_s - monotonic_s()))
-                tasks.create_task(self._send(request, next(self._turn), due_s, end_s))
+                tasks.create_task(self._send_and_return(number, request, due_s, end_s))
+
+    async def _send_and_return(
+        self, number: int, request: PlannedRequest, due_s: float, end_s: float
+    ) -> None:
+        """Send a request of an open loop, again after refusals as `Job.returns` says."""
+        target, returns = next(self._turn), self._job.returns
+        if returns is None:
+            await self._send(request, target, due_s, end_s)
+            return
+        at_once = number % returns.at_once_every == returns.at_once_every - 1
+        last_s = due_s - request.arrival_s + returns.until_s
+        for returned in range(returns.most + 1):
+            await asyncio.sleep(max(0.0, due_s - monotonic_s()))
+            attempt = ClientAttempt(returned, at_once)
+            record = await self._send(request, target, due_s, end_s, attempt=attempt)
+            wait_s = 0.0 if at_once else record.retry_after_s
+            if record.outcome is not RequestOutcome.REJECTED or wait_s is None:
+                return
+            due_s = record.end_s + wait_s
+            if due_s > last_s:
+                return
 
     async def _closed_loop(self) -> None:
         end_s = monotonic_s() + self._job.timeout_s
@@ -165,9 +202,9 @@ class LoadClient:
         """Send a request of the backlog."""
         # The job ends first: requests of the backlog that run then are not failures.
         end_s = monotonic_s() + 2 * self._job.timeout_s
-        outcome = await self._send(request, target, monotonic_s(), end_s)
+        record = await self._send(request, target, monotonic_s(), end_s)
         self._of_backlog += 1
-        return outcome
+        return record.outcome
 
     async def _send_one_by_one(
         self, waiting: Iterator[tuple[int, PlannedRequest]], target: int, end_s: float
@@ -183,7 +220,9 @@ class LoadClient:
         due_s: float,
         end_s: float,
         lead_in: bool = False,
-    ) -> RequestOutcome:
+        attempt: ClientAttempt = FIRST,
+    ) -> SentRequest:
+        """Send a request and record the attempt; of a lead-in, only if it does not complete."""
         answer, error = StreamedAnswer(), ""
         sent_s = due_s
 
@@ -201,27 +240,27 @@ class LoadClient:
         outcome, error = _outcome(answer, error)
         ended_s = monotonic_s()
         self._slowest_s = max(self._slowest_s, ended_s - due_s)
-        if lead_in and outcome is RequestOutcome.COMPLETED:
-            return outcome
         output_tokens = answer.output_tokens or len(answer.token_times_s)
-        self.records.append(
-            SentRequest(
-                due_s=due_s,
-                sent_s=sent_s,
-                end_s=ended_s,
-                outcome=outcome,
-                prompt_tokens=len(request.prompt_ids),
-                output_tokens=output_tokens,
-                token_times_s=tuple(answer.token_times_s),
-                late=sent_s - due_s > LATE_S and self._job.concurrency is None,
-                short=outcome is RequestOutcome.COMPLETED and output_tokens < request.output_tokens,
-                slo_class=request.slo_class,
-                target=target,
-                request_id=answer.request_id,
-                error=error,
-            )
+        record = SentRequest(
+            due_s=due_s,
+            sent_s=sent_s,
+            end_s=ended_s,
+            outcome=outcome,
+            prompt_tokens=len(request.prompt_ids),
+            output_tokens=output_tokens,
+            token_times_s=tuple(answer.token_times_s),
+            late=sent_s - due_s > LATE_S and self._job.concurrency is None,
+            short=outcome is RequestOutcome.COMPLETED and output_tokens < request.output_tokens,
+            slo_class=request.slo_class,
+            target=target,
+            request_id=answer.request_id,
+            error=error,
+            attempt=attempt,
+            retry_after_s=answer.retry_after_s,
         )
-        return outcome
+        if not (lead_in and outcome is RequestOutcome.COMPLETED):
+            self.records.append(record)
+        return record
 
     async def _report_progress(self, progress: Callable[[str], None]) -> None:
         while True:

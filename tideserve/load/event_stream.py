@@ -40,6 +40,7 @@ class StreamedAnswer:
 
     `output_ids` are known if the request asks for them; `prompt_tokens`, `output_tokens` and
     `cached_tokens` (prompt tokens from a prefix cache) come from the response's usage.
+    `retry_after_s`: the header Retry-After, in seconds.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class StreamedAnswer:
         self.cached_tokens = 0
         self.finish_reason = ""
         self.request_id = ""
+        self.retry_after_s: float | None = None
         self.token_times_s: list[float] = []
         self.output_tokens = 0
         self.error = ""
@@ -157,6 +159,9 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"x-request-id":
             self._answer.request_id = value.decode("ascii", "replace")
+        elif name.lower() == b"retry-after":
+            with contextlib.suppress(ValueError):  # it may be a date
+                self._answer.retry_after_s = float(value)
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None

@@ -16,6 +16,16 @@ class RequestOutcome(StrEnum):
     FAILED = "failed"
 
 
+class ClientAttempt(msgspec.Struct, frozen=True):
+    """An attempt of a client that returns after refusals.
+
+    `returns`: how often it has returned; `at_once`: without waiting for Retry-After.
+    """
+
+    returns: int = 0
+    at_once: bool = False
+
+
 class SentRequest(msgspec.Struct, frozen=True):
     """A request. `token_times_s` has an entry per event with output."""
 
@@ -33,6 +43,8 @@ class SentRequest(msgspec.Struct, frozen=True):
     target: int = 0
     request_id: str = ""
     error: str = ""
+    attempt: ClientAttempt = ClientAttempt()
+    retry_after_s: float | None = None
 
     @property
     def ttft_s(self) -> float:

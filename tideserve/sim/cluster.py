@@ -15,10 +15,12 @@ from services.core.request import Limits, Request, Sampling, admission_blocks
 from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Asked,
+    Command,
     Event,
     GroupJoined,
     GroupLeft,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
     SendRefusal,
     ServingGroup,
@@ -314,8 +316,11 @@ class Cluster:
             )
         )
 
+    def _decide(self, event: Event) -> list[Command]:
+        return self.scheduler.handle(event)
+
     def _apply(self, event: Event) -> None:
-        for command in self.scheduler.handle(event):
+        for command in self._decide(event):
             match command:
                 case SendAssignment():
                     self._queued_blocks -= self._queued.pop(command.request_id)
@@ -357,8 +362,16 @@ class Cluster:
         if token.index == 0:
             record = self._active[token.request_id].record
             record.first_s = self._simulation.now_s + self._spec.delays.token_s
+            self._report_outcome(token.request_id, record.first_s - record.sent_s)
         if token.finish_reason is not None:
+            self._report_outcome(token.request_id, 0.0, token.index + 1)
             self._end(token.request_id, Outcome.COMPLETED)
+
+    def _report_outcome(self, request_id: str, ttft_s: float, output_tokens: int = 0) -> None:
+        """Report a first token or an end to a scheduler that predicts waits."""
+        if self._spec.scheduler.lateness:
+            event = OutcomeReported(self._simulation.now_s, request_id, ttft_s, output_tokens)
+            self._apply(event)
 
     def note_refused(self, refusal: RefuseRequest) -> None:
         if refusal.returned:

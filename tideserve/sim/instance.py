@@ -195,7 +195,10 @@ class Instance:
             self._become_idle()
         elif self.state.stages > 1:
             self._launch()
-        elif self.state.config.preempt is not Preempt.OFF:
+        elif (
+            self.state.sequence_table.batch  # only batch-only iterations are preemptible
+            and self.state.config.preemption is not Preempt.OFF
+        ):
             self._begin_preemptible()
         elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= FAST_FORWARD_MIN:
             self._begin_run(ahead)
@@ -365,7 +368,7 @@ class Instance:
         self._decode_run = None
         self.iterations += run.count
         self.iterations_fast_forwarded += run.count
-        advance_decodes(self.state, run.count, PLACEHOLDER_TOKEN)
+        advance_decodes(self.state, run.count, PLACEHOLDER_TOKEN, self._simulation.now_s)
         self.publish()
         self._begin()
 

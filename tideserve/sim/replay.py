@@ -7,6 +7,7 @@ from typing import Any, get_args
 from services.core.audit.escalation_order import EscalationOrder
 from services.core.audit.facts import FACTS
 from services.core.audit.record import BATCH, COMMAND, FACT, Recorded
+from services.core.audit.refusals import Refusals
 from services.core.changeover.state import Changeover
 from services.core.changeover.vocabulary import LOGGED
 from services.core.groups.coordinator import Command as CoordinatorCommand
@@ -21,7 +22,9 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
+    OutcomeReported,
     SendAssignment,
+    SendProceed,
     SendRefusal,
     SendTicket,
     ShortfallsReported,
@@ -31,8 +34,8 @@ from services.core.scheduler.vocabulary import (
 
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost),
-    *(ShortfallsReported, Ticked),
-    *(SendTicket, SendAssignment, SendRefusal),
+    *(ShortfallsReported, OutcomeReported, Ticked),
+    *(SendTicket, SendAssignment, SendRefusal, SendProceed),
 )
 
 
@@ -59,10 +62,12 @@ def replay(
     state: SchedulerState | Changeover | CoordinatorState,
     entries: Iterable[Recorded],
     escalations: EscalationOrder | None = None,
+    refusals: Refusals | None = None,
 ) -> Replayed:
     """Apply the events of `entries` to a new `state` and compare its commands and batches.
 
-    Decisions after the end of the log are not compared. `escalations` checks each plan.
+    Decisions after the end of the log are not compared. `escalations` checks each plan, `refusals`
+    each refusal of a scheduler.
     """
     events = decisions = 0
     expected: list[Any] = []
@@ -81,6 +86,9 @@ def replay(
         else:
             events += 1
             expected = list(state.handle(entry.value))
+            if refusals is not None:
+                assert isinstance(state, SchedulerState)
+                refusals.check(state, entry.value, expected)
             continue
         if decided != entry.value:
             difference = f"after event {events}: {decided} instead of {entry.value}"

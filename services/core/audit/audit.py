@@ -1,4 +1,4 @@
-"""Checks the invariants I1-I11 and I14 (docs/protocol.md) on the event logs of a cluster.
+"""Checks the invariants I1-I11, I14, I16 and I17 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
 memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
@@ -29,6 +29,8 @@ I10 each request ends exactly once, at its gateway and in the engines; no engine
 I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
     (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
 I14 a line of a batch ends once, with a result of the last leader that claimed it
+I16 no request is refused as late while a group could start it; checked by replay (`refusals`)
+I17 no request is refused for want of memory before merges are exhausted; checked by replay
 
 The audit cannot detect what a log does not record, such as a write past the end of a block.
 """

@@ -79,7 +79,7 @@ class Spent:
     def __init__(self, model: CostModel, tokens_max: int) -> None:
         self.tokens = 0
         self._model = model
-        self._beyond_knee = model.beyond_knee
+        self._beyond_knee: CostModel | None = None  # created when a deadline first needs it
         self._tokens_max = tokens_max
         self._chunks_s = 0.0
         first_s = model.chunk_s(0, 1)
@@ -138,6 +138,7 @@ class Spent:
         if limit_s == inf or most <= 0:
             return max(0, most)
         spent_s = self.seconds or self._model.lam
+        self._beyond_knee = self._beyond_knee or self._model.beyond_knee
         tokens = self._beyond_knee.tokens_within(prefix, limit_s - spent_s, most)
         # `tokens_within` ignores that a chunk of one token may have its own coefficients.
         return tokens if tokens > 1 or self.with_chunk_s(prefix, 1) <= limit_s else 0

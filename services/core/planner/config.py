@@ -135,11 +135,12 @@ class IterationConfig:
         " blocks: newest, or slack (its next token is due last).",
         expert=True,
     )
-    preempt: Preempt = choice(
-        Preempt.OFF,
+    preempt: Preempt | None = choice(
+        None,
         Preempt,
         "When an online request preempts a batch-only iteration between two layers, on a worker"
         " that is not merged: off (never), deadline (if its deadline would be missed) or always.",
+        default_text="with scheduling slo always, else off",
     )
     preempted_work: PreemptedWork = choice(
         PreemptedWork.RESUME,
@@ -174,6 +175,13 @@ class IterationConfig:
             return MICROBATCH_TOKENS
         measured = self.cost_model.amortising_tokens(self.max_batch_tokens)
         return min(max(measured, PROMPT_TOKENS_MIN), self.max_batch_tokens)
+
+    @property
+    def preemption(self) -> Preempt:
+        """`preempt`, or if it is not set the default of the scheduling policy."""
+        if self.preempt is not None:
+            return self.preempt
+        return Preempt.ALWAYS if self.scheduling is Scheduling.SLO else Preempt.OFF
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.max_batch_tokens:

@@ -14,7 +14,8 @@ from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
 
 _ALL_DECODE = (Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.PREFILL_FIRST)
-"""Policies under which every iteration without prefills runs all decodes."""
+"""Policies under which every iteration without prefills runs all decodes; so does `slo` without
+batch requests and TPOT targets."""
 
 
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
@@ -63,20 +64,33 @@ def decodes_ahead(state: PlannerState) -> int:
     """Number of coming iterations that run exactly the current decodes if no request arrives.
 
     No sequence starts, ends, is preempted or gets its first token in these. 0 while an iteration is
-    in flight, and for policies that choose among the decodes in each iteration.
+    in flight, and where the policy chooses among the decodes in each iteration.
     """
     table, config = state.sequence_table, state.config
-    if state.in_flight or state.stages > 1 or config.scheduling not in _ALL_DECODE:
+    if state.in_flight or state.stages > 1 or not _runs_all_decodes(state):
         return 0
     if table.next_to_admit(config.max_running, config.overtaken_max) is not None:
         return 0
     return certain_decodes(state.running, state.pool.free_count, config.block_size)
 
 
-def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
-    """Apply `count` ≤ `decodes_ahead` iterations at once; each sample is `token_id`.
+def _runs_all_decodes(state: PlannerState) -> bool:
+    """Whether the policy runs every decode in each of the coming iterations."""
+    config = state.config
+    if config.scheduling is not Scheduling.SLO:
+        return config.scheduling in _ALL_DECODE
+    return not (
+        config.adaptive_slots
+        or state.sequence_table.batch
+        or any(sequence.request.service.tpot_s is not None for sequence in state.running)
+    )
 
-    Emits no commands, and does not check stop tokens.
+
+def advance_decodes(state: PlannerState, count: int, token_id: int, now_s: float) -> None:
+    """Apply `count` ≤ `decodes_ahead` iterations at once, of which the last ends at `now_s`.
+
+    Each sample is `token_id`. Emits no commands, and does not check stop tokens. The corrections of
+    the cost model (`Feedback`) learn nothing from these iterations.
     """
     for sequence in block_growth(state.running, count, state.config.block_size):
         state.sequence_table.add_block(sequence)
@@ -84,6 +98,7 @@ def advance_decodes(state: PlannerState, count: int, token_id: int) -> None:
     for sequence in state.running:
         sequence.computed += count
         sequence.token_ids += filling
+        sequence.token_s = now_s
 
 
 def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -> int:

@@ -5,7 +5,9 @@ the difference between the times passed to `plan` and to `IterationFinished`, so
 event log learns the same values.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 
 from services.core.planner import deadline
 from services.core.planner.budget import Budget
@@ -13,6 +15,7 @@ from services.core.planner.harvest import HarvestShare, OnlineArrivals
 from services.core.planner.plan import Plan
 from services.core.planner.sequence import Phase, Sequence
 from services.core.queue_order import Scheduling
+from services.core.report import DeadlineUse
 
 
 @dataclass(slots=True)
@@ -28,6 +31,10 @@ class Feedback:
     corrects: bool = True
     budget: Budget = field(init=False)  # corrections for the current number of stages
     arrivals: OnlineArrivals = field(default_factory=OnlineArrivals)
+    _budget_s: float = 0.0  # see `DeadlineUse`
+    _budget_used_s: float = 0.0
+    _missed_ttft: Counter[str] = field(default_factory=Counter)
+    _missed_tpot: Counter[str] = field(default_factory=Counter)
     # By number of stages: pipelines deviate from the cost model differently than single workers.
     _budgets: dict[int, Budget] = field(default_factory=dict)
 
@@ -45,6 +52,17 @@ class Feedback:
         for budget in self._budgets.values():
             budget.decode_scale = budget.mixed_scale = 1.0
 
+    @property
+    def deadline_use(self) -> DeadlineUse:
+        """How the time before deadlines was used so far, for metrics."""
+        return DeadlineUse(
+            self.harvest.share,
+            self._budget_s,
+            self._budget_used_s,
+            dict(self._missed_ttft),
+            dict(self._missed_tpot),
+        )
+
     def note_arrival(self, sequence: Sequence, now_s: float) -> None:
         """Note the arrival of a request and set its first deadline."""
         deadline.begin(sequence, now_s - sequence.request.waited_s)
@@ -58,12 +76,21 @@ class Feedback:
 
     def note_result(self, plan: Plan, now_s: float) -> None:
         """Learn from a finished microbatch, and advance deadlines; call before tokens are added."""
-        sampled = plan.decodes + [chunk.sequence for chunk in plan.prefills if chunk.samples]
+        sampled = plan.decodes
+        if plan.prefills:
+            sampled = sampled + [chunk.sequence for chunk in plan.prefills if chunk.samples]
         missed = False
         for sequence in sampled:
-            if sequence.online and sequence.phase is not Phase.ENDED:
-                missed = deadline.note_token(sequence, now_s) or missed
+            if not sequence.has_targets:
+                sequence.token_s = now_s
+            elif sequence.phase is not Phase.ENDED and deadline.note_token(sequence, now_s):
+                missed = True
+                counts = self._missed_tpot if sequence.output_count else self._missed_ttft
+                counts[sequence.request.service.service_class] += 1
         measured_s = now_s - plan.planned_s
+        if plan.allowed_s < inf:
+            self._budget_s += plan.allowed_s
+            self._budget_used_s += measured_s
         if not self.corrects:
             self.budget.note_time(measured_s)
             return

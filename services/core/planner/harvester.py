@@ -69,36 +69,49 @@ class Harvester:
 
     def scan(self, now_s: float) -> Ready:
         """Classify the running sequences, and find the least residual time that can be met."""
-        ready, model = Ready(), self.config.cost_model or TOKEN_COSTS
-        # A deadline that is missed even if the decode runs alone must not bound the iteration.
-        iteration_s = self.feedback.budget.iteration_s
-        scale = self.feedback.budget.decode_scale if self.config.cost_model else 0.0
-        lone_s = scale * model.chunk_s(0, 1)
-        per_token_s = scale * model.chunk_s(1, 1) - lone_s
+        ready = Ready()
+        decodes, prefix_tokens, online = ready.decodes, 0, 0  # local: the loop runs per iteration
+        bound: list[Sequence] = []  # decodes, ready or in flight, that may bound the iteration
         for sequence in self.sequence_table.running:
             computed = sequence.computed
             remaining = len(sequence.token_ids) - computed
-            online = sequence.online
-            ready.online += online
-            if not online:
+            if not sequence.online:
                 if remaining == 1:
                     ready.batch_decodes.append(sequence)
                 elif remaining:
                     ready.batch_prefills.append(sequence)
-            elif remaining == 1:
-                ready.decodes.append(sequence)
-                ready.prefix_tokens += computed
-                if sequence.due_s < inf:
-                    residual_s = deadline.residual_s(sequence, now_s, iteration_s)
-                    if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
-                        ready.least_residual_s = residual_s
+                continue
+            online += 1
+            if remaining == 1:
+                decodes.append(sequence)
+                prefix_tokens += computed
             elif remaining:
                 ready.prefills.append(sequence)
-            else:  # in flight in a pipeline: this microbatch may delay the token after next
-                residual_s = deadline.residual_in_flight_s(sequence, now_s, iteration_s)
-                if lone_s + computed * per_token_s <= residual_s < ready.least_residual_s:
-                    ready.least_residual_s = residual_s
+                continue
+            if sequence.has_targets:
+                bound.append(sequence)
+        ready.online, ready.prefix_tokens = online, prefix_tokens
+        if bound:
+            ready.least_residual_s = self._least_residual_s(bound, now_s)
         return ready
+
+    def _least_residual_s(self, bound: list[Sequence], now_s: float) -> float:
+        """Least residual time of online decodes, ready or in flight, that can still be met."""
+        # A deadline that is missed even if the decode runs alone must not bound the iteration.
+        model, budget = self.config.cost_model or TOKEN_COSTS, self.feedback.budget
+        scale = budget.decode_scale if self.config.cost_model else 0.0
+        lone_s = scale * model.chunk_s(0, 1)
+        per_token_s = scale * model.chunk_s(1, 1) - lone_s
+        least_s = inf
+        for sequence in bound:
+            computed = sequence.computed
+            if len(sequence.token_ids) > computed:
+                residual_s = deadline.residual_s(sequence, now_s, budget.iteration_s)
+            else:  # in flight in a pipeline: this microbatch may delay the token after next
+                residual_s = deadline.residual_in_flight_s(sequence, now_s, budget.iteration_s)
+            if lone_s + computed * per_token_s <= residual_s < least_s:
+                least_s = residual_s
+        return least_s
 
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
@@ -204,7 +217,7 @@ class Harvester:
         If it is suspended instead, there is no limit.
         """
         config, arrivals = self.config, self.feedback.arrivals
-        stays = config.preempt is Preempt.OFF or self.sequence_table.ledger.stages > 1
+        stays = config.preemption is Preempt.OFF or self.sequence_table.ledger.stages > 1
         # At most one iteration is suspended: while there is one, the next cannot be interrupted.
         if stays or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)

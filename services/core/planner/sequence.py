@@ -111,14 +111,19 @@ class Sequence:
     token_s: float = inf  # time of its last token, or of its arrival
     group_left: int = 1  # tokens until the end of its token group
     reached: int = 0  # tokens that have run at least once, at any leader; never decreases
-    online: bool = field(init=False)  # copied from its service: read in each iteration
+    # Copied from its service, since each iteration reads them.
+    online: bool = field(init=False)
+    has_targets: bool = field(init=False)
     prompt_tokens: int = field(init=False)
     tokens_max: int = field(init=False)  # prompt and `max_tokens`
     _reads_output: bool = field(init=False)  # copied from its sampling
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
-        self.online = self.request.service.online
+        service = self.request.service
+        self.online = service.online
+        targets = (service.ttft_s, service.tpot_s)
+        self.has_targets = service.online and targets != (None, None)
         self.prompt_tokens = len(self.request.prompt_ids)
         self.begun = bool(self.request.output_ids)
         self.tokens_max = self.prompt_tokens + self.request.limits.max_tokens

@@ -59,7 +59,8 @@ class SloPlanner:
         # Mixed iterations (with prefills) have their own correction: predict the kind of this one.
         limit_s = self._limit_s(ready, mixed=bool(ready.prefills) or online_waits)
         none_lost = self._add_decodes(plan, ready, spent, limit_s)
-        self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
+        if ready.prefills or online_waits:
+            self._add_prefills(plan, ready, spent, limit_s, admit=none_lost)
         if ready.online or online_waits:
             joins = bool(ready.prefills or ready.batch_prefills or queue)
             self._harvest_slack(plan, ready, spent, self._limit_s(ready, mixed=joins))
@@ -82,7 +83,7 @@ class SloPlanner:
     def _add_decodes(self, plan: Plan, ready: Ready, spent: Spent, limit_s: float) -> bool:
         """Add online decodes; returns whether no online sequence was preempted."""
         decodes = ready.decodes
-        late = spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
+        late = limit_s < inf and spent.decodes_s(len(decodes), ready.prefix_tokens) > limit_s
         places = min(spent.tokens_left, self.harvester.slots.limit)
         plan.deadline_bound = late
         # If not all decodes fit, run the most urgent; ConServe runs all despite the time bound.
@@ -90,6 +91,7 @@ class SloPlanner:
             decodes = self.harvester.most_urgent(decodes, spent, limit_s, plan.planned_s)
         table, block_size = self.sequence_table, self.config.block_size
         preempted = False
+        chosen = plan.decodes
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
@@ -97,10 +99,13 @@ class SloPlanner:
                 preempted = table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue
-            plan.decodes.append(sequence)
+            chosen.append(sequence)
         if preempted:
             plan.drop_preempted()
-        spent.add_decodes(len(plan.decodes), sum([decode.computed for decode in plan.decodes]))
+        prefix_tokens = ready.prefix_tokens
+        if len(plan.decodes) < len(ready.decodes):
+            prefix_tokens = sum([decode.computed for decode in plan.decodes])
+        spent.add_decodes(len(plan.decodes), prefix_tokens)
         if not preempted:
             return True
         ready.drop_preempted()
@@ -121,17 +126,23 @@ class SloPlanner:
         begun = deque(sorted(ready.prefills, key=deadline.order_s))
         preemptions = table.preemptions_total
         while spent.tokens_left > 0:
-            queue = table.waiting
-            first = queue[0] if admit and queue and queue[0].online else None
             if spent.tokens >= floor and not spent.tokens_within(0, limit_s, 1):
                 break
-            if begun and (first is None or deadline.order_s(begun[0]) <= deadline.order_s(first)):
-                sequence = begun.popleft()
-            elif first is not None:
+            queue = table.waiting
+            first = queue[0] if admit and queue and queue[0].online else None
+            fitting = None
+            if first is not None:
                 fitting = table.next_to_admit(config.max_running, config.overtaken_max)
                 if fitting is None or not fitting.online:
-                    plan.contended, admit = True, False
-                    continue
+                    # It lacks blocks or a slot, which does not matter behind begun prompts.
+                    due = not begun or deadline.order_s(begun[0]) > deadline.order_s(first)
+                    plan.contended, fitting = plan.contended or due, None
+            # Not `first`: a prompt that overtakes it goes by its own deadline.
+            if begun and (
+                fitting is None or deadline.order_s(begun[0]) <= deadline.order_s(fitting)
+            ):
+                sequence = begun.popleft()
+            elif fitting is not None:
                 sequence = table.admit(fitting, config.max_running)
                 ready.online += 1
             else:

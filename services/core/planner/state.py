@@ -71,7 +71,7 @@ from services.core.planner.slo_pipeline import SloPipelinePlanner
 from services.core.planner.victims import precedence_of
 from services.core.planner.waiting_time import WaitingTimePlanner
 from services.core.queue_order import Scheduling
-from services.core.report import Load
+from services.core.report import DeadlineUse, Load
 
 _PLANNERS: Mapping[Scheduling, type[SinglePlanner] | type[WaitingTimePlanner]] = {
     Scheduling.ROUND_ROBIN: RoundRobinPlanner,
@@ -216,6 +216,11 @@ class PlannerState:
             tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 
+    @property
+    def deadline_use(self) -> DeadlineUse:
+        """How the time before deadlines was used; empty under policies without deadlines."""
+        return DeadlineUse() if self._feedback is None else self._feedback.deadline_use
+
     def check_invariants(self) -> None:
         """Blocks, phases and queues are consistent."""
         self.sequence_table.check_invariants()
@@ -260,7 +265,11 @@ class PlannerState:
 
     def _may_be_preempted(self, plan: Plan) -> bool:
         """Whether `plan` is a batch-only iteration of a single worker that may be suspended."""
-        if self.config.preempt is Preempt.OFF or self.stages > 1 or self.sequence_table.suspended:
+        if (
+            self.config.preemption is Preempt.OFF
+            or self.stages > 1
+            or self.sequence_table.suspended
+        ):
             return False
         return not any(sequence.online for sequence in plan.sequences())
 
@@ -304,7 +313,9 @@ class PlannerState:
         config, feedback = self.config, self._feedback
         elapsed_s = sum((plan.ran_s for plan in self.in_flight), ran_s)
         budget = None if feedback is None else feedback.budget
-        return should_preempt(config.preempt, batch, elapsed_s, waiting, config.cost_model, budget)
+        return should_preempt(
+            config.preemption, batch, elapsed_s, waiting, config.cost_model, budget
+        )
 
     def export(self, seq_id: str) -> SequenceState:
         """State with which another leader can continue a sequence; changes nothing here.

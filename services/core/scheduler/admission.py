@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
+from services.core.scheduler.assignments import Totals
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
+from services.core.scheduler.lateness import Estimate, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
-from services.core.scheduler.vocabulary import Asked
+from services.core.scheduler.vocabulary import Asked, Late, SendRefusal
 from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
@@ -23,7 +25,7 @@ AWAY_RETRY_S = 10.0
 """Retry-After while no worker serves a known model; about the restart time of a worker."""
 WAVE_MARGIN = 2
 """Safety factor on the measured pace, which varies: requests that start together end together."""
-_OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED)
+_OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED, RefusalReason.TOO_LATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,13 @@ class NotAdmitted:
     """A refusal: its reason, and a message with cause and remedy.
 
     `retry_after_s` None: a retry is pointless, or `Admission.retry_after_s` computes it
-    (`is_overload`).
+    (`is_overload`). `late`: the numbers of a refusal for lateness.
     """
 
     reason: RefusalReason
     message: str
     retry_after_s: float | None = None
+    late: Late | None = None
 
     @property
     def is_overload(self) -> bool:
@@ -48,7 +51,7 @@ class NotAdmitted:
 class Admission:
     """Decides which requests may wait in the queue, by its length and the known groups.
 
-    Reads the caller's queue, groups and rates, and changes none of them.
+    Reads the caller's queue, groups and rates, and counts refusals in `totals`.
     """
 
     queue: WaitQueue
@@ -57,18 +60,26 @@ class Admission:
     rates: ClassRates
     queue_limit: int
     queue_deadline_s: float
+    lateness: Lateness
     rules: ClassRules = NO_CLASSES
+    totals: Totals = field(default_factory=Totals)
     # KV tokens that each model lacks even if all its groups merge.
     shortfalls: dict[str, int] = field(default_factory=dict)
 
     def refusal(
-        self, ask: Asked, model: ModelGroups | None, deadline_start_s: float, was_assigned: bool
+        self,
+        ask: Asked,
+        model: ModelGroups | None,
+        deadline_start_s: float,
+        was_assigned: bool,
+        estimate: Estimate | None = None,
     ) -> NotAdmitted | None:
         """The refusal of a request for `model`; None if it may wait.
 
-        `deadline_start_s`, `was_assigned`: as in `Waiting`. Only requests that were never assigned
-        are refused for lack of slots. If the model's last group has left, a new request waits for
-        `REGROUP_S`, a requeued request until its deadline, and a resumed request without a limit.
+        `deadline_start_s`, `was_assigned`: as in `Waiting`. `estimate`: None if it is never
+        late. Only requests that were never assigned are refused for lack of slots or as late. If
+        the model's last group has left, a new request waits for `REGROUP_S`, a requeued request
+        until its deadline, and a resumed request without a limit.
         """
         refused = None
         if model is not None:
@@ -82,6 +93,9 @@ class Admission:
             return self._expired(ask.service)
         if was_assigned:
             return None
+        if self.lateness.factor:
+            late = self._refuse_late(ask, model, deadline_start_s, estimate)
+            return late or self._refuse_queue_full(ask.service)
         return self._refuse_queue_full(ask.service) or self._refuse_too_late(
             ask, model, deadline_start_s
         )
@@ -98,6 +112,17 @@ class Admission:
         return waiting, NotAdmitted(
             RefusalReason.QUEUE_FULL, f"{taken} are taken; {by} displaced this one; retry later"
         )
+
+    def late_waiting(
+        self, name: str, now_s: float, walk: bool
+    ) -> list[tuple[Waiting, NotAdmitted]]:
+        """The waiting requests for the model `name` that are too late; see `Lateness`."""
+        model = self.groups.of_model(name)
+        if model is None:
+            return []
+        short = bool(self.shortfalls.get(name))
+        late = self.lateness.late_waiting(name, model, short, now_s, walk)
+        return [(waiting, _too_late(reason)) for waiting, reason in late]
 
     def next_refusal(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """A waiting request for the model `name` that must be refused now, with its refusal.
@@ -140,6 +165,40 @@ class Admission:
             waits.append(retry_after_s(queued, rates.per_s(classes, now_s)))
         return max(waits)
 
+    def refuse(
+        self,
+        ask: Asked,
+        stream_id: int,
+        refused: NotAdmitted,
+        now_s: float,
+        start_tokens: int = 0,
+        arrival_s: float = 0.0,
+    ) -> SendRefusal:
+        """Count a refusal, and book time for a retry if the request could start then."""
+        service_class = ask.service.service_class
+        self.totals.refused[refused.reason] += 1
+        self.totals.refused_of_class[service_class] += 1
+        message, wait_s, booked, retry = refused.message, refused.retry_after_s, False, None
+        model = self.groups.of_model(ask.model)
+        if refused.is_overload:
+            if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
+                retry = self.lateness.retry(ask, model, start_tokens, arrival_s, now_s)
+            wait_s, booked = retry or (self.retry_after_s(ask, now_s), False)
+            if refused.late is not None and model is not None:
+                self.totals.refused_late[ask.model, service_class, refused.late.by] += 1
+                model.meter.late.note(service_class, refused.late, wait_s, now_s)
+                message += f"; retry in {wait_s:.0f} s"
+        return SendRefusal(
+            ask.request_id,
+            message,
+            wait_s,
+            reason=refused.reason,
+            stream_id=stream_id,
+            booked=booked,
+            estimated=ask.estimated,
+            late=refused.late,
+        )
+
     def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """The first new request whose model's groups have not returned within `REGROUP_S`."""
         left_s = self.groups.left_s(name)
@@ -165,6 +224,20 @@ class Admission:
         if ask.resumed and longest is not None:
             longest = max(longest, self.groups.longest_served(ask.model))
         return check_size(ask.prompt_tokens, ask.max_tokens, longest)
+
+    def _refuse_late(
+        self,
+        ask: Asked,
+        model: ModelGroups | None,
+        deadline_start_s: float,
+        estimate: Estimate | None,
+    ) -> NotAdmitted | None:
+        """Refuse a new request that would get its first token too late."""
+        if model is None:
+            return None
+        short = bool(self.shortfalls.get(ask.model))
+        late = self.lateness.late(ask, model, deadline_start_s, estimate, short)
+        return None if late is None else _too_late(late)
 
     def _refuse_too_late(
         self, ask: Asked, model: ModelGroups | None, deadline_start_s: float
@@ -280,6 +353,16 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
         f"the prompt has {prompt_tokens} tokens and up to {max_tokens} more are requested, "
         f"but the longest sequence that a worker can hold is {longest} tokens; "
         "shorten the prompt or request fewer tokens",
+    )
+
+
+def _too_late(late: Late) -> NotAdmitted:
+    return NotAdmitted(
+        RefusalReason.TOO_LATE,
+        f"the first token may take up to {late.wait_s:.1f} s, but is due in"
+        f" {max(0.0, late.left_s):.1f} s: {late.ahead_tokens} tokens are ahead, and"
+        f" {late.rate:.0f} start per second, limited by {late.by}",
+        late=late,
     )
 
 

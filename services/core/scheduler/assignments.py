@@ -1,10 +1,12 @@
 """The scheduler's recent assignments, with which it answers repeated asks, and its counters."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.core.ask import RefusalReason
+from services.core.scheduler.lengths import Keys
+from services.core.scheduler.vocabulary import WaitLimit
 from services.core.service import ServiceClass
 
 REMEMBERED_S = 60.0
@@ -21,10 +23,17 @@ class Assigned:
 
     group_id: str
     epoch: int
-    # When the request first arrived, and when it was assigned.
+    # When the request first arrived, with `booked` at its first try; and when it was assigned.
     arrival_s: float
     assigned_s: float
     requeues: int = 0
+    # What its outcome is compared with: the predicted time to the first token, 0 if unknown; and
+    # what is learnt from its length.
+    raw_s: float = 0.0
+    service_class: ServiceClass = ServiceClass.STANDARD
+    keys: Keys = ()
+    prompt_tokens: int = 0
+    booked: bool = False
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:
@@ -88,3 +97,7 @@ class Totals:
     refused_of_class: dict[ServiceClass, int] = field(
         default_factory=lambda: dict.fromkeys(ServiceClass, 0)
     )
+    # Requests refused as late, by model, class and limit; and retries at their booked time that
+    # were refused as late again.
+    refused_late: Counter[tuple[str, ServiceClass, WaitLimit]] = field(default_factory=Counter)
+    retries_broken: int = 0

@@ -12,6 +12,8 @@ from services.core.queue_order import (
     QUEUE_ORDERS,
     QueueOrder,
     Scheduling,
+    by_class,
+    by_class_and_deadline,
     by_deadline,
     scheduling_setting,
 )
@@ -23,7 +25,7 @@ ALL = tuple(ServiceClass)
 
 
 class Order(StrEnum):
-    """Order of online requests: interactive before standard, or earliest deadline first."""
+    """Order of online requests: interactive before standard, or by deadline regardless of it."""
 
     CLASS = "class"
     DEADLINE = "deadline"
@@ -39,14 +41,14 @@ class ClassRules:
     """
 
     scheduling: Scheduling = scheduling_setting()
-    order: Order = choice(
+    class_order: Order = choice(
         Order.CLASS,
         Order,
-        "Order of a tenant's online requests with scheduling priority or round_robin. class:"
-        " interactive before standard, then by rank and arrival; deadline: earliest deadline of the"
-        " first token first, ten seconds after arrival for requests without a target. Batch comes"
-        " last. slo and conserve always use the deadline, fcfs and prefill_first the"
-        " arrival.",
+        "Order of a tenant's online requests, unless scheduling is fcfs or prefill_first. class:"
+        " interactive before standard, within a class by rank and arrival, with slo by deadline;"
+        " conserve and bros order by deadline alone, waiting_time by arrival. deadline: earliest"
+        " deadline of the first token first, ten seconds after arrival for requests without a"
+        " target. Batch comes last. Requests that are late already stand behind the others.",
         expert=True,
     )
     batch_queue_limit: int = number(
@@ -82,9 +84,16 @@ class ClassRules:
     @property
     def queue_order(self) -> QueueOrder:
         """Function that returns the sort key of a request in the queue."""
-        if self.enabled and self.order is Order.DEADLINE:
+        if self.enabled and self.class_order is Order.DEADLINE:
             return by_deadline
+        if self.scheduling is Scheduling.SLO:
+            return by_class_and_deadline
         return QUEUE_ORDERS[self.scheduling]
+
+    @property
+    def by_class(self) -> bool:
+        """Whether interactive requests go before all standard requests."""
+        return self.queue_order in (by_class, by_class_and_deadline)
 
     @property
     def demand_classes(self) -> tuple[ServiceClass, ...]:
@@ -114,4 +123,4 @@ class ClassRules:
             yield from reversed(ALL[ALL.index(service.service_class) + 1 :])
 
 
-NO_CLASSES = ClassRules()
+NO_CLASSES = ClassRules(Scheduling.FCFS)

@@ -5,10 +5,12 @@ start, because the scheduler does not see output tokens. The tenant with the low
 next. A band holds the requests of equal priority, such as a service class.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
+from operator import itemgetter
 
 from services.core.queue_order import QueueKey
 
@@ -21,8 +23,23 @@ class _Tenant:
     """The waiting requests of a tenant in a band, and its virtual token counter."""
 
     entries: list[Entry] = field(default_factory=list)  # sorted
-    tokens: dict[str, int] = field(default_factory=dict)  # KV tokens to start, by request id
+    tokens: list[int] = field(default_factory=list)  # KV tokens to start, of each entry
+    waiting_tokens: int = 0  # their sum
     served_tokens: int = 0
+
+    def tokens_before(self, key: QueueKey) -> int:
+        """Tokens of the requests before a new request with this sort key."""
+        if not self.entries or self.entries[-1][0] <= key:
+            return self.waiting_tokens
+        return sum(self.tokens[: bisect_right(self.entries, key, key=itemgetter(0))])
+
+    def tokens_until(self, counter: int) -> int:
+        """Tokens that it starts before its counter exceeds `counter`, on average."""
+        if counter < self.served_tokens:
+            return 0
+        # The request that crosses the bound starts as a whole: add half a request.
+        half = self.waiting_tokens // (2 * len(self.entries))
+        return min(self.waiting_tokens, counter - self.served_tokens + half)
 
 
 @dataclass(slots=True)
@@ -31,6 +48,7 @@ class _Band:
 
     waiting: dict[str, _Tenant] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
+    tokens: int = 0  # of all waiting requests
 
     @property
     def least_tokens(self) -> int:
@@ -64,8 +82,11 @@ class FairQueue:
             # Counters at or below the minimum would be lifted anyway: forget them.
             band.left = {name: served for name, served in band.left.items() if served > least}
             waiting = band.waiting[tenant] = _Tenant(served_tokens=served_tokens)
-        insort(waiting.entries, entry)
-        waiting.tokens[entry[-1]] = tokens
+        position = bisect_left(waiting.entries, entry)
+        waiting.entries.insert(position, entry)
+        waiting.tokens.insert(position, tokens)
+        waiting.waiting_tokens += tokens
+        band.tokens += tokens
 
     def charge(self, band_key: QueueKey, tenant: str, tokens: int) -> None:
         """Add `tokens` to the counter of a tenant whose request starts; call before `remove`."""
@@ -75,13 +96,42 @@ class FairQueue:
         """Remove the request of `entry`, which must be present."""
         band = self._bands[band_key]
         waiting = band.waiting[tenant]
-        del waiting.entries[bisect_left(waiting.entries, entry)]
-        del waiting.tokens[entry[-1]]
+        position = bisect_left(waiting.entries, entry)
+        tokens = waiting.tokens.pop(position)
+        del waiting.entries[position]
+        waiting.waiting_tokens -= tokens
+        band.tokens -= tokens
         if not waiting.entries:
             del band.waiting[tenant]
             band.left[tenant] = waiting.served_tokens
         if not band.waiting:
             del self._bands[band_key]
+
+    def tokens_ahead(self, band_key: QueueKey, tenant: str, key: QueueKey) -> int:
+        """Tokens that start before a new request of `tenant` with sort key `key`, on average.
+
+        Requests that arrive later are not counted. O(tenants of the band); O(n) in the requests of
+        `tenant` if `key` is not the last.
+        """
+        before = sum(band.tokens for other, band in self._bands.items() if other < band_key)
+        band = self._bands.get(band_key)
+        if band is None:
+            return before
+        own = band.waiting.get(tenant)
+        if own is None:
+            own = _Tenant(served_tokens=max(band.least_tokens, band.left.get(tenant, 0)))
+        own_tokens = own.tokens_before(key)
+        counter = own.served_tokens + own_tokens
+        others = sum(
+            waiting.tokens_until(counter) for waiting in band.waiting.values() if waiting is not own
+        )
+        return before + own_tokens + others
+
+    def busiest(self, band_key: QueueKey) -> str:
+        """The tenant with the most waiting tokens in a band; "" if none waits. O(tenants)."""
+        band = self._bands.get(band_key)
+        waiting = band.waiting if band is not None else {}
+        return max(waiting, key=lambda name: waiting[name].waiting_tokens, default="")
 
     def check_invariants(self) -> None:
         """Raise AssertionError if entries are out of order, or a band or a tenant is empty."""
@@ -89,7 +139,9 @@ class FairQueue:
             assert band.waiting and not band.waiting.keys() & band.left.keys()
             for tenant in band.waiting.values():
                 assert tenant.entries and tenant.entries == sorted(tenant.entries)
-                assert tenant.tokens.keys() == {entry[-1] for entry in tenant.entries}
+                assert len(tenant.tokens) == len(tenant.entries)
+                assert tenant.waiting_tokens == sum(tenant.tokens)
+            assert band.tokens == sum(t.waiting_tokens for t in band.waiting.values())
 
 
 def _fair_order(band: _Band) -> Iterator[str]:
@@ -100,10 +152,14 @@ def _fair_order(band: _Band) -> Iterator[str]:
     heapify(heap)
     while heap:
         served_tokens, entry, number, name = heap[0]
+        if len(heap) == 1:
+            for entry in islice(band.waiting[name].entries, number, None):
+                yield entry[-1]
+            return
         yield entry[-1]
         tenant = band.waiting[name]
         if number + 1 == len(tenant.entries):
             heappop(heap)
             continue
-        next_tokens = served_tokens + tenant.tokens[entry[-1]]
+        next_tokens = served_tokens + tenant.tokens[number]
         heapreplace(heap, (next_tokens, tenant.entries[number + 1], number + 1, name))

@@ -177,6 +177,15 @@ class GroupIndex:
             best += islice(able, limit)
         return [self.loads[ranked[-1]] for ranked in sorted(best)[:limit]]
 
+    def ranked(self, limit: int) -> list[GroupLoad]:
+        """Up to `limit` groups per block size, best score first."""
+        self._sort_touched()
+        return [
+            self.loads[ranked[-1]]
+            for same_size in self._by_block_size.values()
+            for ranked in same_size.ranked[:limit]
+        ]
+
     def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
         """As `pick`, among groups without requests."""
         able = [

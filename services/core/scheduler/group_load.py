@@ -47,6 +47,8 @@ class GroupLoad:
     # Blocks kept free per running request for its growth. A new request in them would soon cause
     # a preemption.
     growth_blocks: float = GROWTH_BLOCKS
+    # Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
+    held_tokens: float = math.inf
     # The latest report, None unless it is of the current epoch.
     _report: LoadReport | None = None
     # Reservations by request id, in order of expiry; below, sums over all and over batch requests.
@@ -108,6 +110,12 @@ class GroupLoad:
     def is_idle(self) -> bool:
         """Whether no request runs, waits or is reserved, by the last report."""
         return self._report is not None and self.sequences == 0
+
+    @property
+    def reported_idle(self) -> bool:
+        """Whether no request runs or waits by the last report, regardless of reservations."""
+        report = self._report
+        return report is not None and not report.load.running and not report.load.waiting
 
     def make_exclusive(self, request_id: str, now_s: float) -> None:
         """Admit no other request until its prefill is over, for at most `EXCLUSIVE_S`."""

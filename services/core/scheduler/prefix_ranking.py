@@ -247,10 +247,14 @@ class PrefixRanking:
 
     def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
         hit_tokens = self.hit_tokens(load, ask)
-        costs = self._costs.get(load.group.group_id) or self._typical_costs
+        costs = self.costs(load)
         ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
         # NaN would compare as neither early nor late.
         return ttft_s if isfinite(ttft_s) else inf
+
+    def costs(self, load: GroupLoad) -> CostModel:
+        """The cost model of a group; if it is unknown, the mean of the others."""
+        return self._costs.get(load.group.group_id) or self._typical_costs
 
     @property
     def _typical_costs(self) -> CostModel:

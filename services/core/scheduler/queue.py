@@ -3,7 +3,9 @@
 Resumed requests, which have run on a lost worker and sent output, go before other requests and
 have no deadline here. If the policy uses service classes, all online requests (interactive and
 standard) go before batch requests, and in each of the two parts resumed requests go first. Within a
-band of equal priority, tenants (owners of API keys) are served fairly; see `fair_queue`.
+band of equal priority, tenants (owners of API keys) are served fairly; see `fair_queue`. Online
+requests that are late, because they have not started in time for their target, stand behind those
+that are not.
 """
 
 from bisect import bisect_left, insort
@@ -107,6 +109,13 @@ class Waiting:
     alone_until_s: float = -inf
     # Until this time it starts only in a group without a prefill backlog.
     spread_until_s: float = -inf
+    # If it starts later, it misses its target; `late`: it has, and stands behind the others.
+    latest_s: float = inf
+    late: bool = False
+    # Predicted time to the first token at its arrival, before its correction; 0: unknown.
+    raw_s: float = 0.0
+    # Whether it is a retry at its booked time; see `LENIENT`.
+    booked: bool = False
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Addresses of workers that its gateway cannot reach; empty `avoided_s` after the ask."""
@@ -129,6 +138,9 @@ class _ModelQueue:
     """The waiting requests of a model, in order and by class."""
 
     fair_queue: FairQueue = field(default_factory=FairQueue)
+    # Requests with a latest start that are not late yet, sorted by it, and ids of late requests.
+    timely: list[Slot] = field(default_factory=list)
+    late: dict[str, None] = field(default_factory=dict)
     by_class: dict[ServiceClass, _ClassCounts] = field(
         default_factory=lambda: {cls: _ClassCounts() for cls in ALL}
     )
@@ -196,6 +208,37 @@ class WaitQueue:
             for entry in sorted(c.expiring[0] for c in counts if c.expiring)
         ]
 
+    def tokens_ahead(self, ask: Asked, arrival_s: float) -> int:
+        """Start tokens of the requests that would start before a new request; see `FairQueue`."""
+        queue = self._queues.get(ask.model)
+        if queue is None:
+            return 0
+        new = Waiting(ask, ask.stream_id, arrival_s, arrival_s)
+        return queue.fair_queue.tokens_ahead(*self._band(new), self._key(new))
+
+    def busiest_owner(self, ask: Asked) -> str:
+        """The owner with the most waiting tokens among the requests of the same band as `ask`."""
+        queue = self._queues.get(ask.model)
+        band, _ = self._band(Waiting(ask, ask.stream_id, ask.now_s, ask.now_s))
+        return queue.fair_queue.busiest(band) if queue is not None else ""
+
+    def late(self, model: str) -> list[Waiting]:
+        """The requests for `model` that are late."""
+        queue = self._queues.get(model)
+        return [self._live[name][1] for name in queue.late] if queue is not None else []
+
+    def mark_late(self, model: str, now_s: float) -> None:
+        """Move the requests for `model` whose latest start is over behind the others."""
+        queue = self._queues.get(model)
+        while queue is not None and queue.timely and queue.timely[0][0] < now_s:
+            _, number, request_id = queue.timely.pop(0)
+            waiting = self._live[request_id][1]
+            entry = self._key(waiting), number, request_id
+            queue.fair_queue.remove(*self._band(waiting), entry)
+            waiting.late = True
+            queue.fair_queue.add(*self._band(waiting), entry, waiting.start_tokens)
+            queue.late[request_id] = None
+
     def oldest_deadline_start_s(self, classes: Collection[ServiceClass] = ALL) -> float | None:
         """The earliest deadline start among requests of `classes` with a deadline, or None."""
         lists = (queue.by_class[cls].expiring for queue in self._queues.values() for cls in classes)
@@ -217,6 +260,10 @@ class WaitQueue:
         queue = self._queues.setdefault(ask.model, _ModelQueue())
         entry = self._key(waiting), number, ask.request_id
         queue.fair_queue.add(*self._band(waiting), entry, waiting.start_tokens)
+        if waiting.late:
+            queue.late[ask.request_id] = None
+        elif waiting.latest_s < inf:
+            insort(queue.timely, (waiting.latest_s, number, ask.request_id))
         counts = queue.by_class[ask.service.service_class]
         if not ask.resumed:
             # Output of a resumed request has been sent to its client, so it never expires here.
@@ -250,6 +297,10 @@ class WaitQueue:
         ask = waiting.ask
         queue = self._queues[ask.model]
         queue.fair_queue.remove(*self._band(waiting), (self._key(waiting), number, request_id))
+        if waiting.late:
+            del queue.late[request_id]
+        elif waiting.latest_s < inf:
+            del queue.timely[bisect_left(queue.timely, (waiting.latest_s, number, request_id))]
         counts = queue.by_class[ask.service.service_class]
         if not ask.resumed:
             entry = waiting.deadline_start_s, number, request_id
@@ -280,6 +331,12 @@ class WaitQueue:
             of_model = [w for w in all_waiting if w.ask.model == model]
             names = sorted(w.ask.request_id for w in of_model)
             assert names and sorted(queue.fair_queue) == names
+            assert queue.late.keys() == {w.ask.request_id for w in of_model if w.late}
+            assert queue.timely == sorted(
+                (w.latest_s, self._live[w.ask.request_id][0], w.ask.request_id)
+                for w in of_model
+                if w.latest_s < inf and not w.late
+            )
             for service_class, counts in queue.by_class.items():
                 of_class = [w for w in of_model if w.ask.service.service_class is service_class]
                 assert counts.requests == len(of_class)
@@ -298,8 +355,9 @@ class WaitQueue:
         """The priority band of a request, and its tenant ("" if the policy ignores classes)."""
         ask = waiting.ask
         if not self.rules.enabled:
-            return (not ask.resumed,), ""
-        return (not ask.service.online, not ask.resumed, self._key(waiting)[0]), ask.service.tenant
+            return (not ask.resumed, waiting.late), ""
+        band = not ask.service.online, not ask.resumed, waiting.late, self._key(waiting)[0]
+        return band, ask.service.tenant
 
     def _leave_stream(self, waiting: Waiting) -> None:
         ids = self._by_stream[waiting.stream_id]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.core.cost.model import CostModel
 from services.core.overtaking import overtaken_setting
-from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
+from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import DISPATCHES, PREFIX, score_of
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.state import SPREAD_S, SchedulerState
@@ -42,9 +42,23 @@ class StateConfig:
         maximum=1024,
         expert=True,
     )
+    lateness: float = number(
+        1.0,
+        "Requests that would get their first token later than this factor times their target are"
+        " refused at once with 503, by a prediction; 0: none are.",
+        minimum=0,
+        maximum=100,
+    )
+    standard_wait_s: float = number(
+        10.0,
+        "Longest predicted wait in seconds of standard requests without a target, then 503, unless"
+        " lateness is 0; 0: no limit but queue_deadline.",
+        minimum=0,
+        maximum=86_400,
+    )
     # Cost model of the dispatch `prefix`; None with any other.
     ttft: CostModel | None = computed(None)
-    rules: ClassRules = nested(NO_CLASSES)
+    rules: ClassRules = nested(ClassRules())
     spread_s: float = computed(SPREAD_S)
 
     def state(self) -> SchedulerState:
@@ -58,4 +72,6 @@ class StateConfig:
             ttft=self.ttft,
             rules=self.rules,
             spread_s=self.spread_s,
+            lateness=self.lateness,
+            standard_wait_s=self.standard_wait_s,
         )

@@ -6,9 +6,10 @@ incarnation is the id of a worker process, new after each restart. A stream is t
 gateway. A ticket acknowledges that a request waits in the queue.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
-from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
 from services.core.cost.model import CostModel
 from services.core.report import LoadReport
 from services.core.service import ServiceClass
@@ -115,6 +116,22 @@ class ShortfallsReported:
 
 
 @dataclass(frozen=True, slots=True)
+class OutcomeReported:
+    """The first token of an assigned request, or with `output_tokens` its end.
+
+    `ttft_s` counts from its arrival at the gateway. `cut_off`: its token limit, its client or an
+    error ended it. Not reported for requests that failed before their first token or were started
+    more than once.
+    """
+
+    now_s: float
+    request_id: str
+    ttft_s: float
+    output_tokens: int = 0
+    cut_off: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Periodic tick, which expires requests, reservations and remembered assignments."""
 
@@ -130,6 +147,7 @@ Event = (
     | LoadReported
     | LoadLost
     | ShortfallsReported
+    | OutcomeReported
     | Ticked
 )
 
@@ -149,15 +167,74 @@ class SendAssignment(Assignment):
     stream_id: int
 
 
+class WaitLimit(StrEnum):
+    """What a wait is limited by."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Why a request is refused as late: its predicted wait of `wait_s` exceeds `left_s`.
+
+    `ahead_tokens` start before the request, at `rate` per second.
+    """
+
+    ahead_tokens: int
+    rate: float
+    wait_s: float
+    left_s: float
+    by: WaitLimit
+
+
+@dataclass(frozen=True, slots=True)
+class LateRefusals:
+    """Refusals for lateness of a model and class: their number in the last minute, and the last.
+
+    The last refusal was `age_s` seconds ago; a retry is due `retry_after_s` after it.
+    """
+
+    model: str
+    service_class: ServiceClass
+    last_minute: int
+    age_s: float
+    last: Late
+    retry_after_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRefusal(Refusal):
-    """Send a gateway the refusal of its request."""
+    """Send a gateway the refusal of its request; `late` if it would have been late."""
 
     reason: RefusalReason
     stream_id: int
+    late: Late | None = None
 
 
-Command = SendTicket | SendAssignment | SendRefusal
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendProceed(Proceed):
+    """Answer an estimated ask of a gateway that is not refused."""
+
+    stream_id: int
+
+
+Command = SendTicket | SendAssignment | SendRefusal | SendProceed
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedWait:
+    """Predicted seconds until the first token of a new request of a class with a short prompt.
+
+    `optimistic_s` is exceeded with a probability of 80 %, `likely_s` with 50 %. `limit_s` is the
+    longest wait of a request without a target of its own, 0 without.
+    """
+
+    model: str
+    service_class: ServiceClass
+    optimistic_s: float
+    likely_s: float
+    limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +266,17 @@ class Snapshot:
     queued_by_class: dict[ServiceClass, int]
     oldest_wait_s_by_class: dict[ServiceClass, float]
     refused_total_by_class: dict[ServiceClass, int]
+    # Whether waits are predicted, and the predictions by model and class.
+    predicts: bool = False
+    class_waits: tuple[PredictedWait, ...] = ()
+    # Requests refused as late, by model, class and limit; bookings of retries by how they ended,
+    # and those of them that were refused as late again.
+    refused_late_total: dict[tuple[str, ServiceClass, WaitLimit], int] = field(default_factory=dict)
+    bookings: int = 0
+    bookings_ended_total: dict[str, int] = field(default_factory=dict)
+    retries_broken_total: int = 0
+    # Measured over predicted times to the first token, by model and class: numbers of ratios up to
+    # each bound of `BUCKETS` and above, and the sum of all ratios.
+    wait_ratios: dict[tuple[str, ServiceClass], tuple[tuple[int, ...], float]] = field(
+        default_factory=dict
+    )

@@ -7,7 +7,7 @@ and confirms with a ticket that the ask is in its queue.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -16,7 +16,8 @@ from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, unpacked
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
-from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
+from services.core.service import ServiceClass
 from services.gateway.cluster import translate
 from services.gateway.cluster.outbox import Outbox
 from services.gateway.cluster.stream import StreamBroken, cause, write_all
@@ -28,8 +29,9 @@ from services.gateway.vocabulary.errors import (
     NoSuchModel,
     QueueFull,
     ServiceUnavailable,
+    TooLate,
 )
-from services.gateway.vocabulary.message import Heartbeat, SchedulerMessage, Ticket
+from services.gateway.vocabulary.message import ClassWait, Heartbeat, SchedulerMessage, Ticket
 from tideserve.common.v1 import load_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -39,6 +41,10 @@ HEARTBEAT_TIMEOUT_S = 3.0
 RECONNECT_S = 0.2
 # Maximum wait of a resumed request without a running scheduler; a scheduler restarts faster.
 RESUME_TIMEOUT_S = 60.0
+# Maximum wait for the answer to an estimated ask; then the request is tokenized without it.
+ESTIMATED_TIMEOUT_S = 0.5
+# Maximum outcomes that wait for the next sweep; further outcomes are not reported.
+OUTCOMES_MAX = 4096
 
 log = logging.getLogger(__name__)
 AdmitCall = grpc.aio.StreamStreamCall[scheduler_pb2.AdmitRequest, scheduler_pb2.AdmitResponse]
@@ -73,6 +79,10 @@ class AdmissionClient:
         self._admit_timeout_s = admit_timeout_s
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
+        # Answers to estimated asks, by request id.
+        self._estimated: dict[str, asyncio.Future[Refusal | None]] = {}
+        # Frames of outcomes, sent together by the next sweep.
+        self._outcomes: list[scheduler_pb2.AdmitRequest] = []
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
         self._changed = asyncio.Event()
         self._received_s = 0.0
@@ -112,6 +122,48 @@ class AdmissionClient:
             if not assigned:
                 self._send(translate.withdraw_frame(ask.request_id))
 
+    async def check(self, asks: Sequence[Ask]) -> None:
+        """Ask whether a request whose prompts are not tokenized yet would be refused now.
+
+        `asks`: an estimated ask for each choice. Returns if none is refused, or if the scheduler
+        does not answer soon.
+
+        Raises:
+            GatewayError: the scheduler's refusal, of several that with the latest retry.
+        """
+        loop = asyncio.get_running_loop()
+        answers = dict[str, asyncio.Future[Refusal | None]]()
+        for ask in asks:
+            answers[ask.request_id] = loop.create_future()
+            self._send(translate.ask_frame(ask, 0.0))
+        self._estimated |= answers
+        try:
+            await asyncio.wait(answers.values(), timeout=ESTIMATED_TIMEOUT_S)
+        finally:
+            for request_id in answers:
+                del self._estimated[request_id]
+        done = [answer.result() for answer in answers.values() if answer.done()]
+        if refusals := [refusal for refusal in done if refusal is not None]:
+            raise refusal_error(max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0))
+
+    def class_wait(self, model: str, service_class: ServiceClass) -> ClassWait | None:
+        """The predicted wait of a class; None if it is unknown."""
+        heartbeat = self.heartbeat
+        return None if heartbeat is None else heartbeat.class_waits.get((model, service_class))
+
+    def report_outcome(
+        self, request_id: str, ttft_s: float, output_tokens: int = 0, cut_off: bool = False
+    ) -> None:
+        """Report a first token, or with `output_tokens` an end, if the scheduler wants it.
+
+        `cut_off`: `max_tokens`, the client or an error ended the output.
+        """
+        wanted = self.heartbeat is not None and self.heartbeat.wants_outcomes
+        if wanted and len(self._outcomes) < OUTCOMES_MAX:
+            self._outcomes.append(
+                translate.outcome_frame(request_id, ttft_s, output_tokens, cut_off)
+            )
+
     def forward_load(self, load: load_pb2.WorkerLoad) -> None:
         """Forward a worker's load to the scheduler, ahead of all later asks."""
         self._send(translate.load_frame(load))
@@ -126,6 +178,9 @@ class AdmissionClient:
         """Resend asks without a ticket; fail asks that have been in no queue for too long."""
         while True:
             await asyncio.sleep(SWEEP_S)
+            outcomes, self._outcomes = self._outcomes, []
+            for outcome in outcomes:
+                self._send(outcome)
             now_s = monotonic_s()
             for pending in self._pending.values():
                 if pending.answer.done():
@@ -186,6 +241,9 @@ class AdmissionClient:
             finally:
                 self._outbox = None
                 self.heartbeat = None
+                for answer in self._estimated.values():
+                    if not answer.done():
+                        answer.set_result(None)
                 for pending in self._pending.values():
                     if pending.ticketed:
                         pending.known_s = self._received_s
@@ -218,7 +276,10 @@ class AdmissionClient:
             if outbox.full:
                 raise StreamBroken("the scheduler reads no frames")
 
-    def _answer(self, message: Ticket | Assignment | Refusal) -> None:
+    def _answer(self, message: Ticket | Assignment | Refusal | Proceed) -> None:
+        if isinstance(message, Proceed) or (isinstance(message, Refusal) and message.estimated):
+            self._answer_estimated(message)
+            return
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
@@ -228,6 +289,12 @@ class AdmissionClient:
             pending.answer.set_result(message)
         else:
             pending.answer.set_exception(refusal_error(message))
+
+    def _answer_estimated(self, message: Proceed | Refusal) -> None:
+        """Answer an estimated ask; no effect after its timeout."""
+        answer = self._estimated.get(message.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message if isinstance(message, Refusal) else None)
 
     def _send_ask(self, pending: _Pending) -> None:
         now_s = monotonic_s()
@@ -242,20 +309,24 @@ class AdmissionClient:
             self._outbox.put(frame)
 
 
+_OVERLOAD: dict[RefusalReason, type[ServiceUnavailable] | type[Expired]] = {
+    RefusalReason.QUEUE_FULL: QueueFull,
+    RefusalReason.TOO_LATE: TooLate,
+    RefusalReason.EXPIRED: Expired,
+}
+
+
 def refusal_error(refusal: Refusal) -> GatewayError:
     """The error to send to a client whose ask was refused."""
     message = refusal.message or "the scheduler refused the request"
-    retry_after_s = refusal.retry_after_s
     match refusal.reason:
         case RefusalReason.TOO_LARGE:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
             return BadRequest(message)
-        case RefusalReason.QUEUE_FULL:
-            return QueueFull(message, retry_after_s=retry_after_s or 1.0)
-        case RefusalReason.EXPIRED:
-            return Expired(message, retry_after_s=retry_after_s or 1.0)
-        case RefusalReason.UNKNOWN_MODEL if retry_after_s is None:
+        case RefusalReason.UNKNOWN_MODEL if refusal.retry_after_s is None:
             return NoSuchModel(message, param="model")
-        case _:
-            return ServiceUnavailable(message, retry_after_s=retry_after_s or 1.0)
+    kind: type[ServiceUnavailable] | type[Expired] = ServiceUnavailable
+    if refusal.reason is not None:
+        kind = _OVERLOAD.get(refusal.reason, kind)
+    return kind(message, retry_after_s=refusal.retry_after_s or 1.0, booked=refusal.booked)

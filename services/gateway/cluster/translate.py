@@ -7,10 +7,11 @@ from google.protobuf.descriptor import EnumDescriptor
 from services.common.address import host_of
 from services.common.records import CAN_DROP, engine_of, paced_of, to_group
 from services.common.report import Codec, unchecked_memory_report
-from services.common.slo import service_message
+from services.common.slo import service_message, to_class
 from services.common.wire_enum import value_names
-from services.core.ask import Ask, Assignment, Refusal, RefusalReason
+from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
 from services.gateway.vocabulary.message import (
+    ClassWait,
     ClusterStatus,
     GroupStep,
     Heartbeat,
@@ -54,6 +55,9 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             avoided_addresses=ask.avoided,
             avoided_s=ask.avoided_s,
             excused_s=ask.excused_s,
+            estimated=ask.estimated,
+            expected_tokens=ask.expected_tokens,
+            fingerprint=ask.fingerprint,
         )
     )
 
@@ -68,6 +72,17 @@ def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:
     return scheduler_pb2.AdmitRequest(load=load)
 
 
+def outcome_frame(
+    request_id: str, ttft_s: float, output_tokens: int = 0, cut_off: bool = False
+) -> scheduler_pb2.AdmitRequest:
+    """The frame that reports the first token of a request or, with output tokens, its end."""
+    return scheduler_pb2.AdmitRequest(
+        outcome=scheduler_pb2.Outcome(
+            request_id=request_id, ttft_s=ttft_s, output_tokens=output_tokens, cut_off=cut_off
+        )
+    )
+
+
 def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | None:
     """The scheduler's message, or None for a kind that this version does not know."""
     match frame.WhichOneof("body"):
@@ -79,13 +94,37 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             refusal = frame.refusal
             reason = _REASONS.get(refusal.reason)
             return Refusal(
-                refusal.request_id, reason, refusal.message, refusal.retry_after_s or None
+                refusal.request_id,
+                reason,
+                refusal.message,
+                refusal.retry_after_s or None,
+                refusal.booked,
+                refusal.estimated,
             )
+        case "proceed":
+            return Proceed(frame.proceed.request_id)
         case "heartbeat":
             beat = frame.heartbeat
-            return Heartbeat(beat.groups_serving, beat.queued, beat.wants_prefixes)
+            waits = {
+                (wait.model, to_class(wait.service_class)): ClassWait(
+                    wait.optimistic_s, wait.limit_s or None
+                )
+                for wait in beat.class_waits
+            }
+            return Heartbeat(
+                beat.groups_serving, beat.queued, beat.wants_prefixes, waits, beat.wants_outcomes
+            )
         case _:
             return None
+
+
+def late_refusals(answer: scheduler_pb2.ListRefusalsResponse) -> list[dict[str, Any]]:
+    """The refusals for lateness as `tideserve status --json` shows them."""
+    return [
+        {field.name: getattr(refusal, field.name) for field in refusal.DESCRIPTOR.fields}
+        | {"service_class": to_class(refusal.service_class)}
+        for refusal in answer.refusals
+    ]
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:

@@ -46,6 +46,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.EngineKilled: grpc.StatusCode.INTERNAL,
     errors.ServiceUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.UNAVAILABLE,
+    errors.TooLate: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerLost: grpc.StatusCode.UNAVAILABLE,
     errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     errors.Expired: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -18,6 +18,7 @@ from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, MessageStreamWriter
 from services.gateway.model.served_model import ServedModel
+from services.gateway.records.request_record import fingerprint_of
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
@@ -127,6 +128,7 @@ class GatewayService:
         data = await call.message()
         with serving.entered(call.record) as lease:
             body = TakenOnce(await parsed(data, self._with_unknown(parse), lease, self._pool))
+            call.record.fingerprint = fingerprint_of(data)
             # Free the message before the generation, which may last minutes.
             del data
             await serving.respond(

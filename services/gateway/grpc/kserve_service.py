@@ -24,7 +24,7 @@ from services.gateway.grpc.kserve_translate import Inference
 from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
-from services.gateway.records.request_record import RequestRecord
+from services.gateway.records.request_record import RequestRecord, fingerprint_of
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.output import OutputPiece, Outputs, Usage
 from services.gateway.serving.prepared import PreparedRequest
@@ -138,6 +138,7 @@ class KserveService:
         data = await call.message()
         with serving.entered(call.record) as lease:
             inference, body = await parsed(data, self._parse, lease, self._pool)
+            call.record.fingerprint = fingerprint_of(data)
             del data
             if inference.stream:
                 raise BadRequest(
@@ -233,6 +234,7 @@ class KserveService:
         serving = self._serving
         with serving.entered(record) as lease:
             inference, body = await parsed(message.data, self._parse, lease, self._pool)
+            record.fingerprint = fingerprint_of(message.data)
             message.parsed(inference)
             make = _StreamWriter if inference.stream else _InferenceWriter
 

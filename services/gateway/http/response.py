@@ -26,7 +26,7 @@ from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.http.dialect import Dialect, guard_client, wait_for_disconnect
 from services.gateway.http.errors import error_response
-from services.gateway.records.request_record import RequestRecord, record_of
+from services.gateway.records.request_record import RequestRecord, fingerprint_of, record_of
 from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
@@ -189,7 +189,7 @@ class GenerationResponse(Response):
             key = idempotency_key_of(scope)
             cached = key is not None and key in serving.idempotency_cache
             with serving.entered(record, cached) as lease:
-                body, digest = await self._read(lease, idempotent=key is not None)
+                body, digest = await self._read(lease, record, idempotent=key is not None)
                 if key is None:
                     await self._generate(
                         body, record, lease, client, client, wait_for_disconnect(receive)
@@ -218,11 +218,12 @@ class GenerationResponse(Response):
             record.fail(error)
 
     async def _read(
-        self, lease: BodyLease, idempotent: bool
+        self, lease: BodyLease, record: RequestRecord, idempotent: bool
     ) -> tuple[TakenOnce[GenerationRequest], bytes]:
         """The parsed body and, if `idempotent`, the digest of its bytes."""
 
         def parse(data: bytearray) -> tuple[TakenOnce[GenerationRequest], bytes]:
+            record.fingerprint = fingerprint_of(data)
             parsed = self._dialect.parse(parse_object(data))
             return TakenOnce(parsed), hashlib.sha256(data).digest() if idempotent else b""
 

@@ -17,12 +17,19 @@ from services.gateway.vocabulary.errors import (
     QueueFull,
     ServiceUnavailable,
     ShuttingDown,
+    TooLate,
 )
 
 _DURATION_BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Errors of requests that were refused for lack of capacity and may be retried.
-REFUSALS: tuple[type[GatewayError], ...] = (QueueFull, ServiceUnavailable, Expired, ShuttingDown)
+REFUSALS: tuple[type[GatewayError], ...] = (
+    QueueFull,
+    TooLate,
+    ServiceUnavailable,
+    Expired,
+    ShuttingDown,
+)
 # Value of the label `class` for requests that are refused before their body is read.
 UNREAD = "unknown"
 # Upper bound of the last bucket of token counts.
@@ -64,8 +71,8 @@ class Metrics:
         )
         self._rejections = counter(
             "vllm:admission_rejections",
-            "Requests refused for lack of capacity, by reason: queue_full, expired, unavailable,"
-            " shutting_down. The class is unknown if the body was not read.",
+            "Requests refused for lack of capacity, by reason: queue_full, too_late, expired,"
+            " unavailable, shutting_down. The class is unknown if the body was not read.",
             ["model_name", "reason", "class"],
         )
         for refusal in REFUSALS:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from services.common.clock import monotonic_s
@@ -151,6 +152,7 @@ class RequestRecord:
     code: str | None = None  # error code
     retry_after_s: float | None = None
     response_id: str = ""
+    fingerprint: int = 0  # hash of the body, by which the scheduler recognises a retry
     model: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # by GenAI attribute name
     parsed_s: float | None = None
@@ -241,6 +243,11 @@ class RequestRecord:
         earlier_ids = () if self.choices else self.earlier_ids
         self.choices.append(ChoiceRecord(quota=self.quota, output_ids=list(earlier_ids)))
         return self.choices[-1]
+
+
+def fingerprint_of(data: bytes | bytearray) -> int:
+    """A hash of a request's body, above 0 and below 2**64."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") or 1
 
 
 def new_record(

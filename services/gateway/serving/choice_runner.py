@@ -7,14 +7,15 @@ segment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
 from services.core.ask import AVOIDED_MAX, Ask, Assignment
-from services.core.request import Request
+from services.core.request import FinishReason, Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
@@ -85,6 +86,7 @@ class ChoiceRunner:
         with (
             self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
+            self._end_reported(request, record, meter),
         ):
             for piece in _earlier(state):
                 if piece.finish_reason is not None:
@@ -164,6 +166,7 @@ class ChoiceRunner:
             now_s = monotonic_s()
             if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
+                self._report_outcome(request, record, meter)
         output = state.output
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
@@ -172,6 +175,29 @@ class ChoiceRunner:
         else:
             piece = output.push(unread)
         return _pieces(piece, state.chat)
+
+    @contextmanager
+    def _end_reported(
+        self, request: Request, record: ChoiceRecord, meter: RequestMeter
+    ) -> Iterator[None]:
+        """Report the end of a choice on exit, also if it failed or was closed early."""
+        try:
+            yield
+        finally:
+            cut_off = meter.reason is not FinishReason.STOP
+            self._report_outcome(request, record, meter, meter.tokens, cut_off)
+
+    def _report_outcome(
+        self,
+        request: Request,
+        record: ChoiceRecord,
+        meter: RequestMeter,
+        output_tokens: int = 0,
+        cut_off: bool = False,
+    ) -> None:
+        """Report the first token of a choice, or its end, unless it was restarted or has moved."""
+        if meter.ttft_s is not None and len(record.queued_s) == len(record.segments) == 1:
+            self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
         tokenizer, skip = self._tokenizer, choice.skip_special_tokens
@@ -223,4 +249,6 @@ def ask_for(choice: PreparedChoice) -> Ask:
         service=request.service,
         traceparent=request.traceparent,
         prefix=choice.prefix,
+        expected_tokens=choice.expected_tokens,
+        fingerprint=choice.fingerprint,
     )

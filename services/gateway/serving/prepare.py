@@ -28,10 +28,11 @@ from services.gateway.model.sampling import (
 )
 from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord
+from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.grammar import checked_grammar
-from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest, choice_key
 from services.gateway.serving.prompt_encoder import PromptEncoder
-from services.gateway.serving.service_policy import ServicePolicy
+from services.gateway.serving.service_policy import ServicePolicy, expected_tokens_of
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.tools.format import Thinking
@@ -56,12 +57,15 @@ class Preparer:
         checker: GrammarChecker,
         prefix_block_size: Callable[[], int] = lambda: 0,
         policy: ServicePolicy | None = None,
+        early_asks: EarlyAsks | None = None,
     ) -> None:
         """`max_model_len`: longest sequence, in tokens, of any worker now.
 
         `prefix_block_size`: tokens per KV block if the scheduler ranks groups by cached prefixes,
-        else 0. `policy` maps requests to service classes and SLO targets.
+        else 0. `policy` maps requests to service classes and SLO targets. `early_asks` asks the
+        scheduler about a request before its prompt is tokenized; None: never.
         """
+        self._early_asks = early_asks
         self._policy = policy or ServicePolicy()
         self._model = model
         self._pool = pool
@@ -80,11 +84,15 @@ class Preparer:
         self._check(body, record)
         service = self.service_of(body, record)
         record.warnings += body.warnings
+        if self._early_asks is not None:
+            await self._early_asks.check(body, service, record, self.max_model_len())
         prompts = await self._prompts(body, record)
         thinking = self._thinking(prompts[0])
         sampling = await self._sampling(body)
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
         prompt_tokens = sum(map(len, prompts))
+        if self._early_asks is not None:
+            self._early_asks.learn(body, prompt_tokens)
         echoed = isinstance(body, CompletionRequest) and bool(body.echo)
         logprobs = logprob_options(body, echoed, body.choices * prompt_tokens)
         check_choices(prompt_tokens, len(prompts), body.choices, sampling, field)
@@ -234,6 +242,8 @@ class Preparer:
             echo=echo,
             prompt_only=body.output_limit() == 0,
             prompt_top=body.prompt_logprobs,
+            expected_tokens=expected_tokens_of(record.slo_headers),
+            fingerprint=record.fingerprint,
             coalesced=_coalesced(body, service),
         )
         return [_with_seed(first, number) for number in range(body.choices)]
@@ -325,9 +335,9 @@ def _with_seed(first: PreparedChoice, number: int) -> PreparedChoice:
 
 def _with_index(choice: PreparedChoice, index: int) -> PreparedChoice:
     """`choice` with an id of its own for scheduler and workers: the response id and `index`."""
-    request = choice.request
-    request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
-    return replace(choice, request=request)
+    request_id, fingerprint = choice_key(choice.request_id, choice.fingerprint, index)
+    request = replace(choice.request, request_id=request_id, choice=index)
+    return replace(choice, request=request, fingerprint=fingerprint)
 
 
 def _coalesced(body: GenerationRequest, service: Service) -> bool:

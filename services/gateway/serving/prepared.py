@@ -21,6 +21,8 @@ class PreparedChoice:
     `prompt_top`: likeliest tokens per prompt token in the response; None: as for output tokens.
     `chat`: how to parse the text of a chat; None: all text is content.
     `prefix`: a sample of the hashes of the prompt's KV blocks; the scheduler ranks workers by it.
+    `expected_tokens`: the client's estimate of the output tokens, 0 without.
+    `fingerprint`: a hash of the client's request and the choice's index, 0 if unknown.
     `coalesced`: the worker may send the tokens of several iterations in one message.
     """
 
@@ -36,12 +38,22 @@ class PreparedChoice:
     prompt_top: int | None = None
     chat: ChatForm | None = None
     prefix: ThinHashes = NO_PREFIX
+    expected_tokens: int = 0
+    fingerprint: int = 0
     coalesced: bool = False
 
     @property
     def request_id(self) -> str:
         """The request's id at scheduler and workers, unique in the cluster."""
         return self.request.request_id
+
+
+def choice_key(response_id: str, fingerprint: int, index: int) -> tuple[str, int]:
+    """The id and fingerprint that scheduler and workers see of a choice; 0: unknown.
+
+    Only for requests with several choices, over all prompts.
+    """
+    return f"{response_id}-{index}", fingerprint and (fingerprint + index) % 2**64
 
 
 @dataclass(frozen=True, slots=True)

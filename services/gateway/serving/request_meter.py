@@ -13,7 +13,11 @@ from services.gateway.vocabulary.errors import GatewayError
 
 
 class RequestMeter:
-    """Observes a choice; `measured` creates it. `reason` is set once the choice has finished."""
+    """Observes a choice; `measured` creates it.
+
+    `tokens`: output tokens so far. `ttft_s`: time from the end of reading the client's request to
+    the first token, None before. `reason` is set once the choice has finished.
+    """
 
     def __init__(
         self,
@@ -29,7 +33,8 @@ class RequestMeter:
         self._arrived_s = arrived_s
         self._first_s: float | None = None
         self._last_s = arrived_s
-        self._tokens = 0
+        self.tokens = 0
+        self.ttft_s: float | None = None
         self._group = TokenGroup(choice.request.service, self._of_class.slo["tpot"])
         self.reason: FinishReason | None = None
 
@@ -43,22 +48,23 @@ class RequestMeter:
             self._group.add_tokens(count, per_token_s)
         else:
             self._first_s = now_s
-            self._of_class.ttft.observe(now_s - self._arrived_s)
+            self.ttft_s = now_s - self._arrived_s
+            self._of_class.ttft.observe(self.ttft_s)
             self._note_ttft(now_s - self._choice.request.arrival_s)
         self._last_s = now_s
-        self._tokens += count
+        self.tokens += count
         return begun
 
     def finish(self, reason: FinishReason) -> None:
         """Observe the end of a choice that finished; sets `reason`."""
         histograms, request = self._histograms, self._choice.request
         histograms.latency.observe(self._last_s - self._arrived_s)
-        if self._first_s is not None and self._tokens > 1:
-            per_token_s = (self._last_s - self._first_s) / (self._tokens - 1)
+        if self._first_s is not None and self.tokens > 1:
+            per_token_s = (self._last_s - self._first_s) / (self.tokens - 1)
             self._of_class.per_token.observe(per_token_s)
             self._group.end()
-        histograms.generation_tokens.observe(self._tokens)
-        histograms.max_generation_tokens.observe(self._tokens)
+        histograms.generation_tokens.observe(self.tokens)
+        histograms.max_generation_tokens.observe(self.tokens)
         histograms.prompt_tokens.observe(len(request.prompt_ids))
         histograms.params_n.observe(self._choice.n)
         histograms.params_max_tokens.observe(request.limits.max_tokens)

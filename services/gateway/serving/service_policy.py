@@ -17,8 +17,12 @@ from services.gateway.vocabulary.errors import BadRequest
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
-SLO_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER)
-"""HTTP headers and gRPC metadata keys, equivalent to the fields `slo` and `slo_class`."""
+EXPECTED_HEADER = "x-expected-output-tokens"
+SLO_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER, EXPECTED_HEADER)
+"""HTTP headers and gRPC metadata keys that say how to schedule a request.
+
+All but `EXPECTED_HEADER` are equivalent to the fields `slo` and `slo_class`.
+"""
 
 # Values of the OpenAI field `service_tier`.
 _TIERS = {
@@ -67,6 +71,17 @@ class ServicePolicy:
             rank=body.priority or 0,
             tenant=tenant,
         )
+
+
+def expected_tokens_of(headers: Mapping[str, str]) -> int:
+    """The client's estimate of its output tokens; 0 without. Raises BadRequest."""
+    text = headers.get(EXPECTED_HEADER, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise BadRequest(
+            f"'{EXPECTED_HEADER}' must be a number of tokens below 10^9; correct it",
+            param=EXPECTED_HEADER,
+        )
+    return int(text)
 
 
 def _seconds(target_ms: float | None) -> float | None:

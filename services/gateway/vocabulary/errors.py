@@ -19,7 +19,8 @@ class GatewayError(ServiceError):
     """Base of errors that are sent to clients; the message states cause and remedy.
 
     `retry_after_s`: when a retry may succeed. `retry_delay_s` is sent to the client: later by a
-    random time, so that refused clients do not retry together.
+    random time, so that refused clients do not retry together, unless the scheduler has `booked`
+    the retry.
     """
 
     status = 500
@@ -33,13 +34,16 @@ class GatewayError(ServiceError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        booked: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code or self.code
         self.retry_after_s = retry_after_s
-        self.retry_delay_s = None if retry_after_s is None else _jittered(retry_after_s)
+        self.retry_delay_s = retry_after_s
+        if retry_after_s is not None and not booked:
+            self.retry_delay_s = _jittered(retry_after_s)
 
     @property
     def retry_s(self) -> int | None:
@@ -215,14 +219,20 @@ class ServiceUnavailable(GatewayError):
     kind = "service_unavailable"
     code = "unavailable"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, booked: bool = False) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, booked=booked)
 
 
 class QueueFull(ServiceUnavailable):
     """The queue of the scheduler or of this gateway is full."""
 
     code = "queue_full"
+
+
+class TooLate(ServiceUnavailable):
+    """The request would not get its first token in time."""
+
+    code = "too_late"
 
 
 class WorkerLost(ServiceUnavailable):

@@ -3,17 +3,18 @@
 Messages that are created per token are msgspec Structs: a frozen dataclass takes ten times as long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
-from services.core.ask import Assignment, Refusal
+from services.core.ask import Assignment, Proceed, Refusal
 from services.core.groups.vocabulary import Group
 from services.core.report import MemoryReport
 from services.core.request import TokenLogprobs
+from services.core.service import ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,33 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassWait:
+    """Predicted wait of a new request of a class, in seconds.
+
+    The wait exceeds `optimistic_s` with a probability of 80 %. `limit_s` is the longest wait of a
+    request without a target, None without a limit.
+    """
+
+    optimistic_s: float
+    limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes."""
+    """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes.
+
+    `class_waits`: by model and class. `wants_outcomes`: the gateway reports first tokens and ends
+    of requests.
+    """
 
     groups_serving: int
     queued: int
     wants_prefixes: bool = False
+    class_waits: Mapping[tuple[str, ServiceClass], ClassWait] = field(default_factory=dict)
+    wants_outcomes: bool = False
 
 
-SchedulerMessage = Ticket | Assignment | Refusal | Heartbeat
+SchedulerMessage = Ticket | Assignment | Refusal | Proceed | Heartbeat
 
 
 class Finish(Enum):

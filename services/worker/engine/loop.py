@@ -16,6 +16,7 @@ import zmq
 
 from services.common.clock import monotonic_s
 from services.core.cost.refinement import differ
+from services.core.histogram import PREEMPTION_S, HistogramMeter
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import RequestAborted, RequestArrived, RequeueChecked
 from services.core.planner.infeasible_targets import InfeasibleTargets
@@ -93,6 +94,8 @@ class EngineLoop:
         self._received: list[str] = []
         # Whether requests may interrupt the next iteration; False after they interrupted one.
         self._may_interrupt = True
+        # Times from the arrival of an online request until batch work yielded.
+        self._preemption_s = HistogramMeter(PREEMPTION_S)
         # Time of the last report.
         self._published_s = 0.0
         # Prefix-cache evictions reported so far.
@@ -181,7 +184,7 @@ class EngineLoop:
     @property
     def _has_waiting_deadline(self) -> bool:
         """Whether the policy preempts by deadline and a request in the inbox has a TTFT target."""
-        return self._member.state.config.preempt is Preempt.DEADLINE and any(
+        return self._member.state.config.preemption is Preempt.DEADLINE and any(
             isinstance(frame, StartRequest) and frame.request.service.ttft_s is not None
             for frame in self._inbox
         )
@@ -189,12 +192,17 @@ class EngineLoop:
     def _preempts(self, microbatch: Microbatch, started_s: float) -> bool:
         """Whether an online request in the inbox preempts the running microbatch."""
         now_s = monotonic_s()
-        online = (
-            OnlineRequest.of(frame.request, now_s)
+        online = [
+            frame.request
             for frame in self._inbox
             if isinstance(frame, StartRequest) and frame.request.service.online
-        )
-        return self._member.state.should_preempt(microbatch.batch, now_s - started_s, online)
+        ]
+        waiting = [OnlineRequest.of(request, now_s) for request in online]
+        state = self._member.state
+        preempts = state.should_preempt(microbatch.batch, now_s - started_s, waiting)
+        if preempts:
+            self._preemption_s.add(now_s - min(request.arrival_s for request in online))
+        return preempts
 
     def _aborts_any(self, request_ids: frozenset[str]) -> bool:
         """Whether the inbox holds an abort for any of `request_ids`."""
@@ -317,6 +325,8 @@ class EngineLoop:
             member.slowest_iteration_s,
             member.restored_slabs,
             member.cost_origin,
+            member.state.deadline_use,
+            self._preemption_s.histogram,
         )
 
     def _publish_costs(self) -> None:

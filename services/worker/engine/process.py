@@ -144,7 +144,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         max_running=planner.max_running,
         max_model_len=config.max_model_len,
         threads=config.threads,
-        suspends=resumes and planner.preempt is not Preempt.OFF,
+        suspends=resumes and planner.preemption is not Preempt.OFF,
         host_weights_bytes=config.host_weights_bytes,
     )
 

@@ -37,13 +37,14 @@ ALLOWED = {
     "gateway": HEALTH
     | GROUPS
     | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
-    | {"GatewayPeerService.EndRequest"},
+    | {"SchedulerService.ListRefusals", "GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
     "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort", "MemberService.Introduce"},
     "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
     "admin": HEALTH
     | GROUPS
-    | {"ProcessService.GetProcess", "ServerReflection.ServerReflectionInfo"},
+    | {"SchedulerService.ListRefusals", "ProcessService.GetProcess"}
+    | {"ServerReflection.ServerReflectionInfo"},
     STRANGER: HEALTH,
 }
 

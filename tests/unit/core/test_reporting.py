@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.core.cost.iteration_tokens import IterationTokens
+from services.core.histogram import Histogram
 from services.core.prefix.cached_blocks import EVICTED_MAX
 from services.core.report import EngineReport, Load, MemoryReport
 from services.core.reporting import (
@@ -168,7 +168,7 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
     sent = report(80)
     assert memory_report_urgency(None, sent) is ReportUrgency.MAJOR
     assert (
-        memory_report_urgency(sent, report(70, iteration_tokens=IterationTokens(1)))
+        memory_report_urgency(sent, report(70, iteration_tokens=Histogram((1,), 1)))
         is ReportUrgency.MINOR
     )
     assert memory_report_urgency(sent, report(24)) is ReportUrgency.MAJOR

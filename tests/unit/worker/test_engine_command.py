@@ -50,7 +50,10 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
             "'host_weights_bytes' has no effect with vLLM",
         ),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
-        ({"packing": True}, "'packing' has no effect with `scheduling: fcfs`; remove it, or set"),
+        (
+            {"scheduling": "fcfs", "packing": True},
+            "'packing' has no effect with `scheduling: fcfs`; remove it, or set",
+        ),
         ({"scheduling": "bros", "adaptive_slots": True}, "'adaptive_slots' has no effect with"),
         ({"scheduling": "priority", "victims": "slack"}, "'victims' has no effect with"),
     ],

@@ -39,6 +39,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """No worker serves the model."""
     REFUSAL_REASON_INVALID: _RefusalReason.ValueType  # 5
     """A field of the ask is invalid; other requests on the stream are not affected."""
+    REFUSAL_REASON_TOO_LATE: _RefusalReason.ValueType  # 6
+    """The request would not get its first token within its target, or within the queue deadline."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a request is refused."""
@@ -55,6 +57,8 @@ REFUSAL_REASON_UNKNOWN_MODEL: RefusalReason.ValueType  # 4
 """No worker serves the model."""
 REFUSAL_REASON_INVALID: RefusalReason.ValueType  # 5
 """A field of the ask is invalid; other requests on the stream are not affected."""
+REFUSAL_REASON_TOO_LATE: RefusalReason.ValueType  # 6
+"""The request would not get its first token within its target, or within the queue deadline."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final
@@ -66,6 +70,7 @@ class AdmitRequest(_message.Message):
     ASK_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ask(self) -> Global___Ask:
@@ -82,6 +87,12 @@ class AdmitRequest(_message.Message):
         """
 
     @_builtins.property
+    def outcome(self) -> Global___Outcome:
+        """Reports the first token or the end of a request, by which the scheduler corrects its
+        predictions.
+        """
+
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitRequest]:
         """Further frames, in order, none of which contains others. Only for a scheduler whose initial
         metadata has `tideserve-frames: many`.
@@ -93,13 +104,14 @@ class AdmitRequest(_message.Message):
         ask: Global___Ask | None = ...,
         withdraw: Global___Withdraw | None = ...,
         load: _load_pb2.WorkerLoad | None = ...,
+        outcome: Global___Outcome | None = ...,
         more: _abc.Iterable[Global___AdmitRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "outcome", b"outcome", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "more", b"more", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "more", b"more", "outcome", b"outcome", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load", "outcome"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -128,6 +140,9 @@ class Ask(_message.Message):
     AVOIDED_ADDRESSES_FIELD_NUMBER: _builtins.int
     AVOIDED_S_FIELD_NUMBER: _builtins.int
     EXCUSED_S_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -171,6 +186,18 @@ class Ask(_message.Message):
     """The part of `waited_s` before a worker failed under the request: the queue's deadline counts
     from then on. 0: no worker has failed.
     """
+    expected_tokens: _builtins.int
+    """Output tokens that the client expects; 0: unknown. The scheduler bounds it by what it has
+    learnt.
+    """
+    estimated: _builtins.bool
+    """`prompt_tokens` is an estimate from the size of the prompt, which is not tokenized yet. The
+    answer is a Refusal or a Proceed; only for a scheduler that sends `class_waits`.
+    """
+    fingerprint: _builtins.int
+    """Hash of the client's request, by which the scheduler recognises the retry of a refused request.
+    0: the request is recognised by its token counts and prefix hashes.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """Service class and SLO targets."""
@@ -208,14 +235,54 @@ class Ask(_message.Message):
         avoided_addresses: _abc.Iterable[_builtins.str] | None = ...,
         avoided_s: _builtins.float = ...,
         excused_s: _builtins.float = ...,
+        expected_tokens: _builtins.int = ...,
+        estimated: _builtins.bool = ...,
+        fingerprint: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "excused_s", b"excused_s", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ask: _TypeAlias = Ask  # noqa: Y015
+
+@_typing.final
+class Outcome(_message.Message):
+    """The first token of an assigned request, or its end. Sent off the critical path, at most twice for
+    a request, not for requests that failed before their first token or were started more than once,
+    and only to a scheduler with `wants_outcomes`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    CUT_OFF_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    ttft_s: _builtins.float
+    """Seconds from the end of reading it at the gateway until its first token."""
+    output_tokens: _builtins.int
+    """Output tokens; 0 in the report of the first token."""
+    cut_off: _builtins.bool
+    """Whether the output was cut off: by `max_tokens`, by the client or by an error."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        ttft_s: _builtins.float = ...,
+        output_tokens: _builtins.int = ...,
+        cut_off: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_off", b"cut_off", "output_tokens", b"output_tokens", "request_id", b"request_id", "ttft_s", b"ttft_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Withdraw(_message.Message):
@@ -249,6 +316,7 @@ class AdmitResponse(_message.Message):
     ASSIGNMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PROCEED_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ticket(self) -> Global___Ticket:
@@ -267,6 +335,10 @@ class AdmitResponse(_message.Message):
         """The scheduler is alive."""
 
     @_builtins.property
+    def proceed(self) -> Global___Proceed:
+        """Answers an ask with `estimated` that is not refused."""
+
+    @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdmitResponse]:
         """Further frames, in order, none of which contains others. Only for a gateway that has called
         with the metadata `tideserve-frames: many`.
@@ -279,13 +351,14 @@ class AdmitResponse(_message.Message):
         assignment: Global___Assignment | None = ...,
         refusal: Global___Refusal | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        proceed: Global___Proceed | None = ...,
         more: _abc.Iterable[Global___AdmitResponse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "proceed", b"proceed", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "more", b"more", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment", b"assignment", "body", b"body", "heartbeat", b"heartbeat", "more", b"more", "proceed", b"proceed", "refusal", b"refusal", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ticket", "assignment", "refusal", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ticket", "assignment", "refusal", "heartbeat", "proceed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -312,6 +385,30 @@ class Ticket(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ticket: _TypeAlias = Ticket  # noqa: Y015
+
+@_typing.final
+class Proceed(_message.Message):
+    """The request would not be refused now: the gateway tokenizes its prompt and asks again, under the
+    same id.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proceed: _TypeAlias = Proceed  # noqa: Y015
 
 @_typing.final
 class Assignment(_message.Message):
@@ -365,6 +462,8 @@ class Refusal(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    BOOKED_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___RefusalReason.ValueType
@@ -375,6 +474,12 @@ class Refusal(_message.Message):
     """Seconds after which a retry makes sense; 0 if a retry is pointless. For an unknown model it is
     above 0 while the workers that served it are unavailable.
     """
+    booked: _builtins.bool
+    """The scheduler keeps room for the retry at `retry_after_s`, in whole seconds; the gateway passes
+    it on without jitter.
+    """
+    estimated: _builtins.bool
+    """Answers an ask with `estimated`, so it does not refuse an ask in earnest under the same id."""
     def __init__(
         self,
         *,
@@ -382,10 +487,12 @@ class Refusal(_message.Message):
         reason: Global___RefusalReason.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
+        booked: _builtins.bool = ...,
+        estimated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "estimated", b"estimated", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,26 +507,74 @@ class Heartbeat(_message.Message):
     GROUPS_SERVING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
+    CLASS_WAITS_FIELD_NUMBER: _builtins.int
+    WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
     """Requests in the queue."""
     wants_prefixes: _builtins.bool
     """Whether asks should contain `prefix_hashes`."""
+    wants_outcomes: _builtins.bool
+    """Whether the scheduler predicts waits: gateways then report outcomes."""
+    @_builtins.property
+    def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
+        """Predicted waits, at most one per model and class."""
+
     def __init__(
         self,
         *,
         groups_serving: _builtins.int = ...,
         queued: _builtins.int = ...,
         wants_prefixes: _builtins.bool = ...,
+        class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
+        wants_outcomes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_serving", b"groups_serving", "queued", b"queued", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ClassWait(_message.Message):
+    """The predicted wait of a new request of a class with a short prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    OPTIMISTIC_S_FIELD_NUMBER: _builtins.int
+    LIKELY_S_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    service_class: _service_pb2.ServiceClass.ValueType
+    """The class."""
+    optimistic_s: _builtins.float
+    """Seconds until the first token, exceeded with a probability of 80 %."""
+    likely_s: _builtins.float
+    """The median of the prediction, in seconds."""
+    limit_s: _builtins.float
+    """Longest predicted wait, in seconds, of a request without a target of its own; 0: no limit."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        service_class: _service_pb2.ServiceClass.ValueType = ...,
+        optimistic_s: _builtins.float = ...,
+        likely_s: _builtins.float = ...,
+        limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["likely_s", b"likely_s", "limit_s", b"limit_s", "model", b"model", "optimistic_s", b"optimistic_s", "service_class", b"service_class"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassWait: _TypeAlias = ClassWait  # noqa: Y015
 
 @_typing.final
 class ReportLoadRequest(_message.Message):
@@ -461,3 +616,102 @@ class ReportLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportLoadResponse: _TypeAlias = ReportLoadResponse  # noqa: Y015
+
+@_typing.final
+class ListRefusalsRequest(_message.Message):
+    """Asks for the latest refusals for lateness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsRequest: _TypeAlias = ListRefusalsRequest  # noqa: Y015
+
+@_typing.final
+class ListRefusalsResponse(_message.Message):
+    """The latest refusals for lateness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___LateRefusals]:
+        """An entry for each model and class with refusals since the start of the scheduler."""
+
+    def __init__(
+        self,
+        *,
+        refusals: _abc.Iterable[Global___LateRefusals] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsResponse: _TypeAlias = ListRefusalsResponse  # noqa: Y015
+
+@_typing.final
+class LateRefusals(_message.Message):
+    """Refusals for lateness of a model and class: their number, and the numbers of the last refusal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    LAST_MINUTE_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    LIMITED_BY_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    service_class: _service_pb2.ServiceClass.ValueType
+    """The class."""
+    last_minute: _builtins.int
+    """Refusals in the last minute."""
+    age_s: _builtins.float
+    """Seconds since the last refusal."""
+    wait_s: _builtins.float
+    """Predicted seconds until its first token."""
+    left_s: _builtins.float
+    """Seconds in which its first token was due."""
+    ahead_tokens: _builtins.int
+    """Tokens that would have started before it."""
+    rate: _builtins.float
+    """Tokens that started per second."""
+    limited_by: _builtins.str
+    """What the wait was limited by: compute or memory."""
+    retry_after_s: _builtins.float
+    """Seconds after which it may be retried."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        service_class: _service_pb2.ServiceClass.ValueType = ...,
+        last_minute: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        left_s: _builtins.float = ...,
+        ahead_tokens: _builtins.int = ...,
+        rate: _builtins.float = ...,
+        limited_by: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead_tokens", b"ahead_tokens", "last_minute", b"last_minute", "left_s", b"left_s", "limited_by", b"limited_by", "model", b"model", "rate", b"rate", "retry_after_s", b"retry_after_s", "service_class", b"service_class", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LateRefusals: _TypeAlias = LateRefusals  # noqa: Y015

@@ -45,6 +45,11 @@ class SchedulerServiceStub:
                 request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.SerializeToString,
                 response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.FromString,
                 _registered_method=True)
+        self.ListRefusals = channel.unary_unary(
+                '/tideserve.scheduler.v1.SchedulerService/ListRefusals',
+                request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -69,6 +74,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRefusals(self, request, context):
+        """Lists the latest refusals for lateness, by model and class.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +93,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ReportLoad,
                     request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.FromString,
                     response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.SerializeToString,
+            ),
+            'ListRefusals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRefusals,
+                    request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.FromString,
+                    response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +155,33 @@ class SchedulerService:
             '/tideserve.scheduler.v1.SchedulerService/ReportLoad',
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.SerializeToString,
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRefusals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.scheduler.v1.SchedulerService/ListRefusals',
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.SerializeToString,
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

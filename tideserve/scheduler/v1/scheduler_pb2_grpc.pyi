@@ -43,6 +43,8 @@ class SchedulerServiceStub:
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    ListRefusals: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]
+    """Lists the latest refusals for lateness, by model and class."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -59,6 +61,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    ListRefusals: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]  # type: ignore[assignment]
+    """Lists the latest refusals for lateness, by model and class."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decides which group serves a request and when. It is not on the path of tokens."""
@@ -84,5 +88,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
         ends, the worker gets no requests until it reports again.
         """
+
+    @_abc_1.abstractmethod
+    def ListRefusals(
+        self,
+        request: _scheduler_pb2.ListRefusalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListRefusalsResponse, _abc.Awaitable[_scheduler_pb2.ListRefusalsResponse]]:
+        """Lists the latest refusals for lateness, by model and class."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,9 +25,9 @@ from services.core.changeover.state import Changeover, MemberPhase
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
 from services.core.cost.model import CostModel
 from services.core.cost.refinement import CostRefiner
+from services.core.histogram import Histogram
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
     BlocksBorrowed,
@@ -275,9 +275,9 @@ class Member:
         return self._serving.iterations.slowest_s
 
     @property
-    def iteration_tokens(self) -> IterationTokens:
+    def iteration_tokens(self) -> Histogram:
         """Token counts of all iterations that this engine has planned."""
-        return self._serving.iteration_tokens.total
+        return self._serving.iteration_tokens.histogram
 
     def take_outbox(self) -> EngineOutbox:
         """Return the results for the servicer since the last call."""

@@ -15,8 +15,8 @@ from services.core.changeover.frames import Activations, Samples, activations
 from services.core.changeover.vocabulary import NoteAdopted, NoteMoved
 from services.core.cost.bubble import BubbleMeter
 from services.core.cost.iteration_time import IterationMeter
-from services.core.cost.iteration_tokens import IterationTokenMeter
 from services.core.cost.refinement import CostRefiner
+from services.core.histogram import ITERATION_TOKENS, HistogramMeter
 from services.core.planner.batch import Batch, Microbatch
 from services.core.planner.events import (
     EmitToken,
@@ -167,7 +167,8 @@ class Serving:
         self.outbox = EngineOutbox()
         self.meter = BubbleMeter()  # busy and idle time of this stage in pipelines
         self.iterations = IterationMeter(state.config.cost_model)  # measured and predicted times
-        self.iteration_tokens = IterationTokenMeter()  # tokens of iterations planned here
+        # Tokens of iterations planned here: later stages run the same tokens.
+        self.iteration_tokens = HistogramMeter(ITERATION_TOKENS)
         self._clock = RequestClock()
         self._preemptions_seen = 0  # the planner's total of preemptions at the last call
         self._state = state

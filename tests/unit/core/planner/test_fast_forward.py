@@ -15,9 +15,10 @@ from services.core.planner.fast_forward import (
 from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
+from services.core.service import Service, ServiceClass
 
 FILLER = -1
-JUMPING = (Scheduling.FCFS, Scheduling.PREFILL_FIRST, Scheduling.PRIORITY)
+JUMPING = (Scheduling.FCFS, Scheduling.PREFILL_FIRST, Scheduling.PRIORITY, Scheduling.SLO)
 
 
 def random_config(rng: random.Random, scheduling: Scheduling = Scheduling.FCFS) -> IterationConfig:
@@ -92,7 +93,7 @@ def test_a_jump_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
         if ahead:
             count = rng.randint(1, ahead)
             before = {s.seq_id: s.output_count for s in jumping.running}
-            advance_decodes(jumping, count, FILLER)
+            advance_decodes(jumping, count, FILLER, 0.0)
             for done in range(count):
                 assert step(stepping) == [
                     EmitToken(name, first + done, FILLER, None) for name, first in before.items()
@@ -116,6 +117,24 @@ def test_no_jump_where_it_is_decided_anew_which_decodes_run(scheduling: Scheduli
     assert state.running and decodes_ahead(state) == 0
 
 
+@pytest.mark.parametrize(
+    ("service", "jumps"),
+    [
+        (Service(ttft_s=1.0), True),
+        (Service(tpot_s=1.0), False),
+        (Service(ServiceClass.BATCH), False),
+    ],
+)
+def test_slo_jumps_without_batch_requests_and_tpot_targets(service: Service, jumps: bool) -> None:
+    state = PlannerState(IterationConfig(4, 100, 64, 8, 10, scheduling=Scheduling.SLO))
+    for name, kind in (("plain", Service()), ("other", service)):
+        request = Request(name, (0,) * 4, Sampling(), Limits(10), 0.0, service=kind)
+        state.handle(RequestArrived(0.0, request))
+    step(state)
+    assert len(state.running) == 2
+    assert bool(decodes_ahead(state)) is jumps
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_after_the_fast_forward_something_happens(seed: int) -> None:
     rng = random.Random(seed)
@@ -131,7 +150,7 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
                 break
             continue
         names, preempted = [s.seq_id for s in state.running], state.preemptions_total
-        advance_decodes(state, ahead, FILLER)
+        advance_decodes(state, ahead, FILLER, 0.0)
         tokens = step(state)
         assert tokens is not None
         happened = (

@@ -33,6 +33,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence import Phase, SequenceState
 from services.core.planner.state import PlannerState
+from services.core.queue_order import Scheduling
 from tests.support import modelled_pipeline
 from tests.support.microbatches import block_counts
 from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
@@ -41,7 +42,7 @@ from tests.support.modelled_pipeline import A100, ModelledPipeline, arrive
 def make_state(stages: int = 2, **changes) -> PlannerState:
     bounds = {"block_size": 4, "num_blocks": 100, "max_batch_tokens": 16, "max_running": 8}
     bounds |= {"max_waiting": 1000, "min_microbatch_tokens": 4, "prefix_caching": False}
-    config = IterationConfig(**(bounds | changes))
+    config = IterationConfig(**({"scheduling": Scheduling.FCFS} | bounds | changes))
     state = PlannerState(config)
     state.handle(StagesConfigured(tuple(Follower(config.num_blocks) for _ in range(stages - 1))))
     return state

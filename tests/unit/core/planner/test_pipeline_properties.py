@@ -375,7 +375,7 @@ class World:
             min_microbatch_tokens=min_tokens,
             cost_model=model,
             prefix_caching=prefix_caching,
-            **changes,
+            **({"scheduling": Scheduling.FCFS} | changes),
         )
         self.now_s = 0.0
         self.services = SERVICES if config.scheduling is Scheduling.SLO else (DEFAULT_SERVICE,)

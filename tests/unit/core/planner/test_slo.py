@@ -13,10 +13,12 @@ from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, IterationFinished, RequestArrived
 from services.core.planner.plan import Plan
+from services.core.planner.preemption import Preempt
 from services.core.planner.sequence import Phase
 from services.core.planner.state import PlannerState
 from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
+from services.core.report import DeadlineUse
 from services.core.request import Limits, Request, Sampling
 from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 
@@ -176,6 +178,17 @@ def test_the_prompt_that_is_due_first_starts_first() -> None:
     ]
 
 
+def test_a_begun_prompt_goes_before_one_that_overtakes_and_is_due_later() -> None:
+    clock = Clock(planner(num_blocks=100, max_batch_tokens=64))
+    clock.begin("begun", promised(ttft_s=5.0), prompt=300)
+    # Due before the begun prompt, but longer than the free blocks hold.
+    clock.arrive("long", promised(ttft_s=1.0), prompt=200)
+    clock.arrive("later", promised(ttft_s=60.0), prompt=80)
+    assert clock.run() == {"begun": 64}
+    clock.arrive("sooner", promised(ttft_s=2.0), prompt=40)
+    assert clock.run() == {"sooner": 40, "begun": 24}
+
+
 def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
     clock = Clock(planner())
     for number in range(20):
@@ -215,7 +228,7 @@ def test_without_online_work_half_of_the_least_first_token_target_bounds_batch_w
     clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096))
     clock.arrive("batch", BATCH, prompt=6000)
     assert clock.run()["batch"] == 4096
-    clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096))
+    clock = Clock(planner(num_blocks=4000, max_batch_tokens=4096, preempt=Preempt.OFF))
     clock.begin("online", promised(ttft_s=0.2), output=1)
     clock.arrive("batch", BATCH, prompt=6000)
     before_s = clock.now_s
@@ -250,6 +263,25 @@ def test_missed_deadlines_lower_the_fill_level_at_once() -> None:
         assert clock.state._feedback is not None
         levels.append(clock.state._feedback.harvest.share)
     assert min(levels) < 0.95
+
+
+def test_missed_deadlines_and_the_use_of_budgets_are_counted() -> None:
+    clock = Clock(planner())
+    assert clock.state.deadline_use == DeadlineUse(harvest_share=0.4)
+    clock.begin("kept", promised(ttft_s=1.0, tpot_s=0.1))
+    clock.run()
+    assert clock.plan is not None
+    kept = clock.state.deadline_use
+    assert kept.budget_s == pytest.approx(0.1), "the time until the next token is due"
+    assert kept.budget_used_s == pytest.approx(clock.now_s - clock.plan.planned_s)
+    assert not kept.missed_ttft and not kept.missed_tpot
+    clock.slow = 20.0
+    clock.arrive("late", replace(promised(ttft_s=0.01), service_class=ServiceClass.STANDARD))
+    clock.run()
+    use = clock.state.deadline_use
+    assert use.missed_ttft == {"standard": 1}
+    assert use.missed_tpot == {"interactive": 1}
+    assert use.budget_used_s > use.budget_s, "the iteration took longer than predicted"
 
 
 def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:

@@ -80,7 +80,8 @@ def make_request(name: str, prompt: int, max_tokens: int, rng: random.Random, **
 
 def make_state(**changes) -> PlannerState:
     bounds = {"block_size": 4, "num_blocks": 16, "max_batch_tokens": 16, "max_running": 8}
-    return PlannerState(IterationConfig(**{**bounds, "max_waiting": 1000, **changes}))
+    changes = {"max_waiting": 1000, "scheduling": Scheduling.FCFS, **changes}
+    return PlannerState(IterationConfig(**{**bounds, **changes}))
 
 
 def drive(state: PlannerState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:

@@ -123,5 +123,5 @@ def test_a_fast_forward_counts_as_the_steps_that_it_replaces() -> None:
     while plan_shape(state, 0.0) is not None:
         finish_filled(state, 1, 0.0)
         if ahead := decodes_ahead(state):
-            advance_decodes(state, ahead, 1)
+            advance_decodes(state, ahead, 1, 0.0)
     assert state.load().tokens == ClassTokens(online_processed_tokens_total=32)

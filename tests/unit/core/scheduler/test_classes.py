@@ -10,7 +10,7 @@ from services.core.ask import RefusalReason
 from services.core.cost.model import TOKEN_COSTS
 from services.core.demand import ModelDemand
 from services.core.queue_order import Scheduling, by_deadline
-from services.core.scheduler.class_rules import NO_CLASSES, ClassRules, Order
+from services.core.scheduler.class_rules import ClassRules, Order
 from services.core.scheduler.dispatch import least_loaded
 from services.core.scheduler.rate import RETRY_AFTER_MAX_S
 from services.core.scheduler.state_config import StateConfig
@@ -65,7 +65,7 @@ def test_a_deadline_is_the_arrival_and_the_target(
 
 
 def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
-    scheduler = joined(rules={"order": Order.DEADLINE})
+    scheduler = joined(rules={"class_order": Order.DEADLINE})
     scheduler.ask("none", now_s=0.0)
     scheduler.ask("batch", now_s=0.0, service=BATCH)
     scheduler.ask("late", now_s=1.0, service=Service(ServiceClass.INTERACTIVE, ttft_s=9.5))
@@ -332,7 +332,7 @@ def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
 def test_a_place_comes_too_late_behind_those_that_may_stand_before(
     order: Order, starts: bool
 ) -> None:
-    scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"order": order})
+    scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"class_order": order})
     scheduler(ShortfallsReported(0.0, {"m": 1}))
     for number in range(70):
         scheduler.ask(f"s{number}", now_s=0.0, resumed=number < 20)
@@ -378,9 +378,7 @@ def test_numbers_are_told_by_class() -> None:
     assert (now.queued, now.oldest_wait_s) == (2, 3.0)
 
 
-def test_a_log_from_before_classes_replays_without_them() -> None:
-    header = b'{"queue_limit": 8, "queue_deadline_s": 1.0, "dispatch": "kv_share"}'
-    assert msgspec.json.decode(header, type=StateConfig).rules == NO_CLASSES
+def test_a_log_holds_the_rules_of_classes() -> None:
     new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
     assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
 

@@ -74,4 +74,5 @@ def test_requests_refused_with_the_same_wait_retry_at_different_times(wait_s: fl
 
 def test_an_error_without_a_wait_has_no_delay() -> None:
     assert QueueFull("full", retry_after_s=0.0).retry_delay_s == 0
+    assert QueueFull("full", retry_after_s=300.0, booked=True).retry_delay_s == 300
     assert Forbidden("no").retry_delay_s is None

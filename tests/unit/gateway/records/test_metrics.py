@@ -18,6 +18,7 @@ from services.gateway.vocabulary.errors import (
     QueueFull,
     ServiceUnavailable,
     ShuttingDown,
+    TooLate,
     WorkerLost,
 )
 from services.gateway.vocabulary.message import WorkerTimes
@@ -190,6 +191,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
     ("error", "reason"),
     [
         (QueueFull("full"), "queue_full"),
+        (TooLate("long"), "too_late"),
         (ServiceUnavailable("nobody"), "unavailable"),
         (ShuttingDown("stops"), "shutting_down"),
         (Expired("late"), "expired"),
@@ -205,7 +207,7 @@ def test_refusals_for_want_of_room(
     name = "vllm:admission_rejections_total"
     rows = {labels: count for (which, labels), count in world.told().items() if which == name}
     found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}
-    reasons = {"queue_full", "unavailable", "shutting_down", "expired"}
+    reasons = {"queue_full", "too_late", "unavailable", "shutting_down", "expired"}
     assert set(found) == {(one, kind) for one in reasons for kind in (*ServiceClass, "unknown")}
     counted = {(reason, service_class or "unknown")} if reason else set()
     assert {which for which, count in found.items() if count} == counted

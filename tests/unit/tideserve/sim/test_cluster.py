@@ -27,7 +27,7 @@ from tideserve.sim.workload import (
 )
 
 DEVICE = CostTimeModel(CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.0195))
-PATIENT = StateConfig(10_000, 1e6)
+PATIENT = StateConfig(10_000, 1e6, lateness=0.0)
 NO_DELAYS = Delays(ask_s=0, start_s=0, token_s=0, report_s=0, report_pause_s=0)
 
 
@@ -132,7 +132,7 @@ def test_an_idle_cluster_takes_the_time_of_the_model_and_the_delays() -> None:
 def test_overload_queues_then_refuses_and_recovers() -> None:
     burst = [Arrival(index * 0.001, 400, 200) for index in range(300)]
     later = [Arrival(400.0 + index, 100, 10) for index in range(10)]
-    spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0))
+    spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0, lateness=0.0))
     cluster, outcomes = run(spec, OpenLoop(burst + later))
     check_conservation(cluster, outcomes)
     found = figures(outcomes)

@@ -38,7 +38,9 @@ def spec(scheduling: str, **changes: Any) -> ClusterSpec:
     iteration = IterationConfig(
         16, 2000, 512, 64, 1000, cost_model=DEVICE.model, scheduling=Scheduling(scheduling)
     )
-    scheduler = StateConfig(queue_deadline_s=3600.0, rules=ClassRules(Scheduling(scheduling)))
+    scheduler = StateConfig(
+        queue_deadline_s=3600.0, lateness=0.0, rules=ClassRules(Scheduling(scheduling))
+    )
     return ClusterSpec(2, replace(iteration, **changes), 8192, scheduler)
 
 

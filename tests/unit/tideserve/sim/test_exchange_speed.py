@@ -14,6 +14,7 @@ profile: A100-14B
 overload_policy: [drop]
 queue_limit: 100000
 queue_deadline_s: 3600
+lateness: 0
 max_running: 1024
 seed: {seed}
 workload:

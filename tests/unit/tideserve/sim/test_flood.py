@@ -41,7 +41,7 @@ def simulated(rate_per_s: float, change: ChangeSpec | None) -> Outcomes:
         WORKERS,
         IterationConfig(BLOCK_TOKENS, BLOCKS, 256, 64, 4096, cost_model=PROFILE.model),
         BLOCKS * BLOCK_TOKENS,
-        StateConfig(queue_deadline_s=3600),
+        StateConfig(queue_deadline_s=3600, lateness=0.0),
         delays=BUSY_HOST,
         fast_forward=False,
         change=change,

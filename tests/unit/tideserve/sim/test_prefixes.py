@@ -32,7 +32,9 @@ def simulated(
         instances=workers,
         iteration=IterationConfig(16, blocks, 2048, 256, 10_000, prefix_caching=True),
         max_model_len=blocks * 16,
-        scheduler=StateConfig(100_000, 1e6, dispatch, ttft=COST if dispatch == PREFIX else None),
+        scheduler=StateConfig(
+            *(100_000, 1e6, dispatch), ttft=COST if dispatch == PREFIX else None, lateness=0.0
+        ),
     )
     cluster = Cluster(spec, CostTimeModel(COST), OpenLoop(arrivals))
     outcomes = cluster.run()

@@ -13,8 +13,8 @@ import pytest
 from services.common.clock import monotonic_s
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
-from services.core.cost.iteration_tokens import IterationTokens
 from services.core.cost.model import CostModel
+from services.core.histogram import Histogram
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import CostModelLearned, EmitToken
 from services.core.planner.plan import Plan
@@ -49,7 +49,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "pipeline_time": StageTime(),
         "iteration_time": IterationTime(),
         "slowest_iteration_s": 0.5,
-        "iteration_tokens": IterationTokens(),
+        "iteration_tokens": Histogram(),
         "restored_slabs": {},
         "cost_origin": "",
     }
@@ -166,6 +166,26 @@ def test_batch_work_gives_way(
     member = member_that(launch=launch, state=make_state(preempt=policy))
     inbox.loop(member).step(0)
     assert answers == [interrupts_it, interrupts_it and frame is PREPARE]
+
+
+def test_the_time_until_batch_work_yields_is_measured(inbox: Inbox) -> None:
+    waited_s = 3.0
+
+    def launch(interrupts: Any) -> bool:
+        watched = interrupts(microbatch_of("b", preemptible=True))
+        for arrival_s in (monotonic_s() - 1.0, monotonic_s() - waited_s):
+            inbox.send(StartRequest(replace(ONLINE.request, arrival_s=arrival_s)))
+        readable(watched)
+        assert watched()
+        return True
+
+    member = member_that(launch=launch, state=make_state(preempt=Preempt.ALWAYS))
+    loop = inbox.loop(member)
+    assert loop._preemption_s.histogram == Histogram()
+    loop.step(0)
+    histogram = loop._preemption_s.histogram
+    assert sum(histogram.counts) == 1
+    assert histogram.total >= waited_s, "the longest wait counts"
 
 
 @pytest.mark.parametrize(("ran_s", "interrupts_it"), [(0.0, True), (900.0, False)])

@@ -36,9 +36,9 @@ def test_options_have_vllms_names() -> None:
         "max_num_seqs": 7,
         "max_num_batched_tokens": 300,
         "enable_prefix_caching": None,
-        "scheduling_policy": "fcfs",
+        "scheduling_policy": "priority",
     }
-    for scheduling, policy in (("priority", "priority"), ("prefill_first", "fcfs")):
+    for scheduling, policy in (("fcfs", "fcfs"), ("prefill_first", "fcfs")):
         found = arguments_of(config(scheduling=Scheduling(scheduling)), 1)
         assert found["scheduling_policy"] == policy
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99

@@ -67,7 +67,7 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
         assert lone.launch(interrupts)
         group._hear(group.engines["w0"])
     assert asked == [["r0"]] * (2 * LONG)
-    assert lone.iteration_tokens.tokens == 9 + LONG - 1
+    assert lone.iteration_tokens.total == 9 + LONG - 1
     check_tokens(group)
 
 
@@ -104,7 +104,7 @@ def test_times_of_stages_and_tokens_of_iterations_are_told(make_group: MakeGroup
     busy_s = [one.pipeline_time.pipeline_busy_s for one in (leader, last)]
     assert busy_s == pytest.approx([len(ran) / 2] * 2)
     assert leader.pipeline_time.pipeline_bubble_s > 0
-    assert leader.iteration_tokens.tokens == 4 * (9 + LONG - 1)
-    assert not last.iteration_tokens.tokens
+    assert leader.iteration_tokens.total == 4 * (9 + LONG - 1)
+    assert not last.iteration_tokens.total
     assert leader.iteration_time == IterationTime(), "there is no cost model to compare with"
     assert not leader.alone and member(make_group(1), "w0").alone

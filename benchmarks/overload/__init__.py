@@ -1,0 +1,1 @@
+"""Loads and figures of the scenario `overload`."""
