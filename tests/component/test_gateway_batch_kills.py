@@ -6,13 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import AsyncOpenAI
 
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
-from tests.support.batches import CHAT, as_file, chat_lines, comparable, ended, results, submit
+from tests.support.batches import KILL_POINTS, as_file, chat_lines, check_answers, submit
 from tests.support.client import open_client
 from tests.support.control_plane import SHORT_LEASE_TTL_S
 from tests.support.fake_cluster import FakeCluster, fake_cluster
@@ -21,15 +20,6 @@ from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.waiting import eventually
 
 LINES = chat_lines(24)
-POINTS = (
-    "gateway.batches.claimed=kill",
-    "gateway.started=kill@5",
-    "gateway.token=kill@60",
-    "gateway.batches.result=kill@9",
-    "gateway.batches.committed=kill@9",
-    "gateway.batches.output_begun=kill",
-    "gateway.batches.output_written=kill",
-)
 
 
 @asynccontextmanager
@@ -49,26 +39,13 @@ async def gateway(
         yield process
 
 
-async def check(client: AsyncOpenAI, url: str, batch_id: str) -> None:
-    """Each line has the answer of the same request, in input order."""
-    batch = await ended(client, batch_id)
-    assert batch.status == "completed" and batch.error_file_id is None
-    assert batch.request_counts.completed == len(LINES)
-    answers = await results(client, batch.output_file_id)
-    assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in LINES]
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        for answer, line in zip(answers, LINES, strict=True):
-            asked = await http.post(CHAT, json=line["body"] | {"slo_class": "batch"})
-            assert comparable(answer["response"]["body"]) == comparable(asked.json())
-
-
 async def output_of(client: AsyncOpenAI, batch_id: str) -> bytes:
     batch = await client.batches.retrieve(batch_id)
     assert batch.output_file_id is not None
     return (await client.files.content(batch.output_file_id)).content
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KILL_POINTS)
 async def test_a_gateway_killed_at_any_point_costs_no_line(
     store: Store, tmp_path: Path, point: str
 ) -> None:
@@ -80,11 +57,8 @@ async def test_a_gateway_killed_at_any_point_costs_no_line(
                 batch = await submit(client, as_file(LINES))
             await eventually(lambda: not first.process.is_running())
         assert hits.read_text()
-        async with (
-            gateway(cluster, tmp_path, "second") as second,
-            open_client(second.url) as client,
-        ):
-            await check(client, second.url, batch.id)
+        async with gateway(cluster, tmp_path, "second") as second:
+            await check_answers(second.url, batch.id, LINES)
 
 
 # The shorter suspension ends once the second gateway has finished the batch.
@@ -108,13 +82,12 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
                     await eventually(lambda: len(worker.starts) > started)
                     worker.pause_at = None
                     worker.go.set()
+                    await check_answers(second.url, batch.id, LINES)
                     async with open_client(second.url) as client:
-                        await check(client, second.url, batch.id)
                         output = await output_of(client, batch.id)
                         await asyncio.sleep(suspended_at_s + suspended_s - monotonic_s())
                         first.process.resume()
-                        async with open_client(first.url) as late:
-                            await check(late, first.url, batch.id)
+                        await check_answers(first.url, batch.id, LINES)
                         await eventually(lambda: "another gateway leads" in first.log.read_text())
                         assert await output_of(client, batch.id) == output
             finally:

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.common.etcd import Store
-from tests.support.batches import CHAT, as_file, chat_lines, comparable, ended, results, submit
+from tests.support.batches import CHAT, KILL_POINTS, as_file, chat_lines, check_answers, submit
 from tests.support.client import open_client
 from tests.support.control_plane import SHORT_LEASE_TTL_S
 from tests.support.fake_cluster import FakeCluster, fake_cluster
@@ -21,15 +21,6 @@ from tests.support.postgres_server import PostgresServer, postgres_server
 from tests.support.waiting import eventually
 
 LINES = chat_lines(24)
-POINTS = (
-    "gateway.batches.claimed=kill",
-    "gateway.started=kill@5",
-    "gateway.token=kill@60",
-    "gateway.batches.result=kill@9",
-    "gateway.batches.committed=kill@9",
-    "gateway.batches.output_begun=kill",
-    "gateway.batches.output_written=kill",
-)
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +48,7 @@ async def gateway(
         yield process
 
 
-async def check(url: str, batch_id: str) -> None:
-    """Each line has the answer of the same request, in input order."""
-    async with open_client(url) as client, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        batch = await ended(client, batch_id)
-        assert batch.status == "completed" and batch.error_file_id is None
-        answers = await results(client, batch.output_file_id)
-        assert [answer["custom_id"] for answer in answers] == [line["custom_id"] for line in LINES]
-        for answer, line in zip(answers, LINES, strict=True):
-            asked = await http.post(CHAT, json=line["body"] | {"slo_class": "batch"})
-            assert comparable(answer["response"]["body"]) == comparable(asked.json())
-
-
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KILL_POINTS)
 async def test_the_other_gateway_takes_over_from_any_point(
     store: Store, postgres: PostgresServer, tmp_path: Path, point: str
 ) -> None:
@@ -83,7 +62,7 @@ async def test_the_other_gateway_takes_over_from_any_point(
             batch = await submit(client, as_file(LINES))
         await eventually(lambda: not first.process.is_running())
         assert (tmp_path / "hits").read_text()
-        await check(second.url, batch.id)
+        await check_answers(second.url, batch.id, LINES)
 
 
 async def test_without_its_database_batches_pause_and_online_requests_do_not(
@@ -113,4 +92,4 @@ async def test_without_its_database_batches_pause_and_online_requests_do_not(
             assert online.status_code == 200
         finally:
             await asyncio.to_thread(postgres.start)
-        await check(first.url, batch.id)
+        await check_answers(first.url, batch.id, LINES)

@@ -1,19 +1,27 @@
-"""How long a large input is validated, what memory that takes, and what the store costs a line."""
+"""Validation of a large input and its memory at a gateway, and the store's time per line."""
 
 import asyncio
 import json
 import random
-import resource
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from services.gateway.batches.store import BatchStore
+from tests.support.batch_store import begun_batch, result
+from tests.support.batches import CHAT
+from tests.support.client import open_client
+from tests.support.control_plane import open_store
+from tests.support.etcd_server import running_etcd
+from tests.support.fake_cluster import fake_cluster
+from tests.support.gateway import endless
+from tests.support.gateway_process import gateway_process
+from tests.support.waiting import eventually
+
 LINES, BYTES = 50_000, 200 * 10**6
-MODEL = "m"
-CHAT = "/v1/chat/completions"
 VALIDATED_WITHIN_S = 60.0
 MEMORY_MAX_BYTES = 80 * 2**20
+STORED = 6400
+FINISH_MAX_S = 0.2e-3
 
 
 def write_input(path: Path) -> None:
@@ -28,80 +36,69 @@ def write_input(path: Path) -> None:
                 {"role": "system", "content": draw.choice(beginnings)},
                 {"role": "user", "content": text},
             ]
-            body = {"model": MODEL, "messages": messages, "max_tokens": 64}
+            body = {"model": "m", "messages": messages, "max_tokens": 64}
             data = {"custom_id": f"request-{n}", "method": "POST", "url": CHAT, "body": body}
             line = json.dumps(data)
             file.write(line + " " * (BYTES // LINES - len(line) - 1) + "\n")
 
 
-async def measure(folder: Path) -> dict[str, float]:
-    """Validate the input, then claim and finish all its lines."""
-    from services.gateway.batches.object_files import ObjectFiles
-    from services.gateway.batches.rows import LineResult, NewBatch, NewFile
-    from services.gateway.batches.store import BatchStore
-    from services.gateway.batches.validation import BatchRules, validate
+def peak_bytes(pid: int) -> int:
+    """The largest resident memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
-    costs = {"finish": 0.0}
+
+async def test_a_large_input_is_validated_in_time_and_memory(tmp_path: Path) -> None:
+    source = tmp_path / "input.jsonl"
+    write_input(source)
+    with running_etcd() as etcd:
+        async with (
+            open_store(etcd.url) as store,
+            fake_cluster(store, endless, max_model_len=8192) as cluster,
+            gateway_process(
+                cluster, tmp_path, batch_store=f"sqlite:///{tmp_path}/batches.db"
+            ) as gateway,
+            open_client(gateway.url) as client,
+        ):
+            # No line ends, so none of its memory is that of results.
+            cluster.workers[0].pause_at = 1
+            before = gateway.rss
+            file = await client.files.create(file=source, purpose="batch")
+            uploaded = peak_bytes(gateway.process.pid)
+            began_s = time.monotonic()
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+
+            async def begun() -> bool:
+                state = await client.batches.retrieve(batch.id)
+                assert state.status in ("validating", "in_progress"), state.errors
+                return state.status == "in_progress"
+
+            await eventually(begun, deadline_s=240.0, interval_s=0.2)
+            validated_s = time.monotonic() - began_s
+            peak = peak_bytes(gateway.process.pid)
+    print(
+        f"validated in {validated_s:.1f} s; memory +{(uploaded - before) / 2**20:.0f} MiB by the"
+        f" upload, +{(peak - before) / 2**20:.0f} MiB in all"
+    )
+    assert validated_s <= VALIDATED_WITHIN_S
+    assert peak - before <= MEMORY_MAX_BYTES
+
+
+async def test_the_stores_time_for_a_line(tmp_path: Path) -> None:
+    costs = {"claim": 0.0, "finish": 0.0}
 
     def observe(name: str, seconds: float, failed: bool) -> None:
         costs[name] = costs.get(name, 0.0) + seconds
 
-    store = BatchStore(f"sqlite:///{folder}/batches.db", observe)
-    files = ObjectFiles(str(folder / "objects"))
+    store = BatchStore(f"sqlite:///{tmp_path}/batches.db", observe)
     token = await store.lead(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    file = NewFile("owner", "batch", "in", BYTES, "", "input.jsonl")
-    row = await store.files.add(file)
-    batch, _ = await store.create(NewBatch("owner", "k", CHAT, row.file_id, 86_400))
-    late_s = 0.0
-    done = asyncio.Event()
-
-    async def watch() -> None:
-        """How late the event loop runs."""
-        nonlocal late_s
-        while not done.is_set():
-            began_s = time.monotonic()
-            await asyncio.sleep(0.005)
-            late_s = max(late_s, time.monotonic() - began_s - 0.005)
-
-    watching = asyncio.create_task(watch())
-    began_s = time.monotonic()
-    await validate(store, files, token, batch, BatchRules(CHAT, LINES, lambda model: None))
-    validated_s = time.monotonic() - began_s
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    done.set()
-    await watching
+    batch_id = await begun_batch(store, token, STORED)
     body = b'{"choices": [' + b"x" * 1000 + b"]}"
-    ran = 0
-    while lines := await store.lines.claim(token, batch.batch_id, 64):
-        results = [LineResult(batch.batch_id, line.line, 200, "r", body) for line in lines]
-        ran += sum(await asyncio.gather(*(store.lines.finish(token, end) for end in results)))
-        if ran >= 6400:
-            break
+    while lines := await store.lines.claim(token, batch_id, 64):
+        results = [result(batch_id, line.line, body) for line in lines]
+        assert all(await asyncio.gather(*(store.lines.finish(token, end) for end in results)))
     await store.close()
-    return {
-        "validated_s": validated_s,
-        "grown_bytes": grown,
-        "late_s": late_s,
-        "lines": ran,
-        "claim_s": costs["claim"] / ran,
-        "finish_s": costs["finish"] / ran,
-    }
-
-
-def test_a_large_input_is_validated_in_time_and_memory(tmp_path: Path) -> None:
-    (tmp_path / "objects").mkdir()
-    write_input(tmp_path / "objects" / "input.jsonl")
-    # A process of its own: the memory of pytest is not that of a gateway.
-    command = [sys.executable, "-m", "tests.perf.test_batches", str(tmp_path)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    measured = json.loads(printed)
-    print(measured)
-    assert measured["lines"] >= 6400
-    assert measured["validated_s"] <= VALIDATED_WITHIN_S
-    assert measured["grown_bytes"] <= MEMORY_MAX_BYTES
-    assert measured["finish_s"] <= 0.2e-3
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(measure(Path(sys.argv[1])))))
+    print({name: f"{costs[name] / STORED * 1e3:.3f} ms per line" for name in ("claim", "finish")})
+    assert costs["finish"] / STORED <= FINISH_MAX_S

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from tests.support.batches import (
     ENDED,
     as_file,
     chat_line,
-    comparable,
+    differing,
     ended,
     look,
     results,
     submit,
+    watched,
 )
 from tests.support.client import open_client
 from tests.support.cluster import Cluster
@@ -69,33 +70,34 @@ def lines_of(count: int, tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-async def run(cluster: Cluster, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of an undisturbed run."""
-    async with open_client(cluster.url) as client:
-        batch = await ended(client, (await submit(client, as_file(lines))).id, BATCH_S)
-        assert batch.status == "completed" and batch.error_file_id is None, batch
-        return await results(client, batch.output_file_id)
+async def completed(client: AsyncOpenAI, batch_id: str) -> list[dict[str, Any]]:
+    """The results of a batch, once it has ended."""
+    batch = await ended(client, batch_id, BATCH_S)
+    assert batch.status == "completed" and batch.error_file_id is None, batch
+    return await results(client, batch.output_file_id)
 
 
-async def run_disturbed(
-    cluster: Cluster, lines: list[dict[str, Any]], victims: list[str], pause_s: float
+async def run(
+    cluster: Cluster,
+    lines: list[dict[str, Any]],
+    victims: Sequence[str] = (),
+    pause_s: float = 0.0,
 ) -> tuple[list[dict[str, Any]], int]:
     """The results, and the number of victims that were killed before the batch ended."""
+    killed: list[str] = []
     async with open_client(cluster.url) as client:
         batch = await submit(client, as_file(lines))
-        killed = 0
-        for victim in victims:
+        async with watched(client, batch.id, killed):
+            for victim in victims:
+                await asyncio.to_thread(wait_until_ready, cluster)
+                await asyncio.sleep(pause_s)
+                if await over(client, batch.id):
+                    break
+                pid = cluster.kill(victim)
+                killed.append(victim)
+                await asyncio.to_thread(cluster.wait_for_restart, victim, pid)
             await asyncio.to_thread(wait_until_ready, cluster)
-            await asyncio.sleep(pause_s)
-            if await over(client, batch.id):
-                break
-            pid = cluster.kill(victim)
-            killed += 1
-            await asyncio.to_thread(cluster.wait_for_restart, victim, pid)
-        await asyncio.to_thread(wait_until_ready, cluster)
-        batch = await ended(client, batch.id, BATCH_S)
-        assert batch.status == "completed" and batch.error_file_id is None, batch
-        return await results(client, batch.output_file_id), killed
+            return await completed(client, batch.id), len(killed)
 
 
 async def over(client: AsyncOpenAI, batch_id: str) -> bool:
@@ -103,7 +105,7 @@ async def over(client: AsyncOpenAI, batch_id: str) -> bool:
     return batch is not None and batch.status in ENDED
 
 
-async def completed(client: AsyncOpenAI, batch_id: str, least: int) -> int | None:
+async def answered(client: AsyncOpenAI, batch_id: str, least: int) -> int | None:
     """The number of answered lines once there are `least`."""
     batch = await look(client, batch_id)
     counts = None if batch is None else batch.request_counts
@@ -116,15 +118,13 @@ async def run_restarted(
     """The results, and the seconds from readiness to the first answer after a restart."""
     async with open_client(cluster.url) as client:
         batch = await submit(client, as_file(lines))
-        answered = await eventually(lambda: completed(client, batch.id, len(lines) // 10))
+        before = await eventually(lambda: answered(client, batch.id, len(lines) // 10))
         await asyncio.to_thread(restart, cluster)
         ready_s = time.monotonic()
         assert not await over(client, batch.id)
-        await eventually(lambda: completed(client, batch.id, answered + 1))
+        await eventually(lambda: answered(client, batch.id, before + 1))
         resumed_s = time.monotonic() - ready_s
-        batch = await ended(client, batch.id, BATCH_S)
-        assert batch.status == "completed" and batch.error_file_id is None, batch
-        return await results(client, batch.output_file_id), resumed_s
+        return await completed(client, batch.id), resumed_s
 
 
 def restart(cluster: Cluster) -> None:
@@ -149,10 +149,10 @@ def wait_until_ready(cluster: Cluster) -> None:
 @pytest.mark.timeout(900)
 def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
     lines = lines_of(240, 80)
-    undisturbed = asyncio.run(run(cluster, lines))
-    disturbed, killed = asyncio.run(run_disturbed(cluster, lines, list(VICTIMS), 1.0))
+    undisturbed, _ = asyncio.run(run(cluster, lines))
+    disturbed, killed = asyncio.run(run(cluster, lines, list(VICTIMS), 1.0))
     assert killed >= 3
-    assert comparable(disturbed) == comparable(undisturbed)
+    assert not differing(disturbed, undisturbed)
     assert [answer["custom_id"] for answer in disturbed] == [line["custom_id"] for line in lines]
 
 
@@ -160,9 +160,9 @@ def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
 @pytest.mark.timeout(900)
 def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) -> None:
     lines = lines_of(480, 80)
-    undisturbed = asyncio.run(run(cluster, lines))
+    undisturbed, _ = asyncio.run(run(cluster, lines))
     restarted, resumed_s = asyncio.run(run_restarted(cluster, lines))
-    assert comparable(restarted) == comparable(undisturbed)
+    assert not differing(restarted, undisturbed)
     assert resumed_s <= RESUME_S
 
 
@@ -172,10 +172,11 @@ def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) ->
 def test_a_thousand_lines_survive_twenty_kills(model: Path) -> None:
     lines = lines_of(LINES, TOKENS)
     with cluster_of(model) as fast:
-        undisturbed = asyncio.run(run(fast, lines))
+        undisturbed, _ = asyncio.run(run(fast, lines))
     seed = time.time_ns()
     victims = random.Random(seed).choices(VICTIMS, k=KILLS)
     with cluster_of(model, **SLOW) as slow:
-        disturbed, killed = asyncio.run(run_disturbed(slow, lines, victims, 10.0))
+        disturbed, killed = asyncio.run(run(slow, lines, victims, 10.0))
     assert killed == len(victims), f"the batch ended early; seed {seed}"
-    assert comparable(disturbed) == comparable(undisturbed), f"seed {seed}"
+    assert not differing(disturbed, undisturbed), f"seed {seed}"
+    assert [answer["custom_id"] for answer in disturbed] == [line["custom_id"] for line in lines]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from services.gateway.batches.line_store import ADD_MAX
 from services.gateway.batches.rows import LineResult, NewBatch, NewFile, NewLine
 from services.gateway.batches.store import BatchStore
 
@@ -35,7 +36,9 @@ async def begun_batch(
 ) -> str:
     """A batch in progress with `count` pending lines."""
     batch_id = await new_batch(store, owner, window_s)
-    await store.lines.add(token, batch_id, new_lines(count, sort_keys))
+    lines = new_lines(count, sort_keys)
+    for first in range(0, count, ADD_MAX):
+        await store.lines.add(token, batch_id, lines[first : first + ADD_MAX])
     assert await store.begin(token, batch_id, count, 100 * count)
     return batch_id
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from services.common.election import Election
 from services.common.etcd import Store
+from services.common.timeouts import timeout
 from services.core.batches.window import ClaimWindow
 from services.gateway.batches.errors import BatchStoreDown, Fenced
 from services.gateway.batches.leader import RETRY_S, BatchLeader
@@ -23,6 +24,8 @@ from tideserve.common.v1 import record_pb2
 ELECTION = "batches"
 # After the leader was fenced: its lease ends soon, or etcd has lost its data.
 FENCED_S = 1.0
+# The live page waits for it.
+OPEN_TIMEOUT_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +69,11 @@ class BatchService:
                     await self._changed.wait()
 
     async def open_batches(self) -> Sequence[BatchRow]:
-        """The batches that have not ended; none while the store is down."""
+        """The batches that have not ended; none while the store is down or slow."""
         try:
-            return await self.store.open()
-        except BatchStoreDown:
+            async with timeout(OPEN_TIMEOUT_S):
+                return await self.store.open()
+        except (BatchStoreDown, TimeoutError):
             return ()
 
     def stop_claiming(self) -> None:

@@ -22,7 +22,7 @@ from services.gateway.records.request_record import record_of
 from services.gateway.vocabulary.errors import BadRequest, QueueFull
 
 BATCH = "batch"
-UPLOADS_MAX = 16
+TRANSFERS_MAX = 16
 """Concurrent uploads and downloads; each holds a few megabytes."""
 LISTED_MAX = 10_000
 PIECE_BYTES = 2**18
@@ -89,9 +89,9 @@ class _Transfers:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Count a transfer inside the `with` block. Raises QueueFull."""
-        if self._count >= UPLOADS_MAX:
+        if self._count >= TRANSFERS_MAX:
             raise QueueFull(
-                f"the gateway already transfers {UPLOADS_MAX} files; retry later",
+                f"the gateway already transfers {TRANSFERS_MAX} files; retry later",
                 retry_after_s=5.0,
             )
         self._count += 1

@@ -7,7 +7,7 @@ segment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,8 +78,9 @@ class ChoiceRunner:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        request = replace(choice.request, resumable=self._resumes)
-        journal = _journal(request, record)
+        journal = _journal(choice.request, record)
+        request = resumed(choice.request, tuple(journal.token_ids))
+        request = replace(request, resumable=self._resumes)
         ask = resumed_ask(ask_for(choice), request, len(journal.token_ids))
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
@@ -89,8 +90,7 @@ class ChoiceRunner:
             self._end_reported(request, record, meter),
         ):
             for piece in _earlier(state):
-                if piece.finish_reason is not None:
-                    meter.finish(piece.finish_reason)
+                _note_piece(piece, note_finish, meter)
                 yield piece
             while meter.reason is None:
                 assignment = await self._admit(ask, began_s, record)
@@ -103,9 +103,7 @@ class ChoiceRunner:
                     ) as stream:
                         while meter.reason is None:
                             for piece in await self._read(stream, started, state, record, meter):
-                                note_finish(piece.finish_reason)
-                                if piece.finish_reason is not None:
-                                    meter.finish(piece.finish_reason)
+                                _note_piece(piece, note_finish, meter)
                                 yield piece
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
@@ -196,7 +194,8 @@ class ChoiceRunner:
         cut_off: bool = False,
     ) -> None:
         """Report the first token of a choice, or its end, unless it was restarted or has moved."""
-        if meter.ttft_s is not None and len(record.queued_s) == len(record.segments) == 1:
+        first = len(record.queued_s) == len(record.segments) == 1 and not request.output_ids
+        if meter.ttft_s is not None and first:
             self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
@@ -232,6 +231,14 @@ def _pieces(piece: OutputPiece, chat: ChatOutput | None) -> Sequence[OutputPiece
     if piece.text or piece.token_ids or piece.finish_reason is not None:
         return pieces
     return ()
+
+
+def _note_piece(
+    piece: OutputPiece, note_finish: Callable[[FinishReason | None], None], meter: RequestMeter
+) -> None:
+    note_finish(piece.finish_reason)
+    if piece.finish_reason is not None:
+        meter.finish(piece.finish_reason)
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:
