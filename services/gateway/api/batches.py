@@ -10,8 +10,6 @@ from services.gateway.api.parameters import Policy, UnknownFields, known_fields
 from services.gateway.api.validation import Strict, validated
 from services.gateway.vocabulary.errors import BadRequest
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""Endpoints whose requests may be lines of a batch."""
 METADATA_MAX = 16
 HOUR_S, DAY_S = 3600, 86_400
 WINDOW_MIN_S = HOUR_S
