@@ -70,7 +70,8 @@ Systems = Annotated[
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
         "-preempting lets online requests interrupt batch work, -packing, -slots and "
         "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
-        "each group. -float32 or -bfloat16 sets the dtype.",
+        "each group, -api sends batch work as files to /v1/batches. -float32 "
+        "or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]

@@ -49,7 +49,7 @@ class Variant:
 
 
 CPU = Variant()
-FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys")
+FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys", "batches")
 VARIANTS = (
     CPU,
     Variant(device="gpu"),

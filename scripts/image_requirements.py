@@ -60,7 +60,12 @@ class Image:
 
 IMAGES = {
     # Tokenizers come from a folder, not from the hub.
-    "gateway": Image(("services.gateway.__main__",), ("httptools",), ("huggingface-hub",)),
+    # SQLAlchemy loads the driver of PostgreSQL by its name.
+    "gateway": Image(
+        ("services.gateway.__main__",),
+        ("httptools", "psycopg", "psycopg-binary"),
+        ("huggingface-hub",),
+    ),
     "scheduler": Image(("services.scheduler.__main__",)),
     "memmgr": Image(("services.memmgr.__main__",)),
     "worker": Image(

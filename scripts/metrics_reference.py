@@ -20,6 +20,7 @@ from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import GroupJoined
 from services.core.scheduler.vocabulary import ServingGroup as ServingGroup
+from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.records.metrics import Metrics
 from services.memmgr.change_count import ChangeCount
@@ -85,6 +86,7 @@ def gateway() -> Metrics:
     metrics.export_connections(lambda _port: 0)
     metrics.count_closed_connection("http", "idle")
     metrics.quotas.set_limits({("owner", limit): 1 for limit in Limit})
+    BatchMetrics(metrics.registry).observe_call("claim", 0.0, failed=False)
     return metrics
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from services.core.batches import vocabulary as batches
 from services.core.changeover import state as changeover
 from services.core.groups import attempt, coordinator
 from services.core.planner import sequence
@@ -86,6 +87,36 @@ MACHINES = (
             " its KV is in transfer.",
             sequence.Phase.ENDED: "It has ended or was aborted."
             " A sequence adopted by another leader is removed without this state.",
+        },
+    ),
+    Machine(
+        "A batch",
+        "services/core/batches/vocabulary.py",
+        batches.BATCH_TRANSITIONS,
+        batches.BatchState.VALIDATING,
+        {
+            batches.BatchState.VALIDATING: "The leader reads the whole file; no line runs yet.",
+            batches.BatchState.FAILED: "The file is invalid; no line has run.",
+            batches.BatchState.IN_PROGRESS: "Lines run.",
+            batches.BatchState.FINALIZING: "All lines have ended; the leader writes the files.",
+            batches.BatchState.COMPLETED: "Its files have all lines.",
+            batches.BatchState.CANCELLING: "Running lines are interrupted, then the files written.",
+            batches.BatchState.CANCELLED: "Its files have the lines that ended before.",
+            batches.BatchState.EXPIRED: "Its window ended first; its files have what had run.",
+        },
+    ),
+    Machine(
+        "A line of a batch",
+        "services/core/batches/vocabulary.py",
+        batches.LINE_TRANSITIONS,
+        batches.LineState.PENDING,
+        {
+            batches.LineState.PENDING: "It waits in the database.",
+            batches.LineState.RUNNING: "A gateway runs it as a request of class batch.",
+            batches.LineState.DONE: "The model answered.",
+            batches.LineState.FAILED: "The answer is an error that a repetition would not change.",
+            batches.LineState.EXPIRED: "The batch's window ended first.",
+            batches.LineState.CANCELLED: "The batch was cancelled first.",
         },
     ),
 )

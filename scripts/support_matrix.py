@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from services.common.errors import ConfigError
 from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
-from services.gateway.http import messages, openai, operations, tokens
+from services.gateway.http import batches_routes, messages, openai, operations, tokens
 from services.gateway.tools.format import ReasoningFormat, ToolFormat
 from services.worker.config import DEVICES, WorkerConfig
 from services.worker.engine.model.activations import ACTIVATIONS
@@ -107,9 +107,10 @@ def _listed(names: Any) -> str:
 def http_routes() -> list[Line]:
     """A line per route of the gateway's public port, with the first sentence of its description."""
     part = cast(Any, SimpleNamespace(tokenizer=SimpleNamespace(texts=None)))
-    part.metrics, part.refuse_unknown = None, False
+    part.metrics, part.refuse_unknown, part.client_stall_s = None, False, 1.0
     routers = (
         ("OpenAI", openai.router(part, part, part)),
+        *(("OpenAI", router) for router in batches_routes.routers(part, part, part)),
         ("Anthropic", messages.router(part, part)),
         ("vLLM", tokens.router(part, part, part)),
         ("tideserve", operations.router(part, part, part, False)),

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.co_serving.online_load import OnlineTargets
 from benchmarks.stats import quotient
+from benchmarks.systems.schedulings import API
 
 Figures = Mapping[str, Any]
 Named = Mapping[str, Figures]
@@ -43,6 +44,7 @@ class Rule:
                  iteration
     per_round    `least` applies per round
     if_failed    report the bar only if it fails
+    optional     report the bar only if the system ran
     """
 
     what: str
@@ -55,6 +57,7 @@ class Rule:
     budget: bool = False
     per_round: bool = False
     if_failed: bool = False
+    optional: bool = False
     remedy: Callable[[float], str] = lambda value: ""
     aim: str = ""
 
@@ -138,6 +141,8 @@ def _bars(rule: Rule, named: Named, targets: OnlineTargets) -> Iterator[dict[str
     names: Sequence[str] = (rule.system,)
     if rule.system == EACH:
         names = list(named)
+    elif rule.optional and rule.system not in named:
+        names = ()
     elif rule.system == PRIORITY:
         names = (_best_chunk(named, rule.value) or PRIORITY,)
     for name in names:
@@ -290,6 +295,18 @@ def _other_rate(value: float) -> str:
 
 WINDOWS = "online requests in the windows"
 TOO_FEW = Rule(WINDOWS, EACH, SENT, REQUESTS_MIN, load=True, if_failed=True)
+CLIENTS, FILES = "slo", f"slo-{API}"
+"""The systems whose batch requests come from clients, and from files."""
+FILE_RULES = (
+    Rule("P99 TTFT / that of slo", FILES, TTFT_P99, most=1.1, over=CLIENTS, optional=True),
+    Rule(
+        *("P99 gap between tokens / that of slo", FILES, GAP_P99),
+        most=1.1,
+        over=CLIENTS,
+        optional=True,
+    ),
+    Rule("processed tokens / those of slo", FILES, PROCESSED, 0.95, over=CLIENTS, optional=True),
+)
 COSERVE = Rules(
     base="online-only",
     load=(
@@ -325,12 +342,22 @@ COSERVE = Rules(
             over="online-only",
         ),
         Rule("P99 TTFT / that of slo", PRIORITY, TTFT_P99, 1.25, over="slo"),
+        *FILE_RULES,
     ),
-    unpaced=(Rule("processed tokens", "slo", PROCESSED, 1.4, over="online-only"),),
+    unpaced=(Rule("processed tokens", "slo", PROCESSED, 1.4, over="online-only"), *FILE_RULES),
     notes=_target_notes,
     more=_token_shares,
 )
 """Online requests must be 43 to 47 % of the tokens that `eager` processes (ConServe §6)."""
+BATCH_API = Rules(
+    base="online-only",
+    load=(TOO_FEW,),
+    paced=(
+        Rule("processed tokens", FILES, PROCESSED, 1.3, over="online-only"),
+        Rule("P99 TTFT", FILES, TTFT_P99, most=1.15, over="online-only", budget=True),
+        Rule("P99 gap between tokens", FILES, GAP_P99, most=1.1, over="online-only"),
+    ),
+)
 REALTIME = Rules(
     base="fcfs",
     load=(

@@ -25,7 +25,7 @@ from benchmarks.systems.catalog import (
     make_system,
 )
 from benchmarks.systems.processor import read_bytes_per_s, read_gpus, read_processor
-from benchmarks.systems.schedulings import serves_batch
+from benchmarks.systems.schedulings import gets_files, serves_batch
 from benchmarks.systems.system import CPU, Counters, Deployment, Say, System
 from benchmarks.systems.tideserve import TIMES, Tideserve
 from services.common.clock import monotonic_s
@@ -38,6 +38,8 @@ from tideserve.load.workload import fixed
 SETTLE_S = 1.5
 INTERVAL_S = 1.0
 WARM_UP_TIMEOUT_S = 120.0
+LINES_PER_CLIENT = 4
+"""Lines of a file per client of the backlog that it replaces: more than run in a round."""
 REQUESTS_MIN = 200
 PROCESS_BYTES = 1 << 30
 """Approximate memory of a server process in addition to KV cache and parameters."""
@@ -246,7 +248,9 @@ class Runner:
 
     def _send(self, system: System, case: Case, turn: int, label: str) -> tuple[SentRequest, ...]:
         workload = case.workload(turn)
-        backlog = case.backlog if serves_batch(system.name) else None
+        backlog = case.backlog(turn) if case.backlog and serves_batch(system.name) else None
+        if backlog is not None and gets_files(system.name):
+            backlog = replace(backlog, lines=LINES_PER_CLIENT * backlog.clients)
         job = Job(
             urls=tuple(system.urls),
             model=system.model,
@@ -255,7 +259,7 @@ class Runner:
             concurrency=case.concurrency,
             lead_in=workload.lead_in,
             api_key=system.api_key,
-            backlog=None if backlog is None else backlog(turn),
+            backlog=backlog,
             class_fields=class_fields_of(system.name),
         )
         return run_job(job, lambda line: self._progress(f"{label}: {line} requests"))

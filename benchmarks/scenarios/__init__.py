@@ -1,6 +1,7 @@
 """The scenarios. To add a scenario, add a module of its name with `SCENARIO` and a line here."""
 
 SUMMARIES = {
+    "batch": "online requests in phases beside a batch of /v1/batches: their latency, its tokens",
     "burst": "a slice of a real trace whose KV demand overflows the workers' memory",
     "churn": "merges and splits in a row under load: requests, memory, invariants I1-I11",
     "clients": "loads of `steady` by vllm bench serve and guidellm: tideserve / vLLM, a core each",

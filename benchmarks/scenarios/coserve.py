@@ -5,6 +5,8 @@ and 128 (ConServe's lengths, unscaled). Prompts share no prefixes, and KV is amp
 online requests are the P99 of `online-only`, as in ConServe §6; the target of a gap is the budget
 of an iteration. In the middle of a round, online requests are 45 % of the tokens that `eager`
 processes.
+
+`--systems slo,slo-api` compares a backlog of clients with the same backlog as files of /v1/batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +56,12 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
     )
     lengths = (lambda rng: ONLINE_PROMPT), (lambda rng: ONLINE_OUTPUT)
     online = partial(online_requests, f"coserve {choice.seed}", load, *lengths)
-    backlog = partial(_backlog, CLIENTS_PER_WORKER * choice.workers, choice.seed)
-    return (co_served("coserve", what, load, online, backlog),)
+    return (co_served("coserve", what, load, online, backlog_for(choice)),)
+
+
+def backlog_for(choice: LoadChoice) -> Callable[[int], Backlog]:
+    """The backlog of a round."""
+    return partial(_backlog, CLIENTS_PER_WORKER * choice.workers, choice.seed)
 
 
 def _backlog(clients: int, seed: int, turn: int) -> Backlog:
@@ -83,19 +89,32 @@ def online_requests(
     seed: str, load: OnlineLoad, prompt: Draw, output: Draw, turn: int
 ) -> list[PlannedRequest]:
     """Requests of round `turn` with the arrivals of `load` and independently drawn lengths."""
-    rng = Random(f"{seed} {turn}")
+    name = f"{seed} {turn}"
+    rng = Random(name)
+    return requests_at(load.times_s(rng), name, load, prompt, output, rng)
+
+
+def requests_at(
+    times_s: Sequence[float],
+    name: str,
+    load: OnlineLoad,
+    prompt: Draw,
+    output: Draw,
+    rng: Random,
+) -> list[PlannedRequest]:
+    """Requests of the round `name` at `times_s`, with the targets of `load`."""
     return [
         PlannedRequest(
             time_s,
             # A seed per request, so that prompts share no prefixes.
-            prompt_ids(prompt(rng), f"{seed} {turn} {number}"),
+            prompt_ids(prompt(rng), f"{name} {number}"),
             output(rng),
             number,
             slo_class="interactive",
             ttft_s=load.targets.ttft_s,
             tpot_s=load.targets.tpot_s,
         )
-        for number, time_s in enumerate(load.times_s(rng))
+        for number, time_s in enumerate(times_s)
     ]
 
 

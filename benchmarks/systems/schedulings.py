@@ -9,6 +9,8 @@ Options = dict[str, Any]
 RESERVED = "reserved"
 ONLINE_ONLY = "online-only"
 """The system without batch requests."""
+API = "api"
+"""Suffix of systems whose batch requests are lines of files at /v1/batches."""
 
 
 def _slo(**more: float) -> Options:
@@ -65,10 +67,11 @@ SUFFIXES: Mapping[str, Options] = {
     "slots": {"worker": {"adaptive_slots": True}},
     "victims": {"worker": {"victims": "slack"}},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
+    API: {},
 }
 """Options of suffixes. `-preempting` lets online requests interrupt iterations with only batch
 work; `-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups`
-sets a deadline per token instead of per group of tokens."""
+sets a deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
@@ -116,3 +119,9 @@ def serves_batch(label: str) -> bool:
     """Whether a measured system gets batch requests in addition to online requests."""
     scheduling = scheduling_of(label.partition("@")[0])
     return scheduling is None or scheduling[0] != ONLINE_ONLY
+
+
+def gets_files(label: str) -> bool:
+    """Whether a measured system gets its batch requests as files."""
+    scheduling = scheduling_of(label.partition("@")[0])
+    return scheduling is not None and API in scheduling[1]

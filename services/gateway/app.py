@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import uuid
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.common.advertise import advertised
@@ -40,8 +41,8 @@ from services.gateway.http.server import HttpServer, bind, server_tls
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
-from services.gateway.model.sampling import PLAIN_DEFAULTS
-from services.gateway.model.served_model import ServedModel, load_model
+from services.gateway.model.served_model import ServedModel
+from services.gateway.parts import open_batches, open_model
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder
@@ -88,24 +89,6 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
                 await gateway.run(listener, admin, stop)
         finally:
             await store.close()
-
-
-def open_model(config: GatewayConfig) -> ServedModel:
-    """Load the served model's metadata and tokenizer. Raises ConfigError."""
-    aliases = [name.strip() for name in config.model_aliases.split(",") if name.strip()]
-    own_defaults = config.generation_config == "auto"
-    model = load_model(
-        config.model_name,
-        config.model_dir,
-        aliases,
-        own_defaults=own_defaults,
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-        user_tokens=config.user_special_tokens,
-    )
-    if model.defaults != PLAIN_DEFAULTS:
-        log.info("sampling defaults from generation_config.json: %s", model.defaults)
-    return model
 
 
 class _Gateway:
@@ -155,6 +138,10 @@ class _Gateway:
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
         recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
+        self._batches = open_batches(
+            *(config, model, serving, self._pool, self._keys, quotas),
+            *(self._metrics.registry, store, incarnation, stream_record),
+        )
         self._http = self._http_server(model, serving, canceller, recorder)
         self._grpc = self._grpc_port(model, serving, canceller, recorder)
         self._connect_gauges()
@@ -182,13 +169,7 @@ class _Gateway:
                 metrics_exposed(self._metrics.registry, config.grpc_host, config.metrics_port),
                 asyncio.TaskGroup() as tasks,
             ):
-                parts = (self._view, self._admission, self._workers, self._keys, registration)
-                background = [tasks.create_task(part.run()) for part in (*parts, self._probe)]
-                background.append(tasks.create_task(self._checker.run()))
-                if self._renderer is not None:
-                    background.append(tasks.create_task(self._renderer.run()))
-                if self._keys.has_file:
-                    background.append(tasks.create_task(self._exchange.run()))
+                background = [tasks.create_task(run()) for run in self._parts(registration)]
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 admin_port = None
@@ -202,6 +183,8 @@ class _Gateway:
                 for task in background:
                     task.cancel()
         finally:
+            if self._batches is not None:
+                await self._batches.close()
             self._pool.close()
             await self._checker.close()
             await self._exchange.withdraw()
@@ -210,12 +193,26 @@ class _Gateway:
                 await self._grpc.stop()
             await server.stop(grace_s=0.5)
 
+    def _parts(self, registration: Registration) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs in the background until it is cancelled."""
+        parts = [self._view.run, self._admission.run, self._workers.run, self._keys.run]
+        parts += [registration.run, self._probe.run, self._checker.run]
+        if self._renderer is not None:
+            parts.append(self._renderer.run)
+        if self._keys.has_file:
+            parts.append(self._exchange.run)
+        if self._batches is not None:
+            parts.append(self._batches.run)
+        return parts
+
     async def _leave(self, server: Server, admin_port: AdminPort | None) -> None:
         """Stop accepting requests; wait for the running requests until the drain deadline."""
         # First fail all health checks, so that load balancers stop routing here.
         server.drain()
         if self._grpc is not None:
             self._grpc.leave()
+        if self._batches is not None:
+            self._batches.stop_claiming()
         await self._drain.leave(self._config.drain_delay_s)
         log.info("draining %d requests", self._drain.inflight)
         # gRPC calls get extra time to send the errors of requests that the drain cancels.
@@ -228,7 +225,12 @@ class _Gateway:
 
     def _request_serving(self, model: ServedModel, stream_record: StreamRecord) -> RequestServing:
         config = self._config
-        idempotency_cache = _idempotency_cache(config)
+        idempotency_cache = IdempotencyCache[Any](
+            config.idempotency_keep_s,
+            config.idempotency_grace_s,
+            CACHED_RESPONSES_MAX,
+            config.idempotency_bytes_max,
+        )
         self._metrics.answer_bytes.set_function(lambda: idempotency_cache.bytes_held)
         return RequestServing(
             preparer=Preparer(
@@ -283,6 +285,7 @@ class _Gateway:
             recorder,
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
+            self._batches,
         )
         return HttpServer(app, self._tls, self._config.keep_alive_s, self._connections, "http")
 
@@ -329,6 +332,7 @@ class _Gateway:
             self._probe,
             self._metrics,
             self._tls,
+            self._batches,
             model=self._config.model_name,
             host=self._config.admin_host,
             names=self._config.admin_names,
@@ -390,12 +394,3 @@ class _Gateway:
     def _members_changed(self) -> None:
         self._admission.notify_scheduler_change()
         self._workers.notify_workers_change()
-
-
-def _idempotency_cache(config: GatewayConfig) -> IdempotencyCache[Any]:
-    return IdempotencyCache(
-        config.idempotency_keep_s,
-        config.idempotency_grace_s,
-        CACHED_RESPONSES_MAX,
-        config.idempotency_bytes_max,
-    )

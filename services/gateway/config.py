@@ -8,7 +8,17 @@ from services.common.address import is_loopback
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.service import ServiceClass
-from services.core.setting import choice, mapping, number, option, served_name, size, tcp_port
+from services.core.setting import (
+    choice,
+    mapping,
+    nested,
+    number,
+    option,
+    served_name,
+    size,
+    tcp_port,
+)
+from services.gateway.batches.settings import BatchSettings
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
 from services.gateway.vocabulary.class_targets import class_targets
@@ -264,6 +274,7 @@ class GatewayConfig(ServiceConfig):
         maximum=2**40,
         expert=True,
     )
+    batches: BatchSettings = nested(BatchSettings())
     tokenizer_threads: int = number(
         2, "Threads for tokenisation.", minimum=1, maximum=64, expert=True
     )

@@ -12,7 +12,10 @@ import httpx
 import pytest
 
 from services.common.etcd import Store
+from services.gateway.batches.settings import BatchSettings
+from services.gateway.batches.store import BatchStore
 from tests.support.admin import admin_port, members
+from tests.support.batch_store import OWNER, begun_batch, result
 from tests.support.browser import CHROMIUM, Page, open_page
 from tests.support.member import FakeMember
 
@@ -102,6 +105,36 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         await page.until("document.querySelectorAll('#rows tr').length === 2")
         assert "group-w0" in await page.text("#rows tr")
         assert page.complaints == []
+
+
+async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/batches.db"
+    batches = BatchStore(url)
+    token = await batches.lead(1)
+    batch_id = await begun_batch(batches, token, 40)
+    for line in await batches.lines.claim(token, batch_id, 10):
+        ending = result(batch_id, line.line, error=line.line == 1)
+        assert await batches.lines.finish(token, ending)
+    panel = "document.querySelector('#offline')"
+    async with watched(store, tmp_path, batches=BatchSettings(batch_store=url)) as (page, *_):
+        await page.until(f"{LIVE} && !{panel}.hidden")
+        shown = await page.text("#batches li")
+        assert shown.startswith(f"{batch_id} in progress · 10 of 40 lines · 1 failed · ")
+        assert "tokens/s" in shown and shown.endswith("min left")
+        bar = "document.querySelector('#batches progress')"
+        assert await page.evaluate(f"[{bar}.value, {bar}.max]") == [10, 40]
+        # The panel is above the numbers, and as wide as they are.
+        edges = [
+            await page.evaluate(
+                f"(b => [b.left, b.right, b.top])({element}.getBoundingClientRect())"
+            )
+            for element in (panel, "document.querySelector('#numbers')")
+        ]
+        assert edges[0][:2] == edges[1][:2] and edges[0][2] < edges[1][2]
+        await batches.cancel(OWNER, batch_id)
+        await page.until(f"{panel}.hidden")
+        assert page.complaints == []
+    await batches.close()
 
 
 async def test_a_change_that_fails_is_told(store: Store, tmp_path: Path) -> None:

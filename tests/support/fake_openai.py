@@ -52,8 +52,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._whole(404, b"{}")
 
     def do_POST(self) -> None:
-        """A completion."""
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        """A completion; there are no batches."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v1/files":
+            self._whole(501, b'{"error": {"message": "no"}}')
+            return
+        body = json.loads(content)
         self.server.received.append(body)
         what = self.server.behaviour.get(body["prompt"][0])
         if isinstance(what, int):

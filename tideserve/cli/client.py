@@ -4,7 +4,7 @@ import ipaddress
 import json
 import ssl
 from collections.abc import Generator, Mapping
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import httpx
 
@@ -79,8 +79,31 @@ class HttpClient:
 
     def get_json(self, path: str) -> Any:
         """The JSON body of a GET. Raises CommandError."""
+        return self._json("GET", path)
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON body of the response to a POST. Raises CommandError."""
+        return self._json("POST", path, json=body)
+
+    def upload(self, path: str, fields: Mapping[str, str], name: str, file: BinaryIO) -> Any:
+        """Post a form with `fields` and the part `file`; returns the JSON. Raises CommandError."""
+        return self._json("POST", path, data=fields, files={"file": (name, file)})
+
+    def download(self, path: str, target: BinaryIO) -> None:
+        """Write the body of a GET to `target`. Raises CommandError, OSError."""
         try:
-            response = self._client.get(path)
+            with self._client.stream("GET", path) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                for part in response.iter_bytes():
+                    target.write(part)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _json(self, method: str, path: str, **content: Any) -> Any:
+        try:
+            response = self._client.request(method, path, **content)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         self._check(response)

@@ -6,6 +6,7 @@ prometheus_targets.json  targets of the metrics of each process; removed by a cl
 config/        a YAML file per process, readable by its owner only
 logs/          a file per process, and a rotated predecessor of each
 etcd/          data of the private etcd
+batches/       database and files of batches, kept when the cluster stops
 """
 
 import contextlib
@@ -53,6 +54,7 @@ class ClusterFolder:
         self.configs = self.root / "config"
         self.logs = self.root / "logs"
         self.etcd_data = self.root / "etcd"
+        self.batches = self.root / "batches"
         self.targets = self.root / "prometheus_targets.json"
         self._lock: IO[str] | None = None
 
@@ -67,7 +69,7 @@ class ClusterFolder:
         try:
             if self.root.is_relative_to(cache_root()):
                 create_cache(cache_root())
-            for folder in (self.root, self.configs, self.logs):
+            for folder in (self.root, self.configs, self.logs, self.batches):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self.root / "lock").open("a")
         except OSError as error:

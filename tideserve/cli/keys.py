@@ -25,7 +25,7 @@ from services.gateway.keys.key_file import (
 )
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError, unusable
 
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent", "batch_tokens_queued")
 
 
 def add_key(
@@ -100,7 +100,8 @@ def show_keys(path: Path, as_json: bool) -> None:
         print(json.dumps(shown, indent=2))
         return
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for title in ("ID", "OWNER", "ADMIN", "MODELS", "REQ/MIN", "TOK/MIN", "AT ONCE"):
+    limit_titles = ("REQ/MIN", "TOK/MIN", "AT ONCE", "BATCHES")
+    for title in ("ID", "OWNER", "ADMIN", "MODELS", *limit_titles):
         wraps = title in ("OWNER", "MODELS")
         table.add_column(title, no_wrap=not wraps, overflow="fold")
     table.add_column("CREATED", no_wrap=True)

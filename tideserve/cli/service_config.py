@@ -23,6 +23,7 @@ class Placement:
     admin_port: int | None = None
     grpc_port: int | None = None
     engine_python: Path | None = None
+    batch_dir: Path | None = None
 
 
 def worker_names(count: int) -> list[str]:
@@ -54,6 +55,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "admin_port": placement.admin_port,
             "public_grpc_host": options.host,
             "public_grpc_port": placement.grpc_port,
+            "batch_store": placement.batch_dir and f"sqlite:///{placement.batch_dir}/batches.db",
         },
     }
     for name in worker_names(options.workers):

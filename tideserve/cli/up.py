@@ -238,6 +238,7 @@ class Up:
             admin_port=self.admin_port,
             grpc_port=self.grpc_port,
             engine_python=self.engine_python,
+            batch_dir=self.folder.batches,
         )
         self.model_name = placement.model_name
         configs = service_configs(self.options, placement)

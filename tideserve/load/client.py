@@ -16,9 +16,10 @@ import msgspec
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
+from tideserve.load.batch_client import BatchClient, BatchFailed
 from tideserve.load.event_stream import ClassFields, OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.load.record import ClientAttempt, RequestOutcome, SentRequest
-from tideserve.load.workload import Backlog, PlannedRequest
+from tideserve.load.workload import BATCH_CLASS, Backlog, PlannedRequest
 
 LATE_S = 0.010
 """A request that is sent later than this after its due time counts as late."""
@@ -52,8 +53,9 @@ class Job(msgspec.Struct, frozen=True):
 
     `concurrency` None is an open loop: requests are sent at their arrival times. Of the first
     `lead_in` requests, only failures are recorded. `backlog` is sent beside the requests until
-    these have ended; its requests that run then are cut off and not recorded. `returns`: refused
-    requests of an open loop are sent again; each attempt has a record.
+    these have ended; its requests that run then are cut off and not recorded. Neither are the lines
+    of its files, except for a batch that fails. `returns`: refused requests of an open loop are
+    sent again; each attempt has a record.
     """
 
     urls: tuple[str, ...]
@@ -89,7 +91,7 @@ class LoadClient:
         """Send all requests; those that run at the deadline are cancelled and count as failed."""
         # Generate the first prompts of a backlog before the clock starts.
         backlog = self._job.backlog
-        first = [backlog.request(number) for number in range(backlog.clients)] if backlog else []
+        first = [backlog.request(number) for number in range(backlog.first)] if backlog else []
         start_s = monotonic_s() + LEAD_S
         beside = [
             asyncio.create_task(self._report_progress(progress))
@@ -154,11 +156,27 @@ class LoadClient:
     ) -> None:
         await asyncio.sleep(max(0.0, start_s - monotonic_s()))
         numbers = itertools.count(len(first))
+        if backlog.lines:
+            await self._send_files(first, backlog, numbers)
         if backlog.in_batches:
             await self._send_batches(backlog, first, numbers)
         async with asyncio.TaskGroup() as tasks:
             for request in first:
                 tasks.create_task(self._send_without_end(backlog, request, numbers))
+
+    async def _send_files(
+        self, lines: Sequence[PlannedRequest], backlog: Backlog, numbers: Iterator[int]
+    ) -> None:
+        async with BatchClient(self._job.urls[0], self._job.api_key, self._job.model) as client:
+            while True:
+                began_s = monotonic_s()
+                try:
+                    await client.run(lines)
+                except BatchFailed as error:
+                    self.records.append(_failed_batch(began_s, str(error)))
+                    self._of_backlog += 1
+                    await asyncio.sleep(FAILURE_PAUSE_S)
+                lines = await _made(backlog, itertools.islice(numbers, backlog.lines))
 
     async def _send_without_end(
         self, backlog: Backlog, request: PlannedRequest, numbers: Iterator[int]
@@ -175,11 +193,7 @@ class LoadClient:
         while True:
             sent = [self._send_beside(request, next(self._turn)) for request in batch]
             outcomes = asyncio.gather(*sent)
-            coming = []
-            for number in itertools.islice(numbers, backlog.clients):
-                coming.append(backlog.request(number))
-                # Yield to readers of tokens, which would get late timestamps otherwise.
-                await asyncio.sleep(0)
+            coming = await _made(backlog, itertools.islice(numbers, backlog.clients))
             if any(outcome is not RequestOutcome.COMPLETED for outcome in await outcomes):
                 await asyncio.sleep(FAILURE_PAUSE_S)
             batch = coming
@@ -254,6 +268,27 @@ class LoadClient:
             beside = f" and {self._of_backlog} batch" if self._job.backlog else ""
             progress(f"{ended}/{len(self._job.requests) - self._job.lead_in}{beside}")
             await asyncio.sleep(1.0)
+
+
+async def _made(backlog: Backlog, numbers: Iterator[int]) -> list[PlannedRequest]:
+    requests = []
+    for number in numbers:
+        requests.append(backlog.request(number))
+        # Yield to readers of tokens, which would get late timestamps otherwise.
+        await asyncio.sleep(0)
+    return requests
+
+
+def _failed_batch(began_s: float, error: str) -> SentRequest:
+    return SentRequest(
+        due_s=began_s,
+        sent_s=began_s,
+        end_s=monotonic_s(),
+        outcome=RequestOutcome.FAILED,
+        prompt_tokens=0,
+        slo_class=BATCH_CLASS,
+        error=error,
+    )
 
 
 def _print(line: str) -> None:

@@ -252,8 +252,18 @@ class OpenAIServer:
 def completion_body(
     model: str, request: PlannedRequest, class_fields: ClassFields = ClassFields.CLASSES
 ) -> bytes:
-    """Encode a request; `min_tokens` and `ignore_eos` force the planned output length."""
-    fields = {
+    """Encode a streamed request."""
+    fields = completion_fields(model, request)
+    fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    fields |= CLASS_ENCODERS[class_fields](request)
+    if request.cache_salt is not None:
+        fields |= {"return_token_ids": True, "cache_salt": request.cache_salt}
+    return orjson.dumps(fields)
+
+
+def completion_fields(model: str, request: PlannedRequest) -> dict[str, Any]:
+    """The fields of a request; `min_tokens` and `ignore_eos` force the planned output length."""
+    return {
         "model": model,
         "prompt": request.prompt_ids,
         "max_tokens": request.output_tokens,
@@ -261,13 +271,7 @@ def completion_body(
         "ignore_eos": True,
         "temperature": request.temperature,
         "seed": request.seed % 2**31,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
-    fields |= CLASS_ENCODERS[class_fields](request)
-    if request.cache_salt is not None:
-        fields |= {"return_token_ids": True, "cache_salt": request.cache_salt}
-    return orjson.dumps(fields)
 
 
 def _class_fields(request: PlannedRequest) -> dict[str, Any]:

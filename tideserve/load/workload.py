@@ -40,7 +40,8 @@ class Backlog:
 
     Prompts share no prefixes, also across seeds. Lengths are uniform between the two bounds.
     `in_batches`: all clients send their next requests when the requests of all have ended, instead
-    of each client when its own has.
+    of each client when its own has. `lines`: instead of by clients, the requests are sent as files
+    of that many lines to /v1/batches, the next file when the batch of the last has ended.
     """
 
     clients: int
@@ -48,6 +49,12 @@ class Backlog:
     output_tokens: tuple[int, int]
     seed: int
     in_batches: bool = False
+    lines: int = 0
+
+    @property
+    def first(self) -> int:
+        """The number of requests that are sent at once at the start."""
+        return self.lines or self.clients
 
     def request(self, number: int) -> PlannedRequest:
         """Return request `number`, which depends only on the seed."""
@@ -57,8 +64,9 @@ class Backlog:
         return PlannedRequest(0.0, ids, output_tokens, number, slo_class=BATCH_CLASS)
 
     def __str__(self) -> str:
+        senders = f"files of {self.lines}" if self.lines else f"{self.clients} clients with"
         return (
-            f"{self.clients} clients with batch requests of {_span(self.prompt_tokens)} prompt and"
+            f"{senders} batch requests of {_span(self.prompt_tokens)} prompt and"
             f" {_span(self.output_tokens)} output tokens, without end"
             + (", the next ones when all have ended" if self.in_batches else "")
         )

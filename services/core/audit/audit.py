@@ -1,4 +1,4 @@
-"""Checks the invariants I1-I11, I16 and I17 (docs/protocol.md) on the event logs of a cluster.
+"""Checks the invariants I1-I11, I14, I16 and I17 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
 memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
@@ -28,6 +28,7 @@ I9  members switch to each commit and settle in time; no group stays marked or D
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
 I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
     (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
+I14 a line of a batch ends once, with a result of the last leader that claimed it
 I16 no request is refused as late while a group could start it; checked by replay (`refusals`)
 I17 no request is refused for want of memory before merges are exhausted; checked by replay
 
@@ -42,6 +43,7 @@ from math import inf
 from services.core.audit.engine_history import Emitted, EngineHistory, Key, times_started
 from services.core.audit.facts import EngineSwitched
 from services.core.audit.group_history import GroupHistory
+from services.core.audit.line_history import LineHistory
 from services.core.audit.record import Findings, Recorded
 from services.core.audit.stream_history import AuditedStream, StreamHistory
 
@@ -62,10 +64,12 @@ class Audit:
     engines: list[EngineHistory] = field(default_factory=list)  # by process
     groups: GroupHistory = field(init=False)
     streams: StreamHistory = field(init=False)
+    lines: LineHistory = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = GroupHistory(self.findings)
         self.streams = StreamHistory(self.findings)
+        self.lines = LineHistory(self.findings)
 
     def run(
         self, engines: Logs, memory_managers: Logs, gateways: Logs, killed_gateways: Logs = ()
@@ -80,9 +84,10 @@ class Audit:
             engine.read(entries)
             self.engines.append(engine)
         for entries in killed_gateways:
-            self.streams.read(entries, killed=True)
+            self.streams.read(self.lines.noted(entries), killed=True)
         for entries in gateways:
-            self.streams.read(entries)
+            self.streams.read(self.lines.noted(entries))
+        self.lines.finish()
         for engine in self.engines:
             self._check_switches(engine)
         for engine in self._live_engines:

@@ -77,11 +77,15 @@ class ChangePlanned:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpened:
-    """A gateway admitted a request with at most `tokens_max` output tokens."""
+    """A gateway admitted a request with at most `tokens_max` output tokens.
+
+    `earlier`: those of an earlier run of the request, after which it begins.
+    """
 
     now_s: float
     request_id: str
     tokens_max: int
+    earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,28 @@ class StreamEnded:
     outcome: str
 
 
+@dataclass(frozen=True, slots=True)
+class LinesClaimed:
+    """A gateway that leads the batches with `token` claimed lines of a batch."""
+
+    token: int
+    batch_id: str
+    lines: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineEnded:
+    """The store accepted a result of a line from the leader with `token`."""
+
+    token: int
+    batch_id: str
+    line: int
+    status: int
+
+
 FACTS: tuple[type, ...] = (
     *(EngineStarted, EngineSwitched, MemoryHeld),
     *(MemoryDecided, ChangePlanned),
     *(StreamOpened, TokensForwarded, SegmentRead, StreamEnded),
+    *(LinesClaimed, LineEnded),
 )

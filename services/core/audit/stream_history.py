@@ -22,6 +22,7 @@ class AuditedStream:
     """A request at its gateway."""
 
     tokens_max: int  # limit of output tokens
+    earlier: int = 0  # output tokens of an earlier run, after which the request began
     token_ids: list[int] = field(default_factory=list)  # that the client received
     segments: list[SegmentRead] = field(default_factory=list)  # logged at the end of the request
     outcome: str = ""  # as in `StreamEnded`, or `KILLED`; "" before the end
@@ -80,7 +81,7 @@ class StreamHistory:
             "two requests were admitted as {}",
             opened.request_id,
         )
-        self.streams[opened.request_id] = AuditedStream(opened.tokens_max)
+        self.streams[opened.request_id] = AuditedStream(opened.tokens_max, opened.earlier)
 
     def _note_tokens(self, tokens: TokensForwarded) -> None:
         stream = self.streams.get(tokens.request_id)
@@ -111,7 +112,7 @@ class StreamHistory:
         within = before <= segment.first_index and sent
         self.findings.check(
             "I5",
-            within and (bool(stream.segments) or segment.first_index == 0),
+            within and (bool(stream.segments) or segment.first_index == stream.earlier),
             "{}: the segment of {} starts at token {}; the previous starts at {}, and the client"
             " received {} tokens",
             *(segment.request_id, segment.worker_id, segment.first_index),

@@ -14,17 +14,23 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """Limits on all requests of an owner, over all gateways; None: unlimited."""
+    """Limits on all requests of an owner, over all gateways; None: unlimited.
+
+    `batch_tokens_queued` limits the estimated tokens of all batches that have not ended; the others
+    count the lines of batches only with `batch_counts`.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent: int | None = None
+    batch_tokens_queued: int | None = None
+    batch_counts: bool = False
 
     def __bool__(self) -> bool:
         return self != NO_LIMITS
 
     def given(self) -> dict[Limit, int]:
-        """The limits that are set."""
+        """The limits on requests that are set."""
         values = {
             Limit.REQUESTS: self.requests_per_minute,
             Limit.TOKENS: self.tokens_per_minute,

@@ -5,12 +5,14 @@ splits the group again.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.clock import monotonic_s
+from services.common.clock import monotonic_s, unix_s
+from services.gateway.batches.rows import BatchRow
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.http.batch_api import progress_of
 from services.gateway.records.metrics import EndpointTotals, Metrics
 
 # Texts for decisions of the memory manager, by action and cause, or by action alone. `wanted`:
@@ -96,14 +98,28 @@ class RateWindow:
 # Longer than the period of the feed: this polls every process, not only the memory manager.
 SERVICES_PERIOD_S = 2.0
 DECISIONS_SHOWN = 12
+BATCHES_SHOWN = 20
+
+
+async def no_batches() -> Sequence[BatchRow]:
+    """No batches."""
+    return ()
 
 
 class LiveState:
     """Collects workers and groups on each call, and the state of all processes less often."""
 
     def __init__(
-        self, model: str, cluster: ClusterClient, probe: ReadinessProbe, metrics: Metrics
+        self,
+        model: str,
+        cluster: ClusterClient,
+        probe: ReadinessProbe,
+        metrics: Metrics,
+        open_batches: Callable[[], Awaitable[Sequence[BatchRow]]] = no_batches,
     ) -> None:
+        """`open_batches` returns the batches that have not ended."""
+        self._open_batches = open_batches
+        self._batches: list[dict[str, Any]] = []
         self._model = model
         self._cluster = cluster
         self._probe = probe
@@ -119,17 +135,31 @@ class LiveState:
         if now_s - self._services_s >= SERVICES_PERIOD_S:
             self._services_s = now_s
             self._services = await self._cluster.services()
+            self._batches = [_batch(row) for row in (await self._open_batches())[:BATCHES_SHOWN]]
         self._rates.add(monotonic_s(), self._metrics.totals())
         decisions = [_decision(row) for row in rows["decisions"][-DECISIONS_SHOWN:]]
         return rows | {
             "model": self._model,
             "services": self._services,
+            "batches": self._batches,
             "decisions": decisions,
             "missing": list(self._probe.evaluate().missing),
             "queued": self._probe.queued(),
             "tokens_per_s": round(self._rates.tokens_per_s, 1),
             "ttft_s": self._rates.ttft_s,
         }
+
+
+def _batch(batch: BatchRow) -> dict[str, Any]:
+    return {
+        "id": batch.batch_id,
+        "owner": batch.owner,
+        "state": batch.state.value,
+        "total": batch.total,
+        "ended": batch.total - batch.open,
+        "failed": batch.failed,
+        "progress": progress_of(batch, unix_s()),
+    }
 
 
 def _decision(row: Mapping[str, Any]) -> dict[str, Any]:

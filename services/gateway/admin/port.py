@@ -17,7 +17,8 @@ from services.common.metrics_server import CONTENT_TYPE
 from services.common.tls import ServerTls
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.guard import AdminGuard
-from services.gateway.admin.live_state import LiveState
+from services.gateway.admin.live_state import LiveState, no_batches
+from services.gateway.batches.service import BatchService
 from services.gateway.bounds.connections import ClientConnections, ConnectionLimits
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
@@ -205,6 +206,7 @@ class AdminPort:
         probe: ReadinessProbe,
         metrics: Metrics,
         tls: ServerTls | None,
+        batches: BatchService | None = None,
         *,
         model: str,
         host: str,
@@ -212,7 +214,8 @@ class AdminPort:
         keep_alive_s: float,
     ) -> None:
         """`host` and `names`: see AdminGuard. `tls`: of the public port, unused on loopback."""
-        self._feed = Feed(LiveState(model, cluster, probe, metrics).poll)
+        open_batches = no_batches if batches is None else batches.open_batches
+        self._feed = Feed(LiveState(model, cluster, probe, metrics, open_batches).poll)
         app = build(host, names, keys, cluster, groups, self._feed, metrics)
         connections = ClientConnections(CONNECTIONS, metrics.count_closed_connection)
         self._http = HttpServer(

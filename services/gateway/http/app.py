@@ -9,9 +9,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.version import installed_version
+from services.gateway.batches.service import BatchService
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.readiness import ReadinessProbe
-from services.gateway.http import messages, openai, operations, tokens
+from services.gateway.http import batches_routes, messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.request_middleware import RequestMiddleware
@@ -103,8 +104,12 @@ def build(
     recorder: RequestRecorder,
     public_metrics: bool,
     cors_origins: Sequence[str] = (),
+    batches: BatchService | None = None,
 ) -> ASGIApp:
-    """The application of the public port. Routes for operators are on the admin port."""
+    """The application of the public port. Routes for operators are on the admin port.
+
+    `batches` None: files and batches are not served.
+    """
     app = FastAPI(
         title="tideserve",
         version=installed_version(),
@@ -117,6 +122,7 @@ def build(
         openai.router(model, serving, pool),
         messages.router(serving, pool),
         tokens.router(model, serving, pool),
+        *batches_routes.routers(batches, serving, pool),
         operations.router(canceller, probe, serving.metrics, public_metrics),
     )
     for router in routers:

@@ -26,18 +26,19 @@ def error_response(
     # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"
+    body = error_body(error, scope["path"], record_of(scope).client_request_id)
     return Response(
-        json.dumps(_body(error, scope), ensure_ascii=False),
+        json.dumps(body, ensure_ascii=False),
         status_code=error.status,
         headers=all_headers,
         media_type="application/json",
     )
 
 
-def _body(error: GatewayError, scope: Scope) -> dict[str, Any]:
-    path: str = scope["path"]
+def error_body(error: GatewayError, path: str, request_id: str) -> dict[str, Any]:
+    """The body of an error response to a request to `path`."""
     if path.startswith(messages_error.PATH):
-        return messages_error.error_body(error, record_of(scope).client_request_id)
+        return messages_error.error_body(error, request_id)
     body = error.body()
     if path == RESPONSES_PATH:
         message, param = RESPONSES.names.translated(error)

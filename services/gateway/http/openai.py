@@ -16,9 +16,10 @@ from services.gateway.api.completion import CompletionRequest, parse_completion
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import CHAT, COMPLETION
 from services.gateway.api.responses import FIELDS, ResponsesRequest, parse_responses
+from services.gateway.api.responses import PATH as RESPONSES_PATH
 from services.gateway.bounds.client import WatchedClient
 from services.gateway.http.description import describe_body
-from services.gateway.http.dialect import StreamWriter, send_body
+from services.gateway.http.dialect import Dialect, StreamWriter, send_body
 from services.gateway.http.format import (
     ChatFormat,
     CompletionFormat,
@@ -36,6 +37,8 @@ from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing, Writer
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.errors import NoSuchModel, NoSuchRoute, NotSupported
+
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 
 B = TypeVar("B", bound=GenerationRequest)
 
@@ -100,11 +103,28 @@ class WholeWriter:
         return msgspec.json.encode(whole)
 
 
+def dialects_of(
+    model: ServedModel, pool: TextPool, *, refuse_unknown: bool
+) -> dict[str, Callable[[], Dialect]]:
+    """Makers of dialects by path; `refuse_unknown`: refuse bodies with unknown fields."""
+    texts = model.tokenizer.texts
+    chat = partial(parse_chat, refuse_unknown=refuse_unknown)
+    completion = partial(parse_completion, refuse_unknown=refuse_unknown)
+    response = partial(parse_responses, refuse_unknown=refuse_unknown)
+    return {
+        CHAT_PATH: lambda: OpenAIDialect(chat, partial(ChatFormat, texts=texts), pool),
+        COMPLETION_PATH: lambda: OpenAIDialect(
+            completion, partial(CompletionFormat, texts=texts), pool
+        ),
+        RESPONSES_PATH: lambda: ResponsesDialect(response, texts),
+    }
+
+
 def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
     _add_models(routes, model, serving)
-    texts = model.tokenizer.texts
+    dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
 
     @routes.post(
         "/chat/completions",
@@ -113,9 +133,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     )
     async def chat_completions(request: Request) -> Response:
         """Generate the assistant's next message."""
-        parse = partial(parse_chat, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(ChatFormat, texts=texts), pool)
-        return GenerationResponse(serving, pool, request, dialect)
+        return GenerationResponse(serving, pool, request, dialects[CHAT_PATH]())
 
     @routes.post(
         "/completions",
@@ -124,9 +142,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     )
     async def completions(request: Request) -> Response:
         """Generate the text that follows a prompt."""
-        parse = partial(parse_completion, refuse_unknown=serving.refuse_unknown)
-        dialect = OpenAIDialect(parse, partial(CompletionFormat, texts=texts), pool)
-        return GenerationResponse(serving, pool, request, dialect)
+        return GenerationResponse(serving, pool, request, dialects[COMPLETION_PATH]())
 
     @routes.post("/embeddings", response_class=JSONResponse)
     async def embeddings() -> Response:
@@ -138,12 +154,15 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
             code="unsupported",
         )
 
-    _add_responses(routes, model, serving, pool)
+    _add_responses(routes, serving, pool, dialects[RESPONSES_PATH])
     return routes
 
 
 def _add_responses(
-    routes: APIRouter, model: ServedModel, serving: RequestServing, pool: TextPool
+    routes: APIRouter,
+    serving: RequestServing,
+    pool: TextPool,
+    make_dialect: Callable[[], Dialect],
 ) -> None:
     """Add the routes of the Responses API."""
 
@@ -154,9 +173,7 @@ def _add_responses(
     )
     async def responses(request: Request) -> Response:
         """Generate the next turn of a conversation; the server stores nothing."""
-        parse = partial(parse_responses, refuse_unknown=serving.refuse_unknown)
-        dialect = ResponsesDialect(parse, model.tokenizer.texts)
-        return GenerationResponse(serving, pool, request, dialect)
+        return GenerationResponse(serving, pool, request, make_dialect())
 
     @routes.get("/responses/{response_id}", response_class=JSONResponse)
     @routes.delete("/responses/{response_id}", response_class=JSONResponse)

@@ -50,6 +50,8 @@ class KeyEntry:
     requests_per_minute: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
     tokens_per_minute: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
     concurrent: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
+    batch_tokens_queued: int | None = number(None, minimum=1, maximum=LIMIT_MAX)
+    batch_counts: bool = option(False)
     created: str | None = option(None)
 
     def __post_init__(self) -> None:
@@ -74,7 +76,13 @@ class KeyEntry:
     @property
     def limits(self) -> QuotaLimits:
         """The limits that all keys of the owner share."""
-        return QuotaLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
+        return QuotaLimits(
+            self.requests_per_minute,
+            self.tokens_per_minute,
+            self.concurrent,
+            self.batch_tokens_queued,
+            self.batch_counts,
+        )
 
     def principal(self) -> Principal:
         """The principal of the key's bearer."""

@@ -119,6 +119,7 @@ class KeyRing:
         self._api_key = None if api_key is None else hash_of(api_key)
         self._admin_key = None if admin_key is None else hash_of(admin_key)
         self._clients: dict[str, Principal] = {}
+        self._by_id: dict[tuple[str, str], Principal] = {}
         self._operators: dict[str, Principal] = {}
         self._on_change = on_change
         self._apply()
@@ -164,6 +165,17 @@ class KeyRing:
             raise Unauthorized("a valid API key is required; send 'Authorization: Bearer <key>'")
         return principal
 
+    def principal_of(self, owner: str, key_id: str) -> Principal:
+        """The present permissions of the key `key_id` of `owner`, for work without its client.
+
+        Raises:
+            Unauthorized: if the key is no longer valid.
+        """
+        principal = self._by_id.get((owner, key_id))
+        if principal is None:
+            raise Unauthorized("the API key of this batch is no longer valid; use another key")
+        return principal
+
     def operator(self, authorization: str | None) -> Principal:
         """Authenticate a caller of the admin port; ANYONE without admin key and keys file.
 
@@ -203,6 +215,8 @@ class KeyRing:
         if self._admin_key is not None:
             operators[self._admin_key] = Principal(admin=True)
         self._clients, self._operators = clients, operators
+        known = clients.values() if self.key_required else (ANYONE,)
+        self._by_id = {(principal.owner, principal.key_id): principal for principal in known}
         self._on_change(self)
 
 

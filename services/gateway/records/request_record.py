@@ -19,7 +19,14 @@ from typing import Any
 from services.common.clock import monotonic_s
 from services.common.event_log import EventLog
 from services.common.tracing import SpanLink, TraceContext
-from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, TokensForwarded
+from services.core.audit.facts import (
+    LineEnded,
+    LinesClaimed,
+    SegmentRead,
+    StreamEnded,
+    StreamOpened,
+    TokensForwarded,
+)
 from services.core.audit.record import FACT
 from services.core.request import FinishReason, Request
 from services.core.service import ServiceClass
@@ -92,6 +99,8 @@ class ChoiceRecord:
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
     resumed: int = 0  # resumptions after the loss of a worker that had sent tokens
+    # Output tokens so far; at first those of an earlier run of the request, which is resumed.
+    output_ids: list[int] = field(default_factory=list)
     quota: QuotaLease | None = None  # of its request
 
     @property
@@ -135,6 +144,7 @@ class RequestRecord:
     quotas: Quotas | None = None
     quota: QuotaLease | None = None  # the request's charge against its owner's quota
     slo_headers: Mapping[str, str] = field(default_factory=dict)  # see service_policy.SLO_HEADERS
+    earlier_ids: Sequence[int] = ()  # output of an earlier run, which the first choice resumes
     slot: RequestSlot | None = None  # its slot in the gateway's limit of concurrent requests
     service_class: ServiceClass | None = None  # None until the body is read
     warnings: tuple[str, ...] = ()  # ASCII sentences for the client, without quotes
@@ -230,7 +240,8 @@ class RequestRecord:
 
     def add_choice(self) -> ChoiceRecord:
         """Add and return the record of another choice."""
-        self.choices.append(ChoiceRecord(quota=self.quota))
+        earlier_ids = () if self.choices else self.earlier_ids
+        self.choices.append(ChoiceRecord(quota=self.quota, output_ids=list(earlier_ids)))
         return self.choices[-1]
 
 
@@ -287,9 +298,11 @@ class StreamRecord:
 
     @contextmanager
     def log_stream(
-        self, request: Request, segments: Sequence[WorkerSegment]
+        self, request: Request, record: ChoiceRecord
     ) -> Iterator[Callable[[FinishReason | None], None]]:
-        """Log the start of a request and, on exit, its outcome and its `segments`.
+        """Log the start of a request and, on exit, its outcome and the segments of `record`.
+
+        The tokens that `record` has at the start are those of an earlier run.
 
         Yields a function to call with the finish reason, or None, of each piece of output.
         """
@@ -303,17 +316,26 @@ class StreamRecord:
             if reason is not None:
                 outcome = str(reason)
 
-        opened = StreamOpened(monotonic_s(), request.request_id, request.limits.max_tokens)
+        request_id, tokens_max = request.request_id, request.limits.max_tokens
+        opened = StreamOpened(monotonic_s(), request_id, tokens_max, len(record.output_ids))
         self._log.append(FACT, [opened])
+        self.log_forwarded(request_id, 0, record.output_ids)
         try:
             yield note_finish
         except GatewayError as error:
             outcome = type(error).__name__
             raise
         finally:
-            request_id = request.request_id
-            reads = [SegmentRead(request_id, s.first_index, s.worker_id, s.moved) for s in segments]
+            reads = [
+                SegmentRead(request_id, segment.first_index, segment.worker_id, segment.moved)
+                for segment in record.segments
+            ]
             self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])
+
+    def log(self, fact: LinesClaimed | LineEnded) -> None:
+        """Log a fact about lines of batches."""
+        if self._log is not None:
+            self._log.append(FACT, [fact])
 
     def log_forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
         """Log tokens that are sent to the client now."""

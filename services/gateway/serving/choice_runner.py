@@ -7,7 +7,7 @@ segment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +26,10 @@ from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
 from services.gateway.serving.request_meter import RequestMeter, measured
-from services.gateway.serving.retry import Failure, RetryState, resumed, retry_ask
+from services.gateway.serving.retry import Failure, RetryState, resumed, resumed_ask, retry_ask
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
+from services.gateway.vocabulary.message import UnreadTokens
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +71,28 @@ class ChoiceRunner:
         """Yield the output of `choice`; the last piece has a finish reason.
 
         Closing the generator early withdraws the request from the scheduler's queue or aborts it
-        at its worker. Writes workers and times to `record`. `arrived_s`: monotonic time at which
-        the client's request had been read.
+        at its worker. `arrived_s`: monotonic time at which the client's request had been read.
+        Adds workers, times and tokens to `record`, whose `output_ids` begin the output.
 
         Raises:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        ask, request = ask_for(choice), replace(choice.request, resumable=self._resumes)
-        journal = Journal(request.limits.max_tokens)
+        journal = _journal(choice.request, record)
+        request = resumed(choice.request, tuple(journal.token_ids))
+        request = replace(request, resumable=self._resumes)
+        ask = resumed_ask(ask_for(choice), request, len(journal.token_ids))
         state = OutputState(journal, self._output(choice), _chat(choice))
         retries = RetryState(self._resumes)
         with (
-            self._stream_record.log_stream(request, record.segments) as note_finish,
+            self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
             self._end_reported(request, record, meter),
         ):
-            while True:
+            for piece in _earlier(state):
+                _note_piece(piece, note_finish, meter)
+                yield piece
+            while meter.reason is None:
                 assignment = await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
@@ -97,11 +103,8 @@ class ChoiceRunner:
                     ) as stream:
                         while meter.reason is None:
                             for piece in await self._read(stream, started, state, record, meter):
-                                note_finish(piece.finish_reason)
-                                if piece.finish_reason is not None:
-                                    meter.finish(piece.finish_reason)
+                                _note_piece(piece, note_finish, meter)
                                 yield piece
-                    return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
                     output = len(journal.token_ids)
                     # Raises if the request must not be retried.
@@ -162,17 +165,14 @@ class ChoiceRunner:
             if not meter.observe_tokens(len(unread.token_ids), now_s):
                 record.segments[-1].first_token_s = now_s
                 self._report_outcome(request, record, meter)
-        output, chat = state.output, state.chat
+        output = state.output
         if unread.prompt_logprobs:
             # Converting the log probabilities of a long prompt would block the event loop.
             push = partial(output.push, unread)
             piece = await self._pool.run(push, unread.prompt_logprob_count)
         else:
             piece = output.push(unread)
-        pieces = (piece,) if chat is None else chat.push(piece)
-        if piece.text or piece.token_ids or piece.finish_reason is not None:
-            return pieces
-        return ()
+        return _pieces(piece, state.chat)
 
     @contextmanager
     def _end_reported(
@@ -194,7 +194,8 @@ class ChoiceRunner:
         cut_off: bool = False,
     ) -> None:
         """Report the first token of a choice, or its end, unless it was restarted or has moved."""
-        if meter.ttft_s is not None and len(record.queued_s) == len(record.segments) == 1:
+        first = len(record.queued_s) == len(record.segments) == 1 and not request.output_ids
+        if meter.ttft_s is not None and first:
             self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
@@ -205,6 +206,39 @@ class ChoiceRunner:
         # The chat parser needs the text of special tokens such as <tool_call>.
         markers = frozenset[int]() if choice.chat is None else choice.chat.markers
         return OutputText(choice, tokenizer.detokenizer(skip, markers), prompt)
+
+
+def _journal(request: Request, record: ChoiceRecord) -> Journal:
+    # Let the worker generate the last token again, as it reports how the output ends.
+    limits, output_ids = request.limits, record.output_ids
+    del output_ids[limits.max_tokens - 1 :]
+    if output_ids and output_ids[-1] in limits.stop_token_ids:
+        output_ids.pop()
+    return Journal(request.limits.max_tokens, record.output_ids)
+
+
+def _earlier(state: OutputState) -> Sequence[OutputPiece]:
+    """The pieces of the output of an earlier run."""
+    token_ids = state.journal.token_ids
+    if not token_ids:
+        return ()
+    return _pieces(state.output.push(UnreadTokens(token_ids[:], None)), state.chat)
+
+
+def _pieces(piece: OutputPiece, chat: ChatOutput | None) -> Sequence[OutputPiece]:
+    """The pieces to yield for a piece of text; none if it has nothing new."""
+    pieces = (piece,) if chat is None else chat.push(piece)
+    if piece.text or piece.token_ids or piece.finish_reason is not None:
+        return pieces
+    return ()
+
+
+def _note_piece(
+    piece: OutputPiece, note_finish: Callable[[FinishReason | None], None], meter: RequestMeter
+) -> None:
+    note_finish(piece.finish_reason)
+    if piece.finish_reason is not None:
+        meter.finish(piece.finish_reason)
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:

@@ -16,6 +16,7 @@ from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
+from services.gateway.keys.principal import Principal
 from services.gateway.model.sampling import (
     bad_word_ids,
     check_choices,
@@ -143,7 +144,7 @@ class Preparer:
         Raises:
             GatewayError: if the model is not served, or a token is outside its vocabulary.
         """
-        self._check_model(model, record)
+        self.check_model(model, record.principal)
         if len(token_ids) > TEXT_TOKENS_MAX:
             raise BadRequest(
                 f"'tokens' has {len(token_ids)} tokens, but the limit is {TEXT_TOKENS_MAX}; send"
@@ -158,14 +159,15 @@ class Preparer:
         decode = partial(self._model.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._pool.run(decode, len(token_ids))
 
-    def _check_model(self, name: str, record: RequestRecord) -> None:
+    def check_model(self, name: str, principal: Principal) -> None:
+        """Raise GatewayError unless the model is served and `principal` may use it."""
         model = self._model
         if name not in model.names:
             raise no_such_model(name, model.name)
-        record.principal.check_model(name, model.name)
+        principal.check_model(name, model.name)
 
     def _check(self, body: GenerationRequest, record: RequestRecord) -> None:
-        self._check_model(body.model, record)
+        self.check_model(body.model, record.principal)
         check_ids(body, self._model.vocab_size)
 
     async def _prompts(

@@ -126,13 +126,20 @@ def retry_ask(
     """
     returned = isinstance(failure, Returned)
     return replace(
+        resumed_ask(ask, request, output),
+        failed=FailedAssignment(failed.group_id, failed.epoch, returned),
+        excused_s=age_s if _is_loss(failure) else ask.excused_s,
+        alone=alone,
+    )
+
+
+def resumed_ask(ask: Ask, request: Request, output: int) -> Ask:
+    """The Ask that resumes a request after `output` tokens."""
+    return replace(
         ask,
         prompt_tokens=len(request.prompt_ids) + output,
         max_tokens=request.limits.max_tokens - output,
-        failed=FailedAssignment(failed.group_id, failed.epoch, returned),
         resumed=output > 0,
-        excused_s=age_s if _is_loss(failure) else ask.excused_s,
-        alone=alone,
     )
 
 

@@ -126,11 +126,13 @@ class RequestServing:
         *,
         disconnect: Coroutine[Any, Any, None] | None = None,
         timeout_s: float = math.inf,
+        limit_s: float | None = None,
     ) -> None:
         """Serve a request.
 
         `client`: the client, if it must be disconnected when it stalls. `disconnect`: a coroutine
         that raises ClientGone when the client disconnects. `timeout_s`: the client's own deadline.
+        `limit_s`: the request's time limit, if it is not that of its class.
 
         Raises:
             GatewayError: if the request failed.
@@ -148,7 +150,9 @@ class RequestServing:
                     _watched(client, cancel_scope),
                 ):
                     service_class = self.classify(body.value, record)
-                    self._limit(cancel_scope, service_class, timeout_s)
+                    if limit_s is None:
+                        limit_s = self._limit_s(service_class)
+                    _limit(cancel_scope, limit_s, timeout_s)
                     await self._answer(body, record, lease, writer, cancel_scope)
                 if guard is not None:
                     guard.cancel()
@@ -161,17 +165,9 @@ class RequestServing:
                 raise error from None
             raise
 
-    def _limit(
-        self, cancel_scope: CancelScope, service_class: ServiceClass, timeout_s: float
-    ) -> None:
-        """Cancel the request at its time limit or at its client's deadline, whichever is first."""
+    def _limit_s(self, service_class: ServiceClass) -> float:
         batch = service_class is ServiceClass.BATCH
-        own_s = self.batch_timeout_s if batch else self.request_timeout_s
-        message = "the request timed out; request fewer tokens"
-        late: GatewayError = Expired(message)
-        if timeout_s < own_s:
-            late = ClientDeadline(message)
-        cancel_scope.cancel_after(min(own_s, timeout_s), late)
+        return self.batch_timeout_s if batch else self.request_timeout_s
 
     async def _answer(
         self,
@@ -210,6 +206,15 @@ class RequestServing:
         async with asyncio.TaskGroup() as tasks:
             for index, choice in enumerate(prepared.choices):
                 tasks.create_task(run(index, choice))
+
+
+def _limit(cancel_scope: CancelScope, limit_s: float, timeout_s: float) -> None:
+    """Cancel the request at its time limit or at its client's deadline, whichever is first."""
+    message = "the request timed out; request fewer tokens"
+    late: GatewayError = Expired(message)
+    if timeout_s < limit_s:
+        late = ClientDeadline(message)
+    cancel_scope.cancel_after(min(limit_s, timeout_s), late)
 
 
 def _watched(

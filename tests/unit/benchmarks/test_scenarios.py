@@ -19,7 +19,7 @@ REQUESTS_MIN = 200
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; scenarios are burst, churn, clients, coserve, drop,",
+        match="unknown scenario 'x'; scenarios are batch, burst, churn, clients, coserve, drop,",
     ):
         find_scenario("x")
 
@@ -110,7 +110,7 @@ def co_serving(name: str) -> CoServing:
     return found
 
 
-@pytest.mark.parametrize("name", ["coserve", "realtime", "flood"])
+@pytest.mark.parametrize("name", ["batch", "coserve", "realtime", "flood"])
 def test_co_serving_repeats_no_prompt_and_promises_its_targets(name: str) -> None:
     (case,) = find_scenario(name).cases(QUICK)
     load = co_serving(name).load(QUICK)
@@ -155,6 +155,29 @@ def test_real_time_requests_have_the_lengths_of_sharegpt() -> None:
     ):
         assert fmean(lengths) == pytest.approx(mean, rel=0.1)
         assert pstdev(lengths) == pytest.approx(deviation, rel=0.15)
+
+
+def test_online_requests_beside_a_batch_have_the_phases_and_lengths_of_llm_d() -> None:
+    choice = LoadChoice(quick=True, paced=True)
+    load = co_serving("batch").load(choice)
+    (case,) = find_scenario("batch").cases(choice)
+    online = [request for turn in range(8) for request in case.workload(turn).requests]
+    phase_s = load.window_s / 4
+    for phase, rate_per_s in enumerate((15, 1, 15, 1)):
+        begin_s = load.window_from_s + phase * phase_s
+        count = sum(begin_s <= request.arrival_s < begin_s + phase_s for request in online)
+        assert count / (8 * phase_s) == pytest.approx(rate_per_s, rel=0.25)
+    assert {len(request.prompt_ids) for request in online} == {512}
+    outputs = [request.output_tokens for request in online]
+    # 500 ± 400, less the part that is cut off.
+    assert fmean(outputs) == pytest.approx(483, rel=0.05)
+    assert pstdev(outputs) == pytest.approx(326, rel=0.05)
+    slower, given = (replace(choice, slowdown=4.0), replace(choice, rate_per_s=4.0))
+    assert co_serving("batch").load(slower).rate_per_s == load.rate_per_s / 4 == 2.0
+    assert (
+        "phases of 7.5 and 0.5 online"
+        in find_scenario("batch").cases(given)[0].workload(0).statement
+    )
 
 
 def test_a_flood_is_that_of_burst_once_batch_work_has_got_going() -> None:

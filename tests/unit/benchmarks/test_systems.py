@@ -18,7 +18,7 @@ from benchmarks.systems.catalog import (
     make_system,
     without_dtype,
 )
-from benchmarks.systems.schedulings import SCHEDULINGS, serves_batch
+from benchmarks.systems.schedulings import SCHEDULINGS, gets_files, serves_batch
 from benchmarks.systems.system import AMPLE, Deployment, parse_metrics
 from benchmarks.systems.tideserve import Tideserve
 from benchmarks.systems.url import vllm_counters
@@ -128,6 +128,7 @@ def test_options_of_systems_are_those_of_the_command(deployment: Deployment, nam
     read_options(None, {key: own for key, own in options.items() if key != "model"})
     assert options["worker"]["max_running"] == 7, "options of the whole run stay"
     assert serves_batch(f"{name}@A100-14B") is (name != "online-only")
+    assert not gets_files(f"{name}@A100-14B") and gets_files(f"{name}-api@A100-14B")
 
 
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:

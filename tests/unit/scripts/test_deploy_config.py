@@ -141,6 +141,17 @@ def test_the_component_of_keys_mounts_them_in_place_of_the_one_key(objects):
     assert str(config.api_keys_file) == "/run/secrets/tideserve/api-keys/keys.jsonl"
 
 
+def test_the_component_of_batches_sets_the_database_and_a_shared_folder(objects):
+    with_batches = build_variant(Variant(features=frozenset({"batches"})))
+    pod = deployment(with_batches, "gateway")["spec"]["template"]["spec"]
+    known = {identity(one): one for one in with_batches}
+    config = read_config("gateway", environment_of(pod["containers"][0], known))
+    assert config.batches.batch_files == "/var/lib/tideserve/batches"
+    assert known["PersistentVolumeClaim/tideserve-batch-files"]["spec"]["accessModes"] == [
+        "ReadWriteMany"
+    ]
+
+
 def test_pods_get_no_token_and_no_service_links(objects):
     for service in CONFIGS:
         pod = deployment(objects, service)["spec"]["template"]["spec"]

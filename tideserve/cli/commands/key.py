@@ -8,7 +8,8 @@ import typer
 key = typer.Typer(
     help="Create, list and revoke API keys in a file for `tideserve up --api-keys FILE`.\n\n"
     "Gateways reload the file when it changes. To change the limits of an owner, edit them in"
-    " every line of that owner: requests_per_minute, tokens_per_minute, concurrent.",
+    " every line of that owner: requests_per_minute, tokens_per_minute, concurrent,"
+    " batch_tokens_queued, batch_counts.",
     no_args_is_help=True,
 )
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of API keys.")]
@@ -46,6 +47,13 @@ def new(
     concurrent: Annotated[
         int | None, typer.Option(min=1, help="Concurrent requests of the owner.")
     ] = None,
+    batch_tokens_queued: Annotated[
+        int | None,
+        typer.Option(min=1, help="Estimated tokens of the owner's batches that have not ended."),
+    ] = None,
+    batch_counts: Annotated[
+        bool, typer.Option("--batch-counts", help="Lines of batches count towards the limits.")
+    ] = False,
 ) -> None:
     """Create a key, append its hash to FILE and print the key, which cannot be shown again.
 
@@ -54,7 +62,9 @@ def new(
     from services.core.quota.limits import QuotaLimits
     from tideserve.cli.keys import add_key
 
-    limits = QuotaLimits(requests_per_minute, tokens_per_minute, concurrent)
+    limits = QuotaLimits(
+        requests_per_minute, tokens_per_minute, concurrent, batch_tokens_queued, batch_counts
+    )
     print(add_key(file, owner, admin, model or None, limits))
 
 

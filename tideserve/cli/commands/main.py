@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 from tideserve.cli.cache import keep_bytecode
-from tideserve.cli.commands import checkout, doctor, engine, key, profile, serve, simulate, up
+from tideserve.cli.commands import (
+    batch,
+    checkout,
+    doctor,
+    engine,
+    key,
+    profile,
+    serve,
+    simulate,
+    up,
+)
 from tideserve.cli.default import DEFAULT_PORT, DEFAULT_URL
 from tideserve.cli.errors import CommandError
 from tideserve.cli.option_command import option_command
@@ -230,6 +240,7 @@ def certs(
     print("ca-key.pem signs for every role: keep it away from the services.")
 
 
+app.add_typer(batch.batch, name="batch")
 app.add_typer(key.key, name="key")
 app.add_typer(engine.engine, name="engine")
 

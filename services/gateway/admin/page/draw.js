@@ -1,6 +1,6 @@
 // Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
-import { budget, changing, size, totals, wholeModel } from "./text.js";
+import { batchText, budget, changing, size, totals, wholeModel } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
@@ -255,6 +255,24 @@ export class MemoryChart {
     const now = this.samples.at(-1);
     write(this.text, `now: parameters ${size(now.parameters)}, KV in use ${size(now.used)}, KV free ${size(now.free)}`);
   }
+}
+
+/** Draws a bar and a line of text per batch. */
+export function drawBatches(root, batches) {
+  while (root.children.length > batches.length) root.lastChild.remove();
+  batches.forEach((batch, index) => {
+    let row = root.children[index];
+    if (!row) {
+      row = make("li");
+      row.append(make("progress"), make("span"));
+      root.append(row);
+    }
+    const [bar, text] = row.children;
+    bar.max = Math.max(1, batch.total);
+    bar.value = batch.ended;
+    bar.setAttribute("aria-label", batch.id);
+    write(text, batchText(batch));
+  });
 }
 
 export function drawDecisions(list, decisions) {

@@ -2,7 +2,7 @@
 
 import { change, follow, rememberKey } from "./feed.js";
 import {
-  Groups, Sparkline, MemoryChart, drawDecisions, drawServices, drawTable, make, write,
+  Groups, Sparkline, MemoryChart, drawBatches, drawDecisions, drawServices, drawTable, make, write,
 } from "./draw.js";
 import { headline, seconds, totals } from "./text.js";
 
@@ -47,6 +47,8 @@ function show(state) {
   write(element("ttft"), seconds(state.ttft_s));
   write(element("tokens"), Math.round(state.tokens_per_s).toLocaleString());
   drawDecisions(element("decisions"), state.decisions);
+  element("offline").hidden = !state.batches?.length;
+  drawBatches(element("batches"), state.batches ?? []);
   drawControls();
 }
 

@@ -17,6 +17,18 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`;
 }
 
+/** A batch's id, state, lines, rate and time left. */
+export function batchText(batch) {
+  const parts = [`${batch.id} ${batch.state.replace("_", " ")}`];
+  if (batch.total) parts.push(`${batch.ended} of ${batch.total} lines`);
+  if (batch.failed) parts.push(`${batch.failed} failed`);
+  if (batch.progress) {
+    parts.push(`${Math.round(batch.progress.tokens_per_s)} tokens/s`);
+    parts.push(`about ${Math.ceil(batch.progress.left_s / 60)} min left`);
+  }
+  return parts.join(" · ");
+}
+
 /** Parameter bytes of the whole model on a worker; 0 if the model's shape is unknown. */
 export function wholeModel(worker) {
   const shape = worker.shape;

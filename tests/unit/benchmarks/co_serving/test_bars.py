@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.co_serving.bars import (
+    BATCH_API,
     COSERVE,
     FLOOD,
     REALTIME,
@@ -91,6 +92,14 @@ GOOD: dict[str, tuple[Rules, Systems]] = {
                 **tokens(1440.0), **p99(1.1), **gaps(0.2, 0.42), normalized_latency_s={"mean": 0.2}
             ),
             "slo-full": system(**tokens(1620.0), **p99(1.2), **gaps(0.3, 0.42)),
+            "slo-api": system(**tokens(1400.0), **p99(1.15), **gaps(0.2, 0.44)),
+        },
+    ),
+    "batch": (
+        BATCH_API,
+        {
+            "online-only": system(**tokens(900.0)),
+            "slo-api": system(**tokens(1300.0), **p99(1.1), **gaps(0.1, 0.42)),
         },
     ),
     "realtime": (
@@ -145,6 +154,13 @@ def test_all_hold(name: str) -> None:
         ("coserve", "slo-full", gaps(0.3, 0.445), "P99 gap between tokens"),
         ("coserve", "slo", gaps(0.22, 0.4), "median gap between tokens"),
         ("coserve", "slo", {"normalized_latency_s": {"mean": 0.23}}, "mean normalized latency"),
+        ("coserve", "slo-api", tokens(1360.0), "processed tokens / those of slo"),
+        ("coserve", "slo-api", p99(1.22), "P99 TTFT / that of slo"),
+        ("coserve", "slo-api", gaps(0.2, 0.47), "P99 gap between tokens / that of slo"),
+        ("batch", "slo-api", tokens(1160.0), "processed tokens"),
+        ("batch", "slo-api", p99(1.41), "P99 TTFT"),
+        ("batch", "slo-api", gaps(0.1, 0.45), "P99 gap between tokens"),
+        ("batch", "slo-api", online(sent=299), "online requests in the windows"),
         ("coserve", "eager", {"recomputed_share": 0.03}, "recomputed share of tokens"),
         # A baseline is judged with the chunk that suits it best.
         ("coserve", "priority-256", p99(1.3), "P99 TTFT / that of slo"),
@@ -239,15 +255,28 @@ def test_ten_times_as_many_first_tokens_are_wanted() -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_what_did_not_run_is_not_measured(name: str) -> None:
     rules, systems = GOOD[name]
-    alone = {"slo": systems["slo"]} if name != "flood" else {"slo": system(**p99(0.6))}
-    for key in ("changes", "problems"):
-        alone["slo"] = {key_: own for key_, own in alone["slo"].items() if key_ != key}
-    verdict = judge(rules, alone, TARGETS, paced=True)
+    label = "slo-api" if name == "batch" else "slo"
+    figures = systems[label] if name != "flood" else system(**p99(0.6))
+    known = {key: own for key, own in figures.items() if key not in ("changes", "problems")}
+    verdict = judge(rules, {label: known}, TARGETS, paced=True)
     assert failures(verdict) == []
     assert Judgement.NOT_MEASURED in {one["verdict"] for one in verdict["bars"]}
     nothing = judge(rules, {}, TARGETS, paced=True)
     assert {one["verdict"] for one in nothing["bars"]} == {Judgement.NOT_MEASURED}
     assert nothing["notes"] == []
+
+
+def test_files_are_judged_only_if_they_were_measured() -> None:
+    rules, systems = GOOD["coserve"]
+    without = {name: own for name, own in systems.items() if name != "slo-api"}
+    whats = [
+        {bar["what"] for bar in judge(rules, run, TARGETS, True)["bars"]}
+        for run in (systems, without)
+    ]
+    assert whats[0] - whats[1] == {
+        "P99 gap between tokens / that of slo",
+        "processed tokens / those of slo",
+    }
 
 
 def test_bars_of_unpaced_runs() -> None:

@@ -10,6 +10,8 @@ from services.core.audit.audit import Audit
 from services.core.audit.facts import (
     EngineStarted,
     EngineSwitched,
+    LineEnded,
+    LinesClaimed,
     MemoryHeld,
     SegmentRead,
     StreamEnded,
@@ -183,6 +185,10 @@ class Run:
             Line(FACT, SegmentRead("s", 0, "b", moved=False)),
             Line(FACT, SegmentRead("s", 1, "a", moved=True)),
             Line(FACT, StreamEnded(31.0, "s", "length")),
+            Line(FACT, LinesClaimed(7, "batch", (1, 2))),
+            Line(FACT, LineEnded(7, "batch", 1, 200)),
+            Line(FACT, LinesClaimed(8, "batch", (2,))),
+            Line(FACT, LineEnded(8, "batch", 2, 200)),
         ]
 
     def _start(self, name: str) -> list[Line]:
@@ -218,7 +224,7 @@ def run() -> Run:
 def test_a_sound_run_passes_and_every_invariant_was_checked() -> None:
     findings = Run().audit()
     assert findings.violations == []
-    assert set(findings.checks) == {f"I{number}" for number in range(1, 11)}
+    assert set(findings.checks) == {f"I{number}" for number in [*range(1, 11), 14]}
 
 
 def ran_what_it_lacks(run: Run) -> None:
@@ -398,7 +404,7 @@ def stayed_degraded(run: Run) -> None:
 
 
 def never_ended(run: Run) -> None:
-    run.gateway.pop()
+    del run.gateway[find(run.gateway, StreamEnded, 1)]
 
 
 def ended_twice(run: Run) -> None:
@@ -407,6 +413,14 @@ def ended_twice(run: Run) -> None:
 
 def admitted_twice(run: Run) -> None:
     run.gateway.insert(2, Line(FACT, StreamOpened(0.0, "r", 3)))
+
+
+def line_ended_twice(run: Run) -> None:
+    run.gateway.append(Line(FACT, LineEnded(8, "batch", 1, 200)))
+
+
+def line_ended_by_a_former_leader(run: Run) -> None:
+    change(run.gateway, LineEnded, 1, token=7)
 
 
 def kept_in_an_engine(run: Run) -> None:
@@ -455,6 +469,12 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I10", ended_twice, "s ended twice"),
     ("I10", admitted_twice, "two requests were admitted as r"),
     ("I10", kept_in_an_engine, "b keeps t at the end"),
+    ("I14", line_ended_twice, "line 1 of batch ended twice"),
+    (
+        "I14",
+        line_ended_by_a_former_leader,
+        "line 2 of batch ended with a result of leader 7, but leader 8 claimed it",
+    ),
 ]
 
 

@@ -1,0 +1,1 @@
+"""Files and batches: requests in a file, each answered exactly once."""

@@ -1,0 +1,97 @@
+"""Creates parts of the gateway from its configuration: the model, files and batches."""
+
+import logging
+import os
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from sqlalchemy.engine import make_url
+
+from services.common.errors import ConfigError
+from services.common.etcd import Store
+from services.gateway.batches.metrics import BatchMetrics
+from services.gateway.batches.object_files import ObjectFiles
+from services.gateway.batches.service import BatchService
+from services.gateway.batches.store import BatchStore
+from services.gateway.config import GatewayConfig
+from services.gateway.http.line_door import LineDoor
+from services.gateway.http.openai import dialects_of
+from services.gateway.keys.key_ring import KeyRing
+from services.gateway.keys.quotas import Quotas
+from services.gateway.model.sampling import PLAIN_DEFAULTS
+from services.gateway.model.served_model import ServedModel, load_model
+from services.gateway.records.request_record import StreamRecord
+from services.gateway.serving.serving import RequestServing
+from services.gateway.text.tokenizer import TextPool
+from tideserve.common.v1 import record_pb2
+
+log = logging.getLogger(__name__)
+
+
+def open_model(config: GatewayConfig) -> ServedModel:
+    """Load the served model's metadata and tokenizer. Raises ConfigError."""
+    model = load_model(
+        config.model_name,
+        config.model_dir,
+        [name.strip() for name in config.model_aliases.split(",") if name.strip()],
+        own_defaults=config.generation_config == "auto",
+        tool_format=config.tool_format,
+        reasoning_format=config.reasoning_format,
+        user_tokens=config.user_special_tokens,
+    )
+    if model.defaults != PLAIN_DEFAULTS:
+        log.info("sampling defaults from generation_config.json: %s", model.defaults)
+    return model
+
+
+def open_batches(
+    config: GatewayConfig,
+    model: ServedModel,
+    serving: RequestServing,
+    pool: TextPool,
+    keys: KeyRing,
+    quotas: Quotas,
+    registry: CollectorRegistry,
+    etcd: Store,
+    incarnation: str,
+    stream_record: StreamRecord,
+) -> BatchService | None:
+    """The batches of a gateway; None unless its configuration has a store.
+
+    Raises:
+        ConfigError: if the store or the folder of files cannot be used.
+    """
+    settings = config.batches
+    if settings.batch_store is None:
+        return None
+    metrics = BatchMetrics(registry)
+    store = BatchStore(settings.batch_store, metrics.observe_call, stream_record.log)
+    files = ObjectFiles(files_url(settings.batch_store, settings.batch_files))
+    dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
+    return BatchService(
+        settings,
+        store,
+        files,
+        LineDoor(serving, pool, keys, quotas, dialects, incarnation),
+        metrics,
+        etcd,
+        record_pb2.ServiceRecord(name="gateway", incarnation=incarnation, pid=os.getpid()),
+        config.lease_ttl_s,
+    )
+
+
+def files_url(store: str, files: str | None) -> str:
+    """Where the contents of files are: `files`, or beside the SQLite of `store`.
+
+    Raises:
+        ConfigError: if `store` is another database and `files` is None.
+    """
+    if files is not None:
+        return files
+    url = make_url(store)
+    if url.get_backend_name() != "sqlite" or not url.database:
+        raise ConfigError(
+            "'batch_store' is shared, so 'batch_files' must name a place that all gateways reach;"
+            " set it to a URL such as s3://BUCKET/FOLDER"
+        )
+    return str(Path(url.database).with_name("files"))
