@@ -23,6 +23,7 @@ from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
+from services.core.report import OtherRoom
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
@@ -219,6 +220,10 @@ class SchedulerState:
         """Whether a group could start a request now, regardless of the queue."""
         model = self._groups.of_model(ask.model)
         return model is not None and model.pick(ask, now_s, inf) is not None
+
+    def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
+        """Room for the requests of a worker that shuts down, in the other groups of its model."""
+        return self._groups.room(model, worker_id, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""

@@ -43,6 +43,8 @@ class SchedulerServiceStub:
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    FindRoom: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]
+    """Room for the requests of a worker that shuts down, in the other groups of its model."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -59,6 +61,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    FindRoom: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]  # type: ignore[assignment]
+    """Room for the requests of a worker that shuts down, in the other groups of its model."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decides which group serves a request and when. It is not on the path of tokens."""
@@ -84,5 +88,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
         ends, the worker gets no requests until it reports again.
         """
+
+    @_abc_1.abstractmethod
+    def FindRoom(
+        self,
+        request: _scheduler_pb2.FindRoomRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.FindRoomResponse, _abc.Awaitable[_scheduler_pb2.FindRoomResponse]]:
+        """Room for the requests of a worker that shuts down, in the other groups of its model."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
