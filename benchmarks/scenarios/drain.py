@@ -1,9 +1,9 @@
 """`drain`: all workers are replaced one after the other under 64 streams, with `move` and `wait`.
 
 Each worker gets SIGTERM while it runs its share of the streams; `tideserve up` starts its
-successor, and the next worker follows once that serves. Figures per value of the workers' option `drain`: the
-time from the signal to the end of the process, and the longest time between two tokens of a stream.
-Every answer is compared with its undisturbed answer, and the event logs are audited.
+successor, and the next worker follows once that serves. Figures per value of the workers' option
+`drain`: the time from the signal to the end of the process, and the longest time between two tokens
+of a stream. Every answer is compared with its undisturbed answer, and the event logs are audited.
 """
 
 import itertools

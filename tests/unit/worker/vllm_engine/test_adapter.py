@@ -95,7 +95,6 @@ async def test_a_worker_that_shuts_down_returns_requests_that_fit_elsewhere(
     for name in ("plain", "grammar"):
         adapter.llm.tell(name, output(5))
     await eventually(lambda: len(tokens(adapter)) == 2)
-    adapter.send(ReturnRequests(OtherRoom(100, ())))
     adapter.send(ReturnRequests(OtherRoom(100, (100,))))
     await eventually(lambda: refusals(adapter))
     (refusal,) = refusals(adapter)
