@@ -89,7 +89,7 @@ def gateway() -> Metrics:
 
 
 def _scheduler() -> SchedulerCollector:
-    state = SchedulerState(1, 1.0)
+    state = SchedulerState(1, 1.0, lateness=1.0, standard_wait_s=1.0)
     state.handle(GroupJoined(0.0, ServingGroup("g", 1, "w", "i", "h:1", "m", 1, 1, 1)))
     return SchedulerCollector(lambda: state.snapshot(0.0), lambda: True)
 

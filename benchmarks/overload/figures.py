@@ -10,7 +10,9 @@ from tideserve.load.record import RequestOutcome, SentRequest
 from tideserve.load.workload import BATCH_CLASS
 
 RECOVERED_FACTOR = 1.5
-"""The cluster has recovered when a probe's TTFT is at most this times that of an idle cluster."""
+"""Limit of the TTFT of probes after the recovery, relative to that of an idle cluster."""
+RECOVERED_PROBES = 3
+"""Probes in a row of which all but one are within the limit after the recovery."""
 EXPIRED = "HTTP 504"
 
 
@@ -73,15 +75,26 @@ def is_refusal(record: SentRequest) -> bool:
     return record.outcome is RequestOutcome.REJECTED or record.error.startswith(EXPIRED)
 
 
-def recovery_s(measured: Measured) -> float | None:
-    """Seconds from the last arrival, returns included, to the first token of the first probe that
-    is about as fast as on an idle cluster; None if there was none."""
-    last_s = max(record.due_s for record in measured.records)
-    limit_s = RECOVERED_FACTOR * measured.idle_ttft_s
-    for probe in measured.probes:
-        if probe.ttft_s is not None and probe.ttft_s <= limit_s:
-            return max(0.0, probe.sent_s + probe.ttft_s - last_s)
+def recovered_s(probes: Sequence[Probe], limit_s: float) -> float | None:
+    """Time of the first token of the first probe with a TTFT within `limit_s`, if at most one of
+    three probes in a row exceeds it; None if the cluster has not recovered."""
+    for at in range(len(probes) - RECOVERED_PROBES + 1):
+        fast_s = [
+            probe.sent_s + probe.ttft_s
+            for probe in probes[at : at + RECOVERED_PROBES]
+            if probe.ttft_s is not None and probe.ttft_s <= limit_s
+        ]
+        if len(fast_s) >= RECOVERED_PROBES - 1:
+            return fast_s[0]
     return None
+
+
+def recovery_s(measured: Measured) -> float | None:
+    """Seconds from the last arrival, returns included, until TTFT is about that of an idle cluster;
+    None if the cluster did not recover."""
+    last_s = max(record.due_s for record in measured.records)
+    at_s = recovered_s(measured.probes, RECOVERED_FACTOR * measured.idle_ttft_s)
+    return None if at_s is None else max(0.0, at_s - last_s)
 
 
 def load_figures(measured: Measured, with_room_s: Sequence[float] = ()) -> Figures:
@@ -106,6 +119,7 @@ def load_figures(measured: Measured, with_room_s: Sequence[float] = ()) -> Figur
         "interactive_in_time_share": quotient(met, len(interactive)),
         "recovery_s": recovery_s(measured),
         "idle_ttft_s": measured.idle_ttft_s,
+        "probe_ttft_s": [probe.ttft_s for probe in measured.probes],
         "retry_after_s": percentiles(waits_s),
         **_counts(records),
         "classes": {

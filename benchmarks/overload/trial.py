@@ -15,9 +15,8 @@ import psutil
 
 from benchmarks.client_process import run_job
 from benchmarks.faults.cluster import await_true, blocks_free
-from benchmarks.overload.figures import RECOVERED_FACTOR, Measured, Probe
+from benchmarks.overload.figures import RECOVERED_FACTOR, Measured, Probe, recovered_s
 from benchmarks.overload.load import (
-    PROMPT,
     Targets,
     class_shares,
     mean_tokens,
@@ -52,6 +51,10 @@ SETTLE_SHARE = 1 / 3
 REST_TIMEOUT_S = 90.0
 IDLE_PROBES = 5
 PROBE_TIMEOUT_S = 60.0
+PROBE_TOKENS = 192
+"""Prompt of a probe, which leaves room for decodes in an iteration of 256 tokens. A longer prompt
+needs two iterations while any request decodes: its TTFT would show when the last answer ends.
+"""
 PROBE_EVERY_S, SAMPLE_S = 0.25, 0.5
 AT_ONCE_EVERY, RETURNS_MAX = 5, 3
 
@@ -190,14 +193,14 @@ class Trial:
         limit_s: float = 0.0,
         until_s: float = float("inf"),
     ) -> list[Probe]:
-        """Send standard requests in turn: `count`, or until a TTFT is at most `limit_s`."""
+        """Send standard requests in turn: `count`, or until TTFT is within `limit_s` again."""
         server = OpenAIServer(self._cluster.urls[0], None)
         probes = list[Probe]()
         try:
             while len(probes) != count and monotonic_s() < until_s:
                 probe = await self._probe_once(server, targets, until_s)
                 probes.append(probe)
-                if probe.ttft_s is not None and probe.ttft_s <= limit_s:
+                if recovered_s(probes, limit_s) is not None:
                     break
                 await asyncio.sleep(max(0.0, probe.sent_s + PROBE_EVERY_S - monotonic_s()))
         finally:
@@ -207,7 +210,8 @@ class Trial:
     async def _probe_once(self, server: OpenAIServer, targets: Targets, until_s: float) -> Probe:
         number = next(self._probes)
         made = request(number, f"{self._seed} probe", DEFAULT_CLASS, targets)
-        made = replace(made, prompt_ids=prompt_ids(round(PROMPT.mean), f"probe {number}"))
+        prompt = prompt_ids(PROBE_TOKENS, f"probe {number}")
+        made = replace(made, prompt_ids=prompt, output_tokens=1)
         answer, sent_s = StreamedAnswer(), monotonic_s()
         with contextlib.suppress(StreamFailed, OSError, TimeoutError):
             async with timeout(min(PROBE_TIMEOUT_S, until_s - sent_s)):

@@ -6,12 +6,15 @@ half of the capacity, standard requests the rest. Their targets are those of the
 refused clients four return when Retry-After has passed, and one at once; each returns up to three
 times. A request is in time if it is served completely within its targets, counted from the attempt
 that is served. Tokens of such requests are counted in the steady part of a load, relative to the
-capacity. After the last arrival, probes measure when the TTFT is that of an idle cluster again.
+capacity. After the last arrival, probes measure when the TTFT is that of an idle cluster again:
+two of three probes in a row are at most 1.5 times as long.
 
-Systems take turns at each load: the default settings, the same without refusal of late requests
-(`todays-rules`), and that with first come, first served (`fcfs`; in a quick run at 10 × only). Then
-half of ten times the load are batch requests, standard requests have no targets, and `slo` and
-`priority` are measured. Iterations are paced, so that workers do not compete for processors.
+Systems take turns at each load. `tideserve` has the default settings: `slo` and refusal of late
+requests. `todays-rules` is `slo` with online requests by deadline alone, without that refusal.
+`fcfs`, the former default, is first come, first served without it (in a quick run at 10 × only).
+Tokens in time are compared with the better of these two. Then half of ten times the load are batch
+requests, standard requests have no targets, and `slo` and `priority` are measured. Iterations are
+paced, so that workers do not compete for processors.
 """
 
 import re
@@ -152,7 +155,7 @@ def _measure(
             plan.say(f"{name}, {factor} ×: {cell_text(load_figures(done), base)}")
         with_room = {name: refused_with_room_s(plan.folder / name) for name in trials}
     return capacities, {
-        name: {factor: load_figures(one, with_room[name]) for factor, one in of.items()}
+        name: {factor: load_figures(done, with_room[name]) for factor, done in of.items()}
         for name, of in measured.items()
     }
 

@@ -29,6 +29,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
         "Admit": (GATEWAY,),
         "ReportLoad": (WORKER,),
         "FindRoom": (WORKER,),
+        "ListRefusals": (GATEWAY, ADMIN),
     },
     "tideserve.memmgr.v1.MemmgrService": {
         "ReportMemory": (WORKER,),

@@ -103,7 +103,7 @@ class Refusal:
 
     `retry_after_s` is None if a retry is pointless. `reason` is None if a newer scheduler sent a
     reason that this version does not know. `booked`: `retry_after_s` is a whole number of seconds
-    after which the scheduler has room for the retry.
+    after which the scheduler has room for the retry. `estimated`: it answers an estimated ask.
     """
 
     request_id: str
@@ -111,3 +111,4 @@ class Refusal:
     message: str
     retry_after_s: float | None = None
     booked: bool = False
+    estimated: bool = False

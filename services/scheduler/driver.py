@@ -18,6 +18,7 @@ from services.core.scheduler.vocabulary import (
     Command,
     Event,
     GatewayGone,
+    LateRefusals,
     LoadReported,
     Snapshot,
     Ticked,
@@ -158,6 +159,10 @@ class SchedulerDriver:
     def demands(self) -> tuple[ModelDemand, ...]:
         """The current demand per model."""
         return self._state.demands(monotonic_s())
+
+    def late_refusals(self) -> list[LateRefusals]:
+        """The latest refusals for lateness, by model and class."""
+        return self._state.late_refusals(monotonic_s())
 
     @contextmanager
     def gateway_stream(self) -> Iterator[GatewayOutbox]:

@@ -21,6 +21,7 @@ from services.scheduler.translate import (
     to_frame,
     to_heartbeat,
     to_load_event,
+    to_refusals,
 )
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -95,6 +96,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.FindRoomResponse(
             longest_tokens=room.longest_tokens, group_tokens=room.group_tokens
         )
+
+    async def ListRefusals(
+        self,
+        request: scheduler_pb2.ListRefusalsRequest,
+        context: grpc.aio.ServicerContext[
+            scheduler_pb2.ListRefusalsRequest, scheduler_pb2.ListRefusalsResponse
+        ],
+    ) -> scheduler_pb2.ListRefusalsResponse:
+        return to_refusals(self._driver.late_refusals())
 
     async def _read(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitRequest], outbox: GatewayOutbox

@@ -18,6 +18,7 @@ from services.core.scheduler.vocabulary import (
     BATCH_TOKENS,
     Asked,
     Command,
+    LateRefusals,
     LoadReported,
     OutcomeReported,
     SendAssignment,
@@ -177,6 +178,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     message=command.message,
                     retry_after_s=command.retry_after_s or 0.0,
                     booked=command.booked,
+                    estimated=command.estimated,
                 )
             )
         case SendProceed():
@@ -204,4 +206,25 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
                 for wait in snapshot.class_waits
             ],
         )
+    )
+
+
+def to_refusals(refusals: Iterable[LateRefusals]) -> scheduler_pb2.ListRefusalsResponse:
+    """The answer of `ListRefusals`."""
+    return scheduler_pb2.ListRefusalsResponse(
+        refusals=[
+            scheduler_pb2.LateRefusals(
+                model=refusal.model,
+                service_class=service_message(Service(refusal.service_class)).service_class,
+                last_minute=refusal.last_minute,
+                age_s=refusal.age_s,
+                wait_s=refusal.last.wait_s,
+                left_s=refusal.last.left_s,
+                ahead_tokens=refusal.last.ahead_tokens,
+                rate=refusal.last.rate,
+                limited_by=refusal.last.by,
+                retry_after_s=refusal.retry_after_s,
+            )
+            for refusal in refusals
+        ]
     )

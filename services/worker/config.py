@@ -35,7 +35,7 @@ VLLM_DEFAULTS: Mapping[str, int] = {
 }
 
 
-class Drain(StrEnum):
+class DrainMode(StrEnum):
     """What happens to the requests of a worker that shuts down."""
 
     MOVE = "move"
@@ -179,9 +179,9 @@ class WorkerConfig(ServiceConfig):
         maximum=86400,
         expert=True,
     )
-    drain: Drain = choice(
-        Drain.MOVE,
-        Drain,
+    drain: DrainMode = choice(
+        DrainMode.MOVE,
+        DrainMode,
         "What happens to running requests after SIGTERM: move lets other workers with room resume"
         " them, for gateways with `resume_streams`; wait lets them finish.",
     )

@@ -10,6 +10,8 @@ import torch
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.groups.layer_map import Stage
+from services.core.planner.config import IterationConfig
+from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner import ModelRunner
@@ -40,6 +42,7 @@ async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProces
         dtype="float64",
         profile_when_idle=False,
         learn_costs=False,
+        planner=IterationConfig(scheduling=Scheduling.FCFS),  # slo needs a cost model
     )
     made = EngineProcesses()
     try:

@@ -68,7 +68,8 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
         chunk_size="64KiB",
         overload_policy="recompute",  # groups change by hand only
         **dict.fromkeys(("gateway", "memmgr", "worker"), log),
-        scheduler=log | {"dispatch": PREFIX},
+        # All wait for as long as it takes.
+        scheduler=log | {"dispatch": PREFIX, "standard_wait_s": 0.0},
     ) as cluster:
         await flood(cluster)
         await repeat(cluster)

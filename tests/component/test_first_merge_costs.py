@@ -49,7 +49,7 @@ def merged_prefills(config: MemberConfig, entries: list[LogEntry]) -> list[bool]
 
 @pytest.mark.cluster
 def test_the_first_merge_without_a_profile_forms_batches_by_cost(tmp_path: Path) -> None:
-    """A first start with default options: the event log replays, but not with token counts."""
+    """A first start with default planner options: the log replays, but not with token counts."""
     logs = tmp_path / "logs"
     with Cluster(
         model_dir=make_tiny_model(tmp_path / "model", seed=3, layers=4),
@@ -57,6 +57,7 @@ def test_the_first_merge_without_a_profile_forms_batches_by_cost(tmp_path: Path)
         chunk_size="64KiB",
         environment={"TIDESERVE_CACHE": str(tmp_path / "cache")},
         services={"event_log": str(logs)},
+        scheduler={"lateness": 0.0},  # all wait for as long as it takes
     ) as cluster:
         cluster.eventually(
             lambda: [row["cost_model"] for row in cluster.workers()] == ["start"] * 2

@@ -19,6 +19,7 @@ from tideserve.common.v1 import service_pb2
 from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tideserve.kserve.v2 import inference_pb2, inference_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2
+from tideserve.worker.v1 import worker_pb2
 
 # Stubs are not typed for asynchronous calls.
 Stub = Any
@@ -80,9 +81,9 @@ async def test_every_http_api_reports_a_late_request_with_its_booked_retry(case:
             kind = "overloaded_error" if path == "/v1/messages" else "service_unavailable"
             assert error["type"] == kind
             assert error.get("code", "too_late") == "too_late"
-    told = samples((await case.http.get("/metrics")).text)
+    metrics = samples((await case.http.get("/metrics")).text)
     labels = {"model_name": "m", "reason": "too_late", "class": "standard"}
-    assert value(told, "vllm:admission_rejections_total", **labels) == 2 * len(ROUTES)
+    assert value(metrics, "vllm:admission_rejections_total", **labels) == 2 * len(ROUTES)
 
 
 async def test_a_retry_without_a_booking_has_jitter(case: Case) -> None:
@@ -289,6 +290,38 @@ async def test_first_tokens_and_ends_are_reported(case: Case) -> None:
         (5, True),
     ]
     assert all(0 < outcome.ttft_s < 60 for outcome in outcomes)
+
+
+async def test_the_end_of_a_request_whose_client_disconnects_is_reported(case: Case) -> None:
+    await predict(case)
+    for worker in case.cluster.workers:
+        worker.pause_at = 2
+    async with case.stream(max_tokens=50) as answer:
+        text = answer.aiter_lines()
+        await anext(text)
+        await eventually(lambda: outcomes_of(case))
+    await eventually(lambda: len(outcomes_of(case)) == 2)
+    first, end = outcomes_of(case)
+    assert (first.output_tokens, first.cut_off) == (0, False)
+    assert end.output_tokens in (1, 2) and end.cut_off
+    assert end.ttft_s == first.ttft_s
+
+
+async def test_the_end_of_a_request_that_fails_is_reported_after_its_first_token(
+    case: Case,
+) -> None:
+    await predict(case)
+    for fails_after in (0, 3):
+        for worker in case.cluster.workers:
+            # Requests that fail so are not retried.
+            worker.fails_after, worker.failure = fails_after, worker_pb2.FINISH_REASON_INVALID
+        assert (await case.complete(max_tokens=50)).status_code == 400
+    await eventually(lambda: len(outcomes_of(case)) >= 2)
+    outcomes = outcomes_of(case)
+    assert [(outcome.output_tokens, outcome.cut_off) for outcome in outcomes] == [
+        (0, False),
+        (3, True),
+    ]
 
 
 async def test_a_scheduler_that_does_not_want_outcomes_gets_none(case: Case) -> None:

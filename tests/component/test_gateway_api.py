@@ -324,6 +324,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "losses",
         "shortfalls",
         "split_obstacles",
+        "late_refusals",
         "scheduling",
     }
     assert status["scheduling"] == "slo"

@@ -238,7 +238,7 @@ def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> N
             told += [(one.request_id, one.token_id) for one in member.take_outbox().tokens]
         assert told == [(name, token) for name in ("online", "batch") for token in alone[name]]
         assert state.resumed_iterations_total == 1
-        assert member.iteration_tokens.tokens == 40 + 1 + 3 + 1
+        assert member.iteration_tokens.total == 40 + 1 + 3 + 1
     finally:
         member.mover.close()
         runner.close()

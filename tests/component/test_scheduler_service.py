@@ -224,7 +224,8 @@ async def test_a_restarted_scheduler_is_asked_again(store: Store) -> None:
 
     record = worker_record()
     async with (
-        scheduler(store) as address,
+        # Else the older request would be late, and stand behind the other.
+        scheduler(store, standard_wait_s=0.0) as address,
         worker_in_group(store, record),
         FakeGateway.connected(address) as gateway,
     ):

@@ -40,6 +40,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Iterator[C
         dtype="float64",
         chunk_size="64KiB",
         overload_policy=policy,
+        # All wait for as long as it takes.
+        scheduler={"lateness": 0.0},
         memmgr={"split_dwell_s": 1.0},
     ) as running:
         yield running

@@ -9,6 +9,7 @@ from services.common.event_log import EventLog
 from services.core.changeover.state import Changeover, MemberConfig
 from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
+from services.core.queue_order import Scheduling
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
@@ -68,7 +69,7 @@ def make_engine(
         max_waiting=1000,
         min_microbatch_tokens=4,
         prefix_caching=prefix_caching,
-        **(planner or {}),
+        **{"scheduling": Scheduling.FCFS, **(planner or {})},  # slo needs a cost model
     )
     memory, worker_id = runner.stage_memory, identity.worker_id
     member_config = MemberConfig(worker_id, memory.num_layers, memory.tied_embeddings, made_with)

@@ -107,7 +107,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self.refusal is not None:
             refusal = scheduler_pb2.Refusal()
             refusal.CopyFrom(self.refusal)
-            refusal.request_id = ask.request_id
+            refusal.request_id, refusal.estimated = ask.request_id, ask.estimated
             return [scheduler_pb2.AdmitResponse(refusal=refusal)]
         if ask.estimated:
             proceed = scheduler_pb2.Proceed(request_id=ask.request_id)

@@ -101,8 +101,10 @@ class FakeRunner:
         batch: Batch,
         hidden: torch.Tensor | None = None,
         interrupted: Callable[[], bool] | None = None,
+        *,
+        suspends: bool = False,
     ) -> StageOutput | None:
-        """As `ModelRunner.run_stage`."""
+        """As `ModelRunner.run_stage`, but never suspends."""
         self.before_run()
         memory = self.stage_memory
         assert (hidden is None) == (memory.layers.start == 0)

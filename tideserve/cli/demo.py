@@ -40,7 +40,9 @@ OPTIONS: dict[str, Any] = TINY_OPTIONS | {
     "memory": MEMORY_BYTES,
     "dtype": "float32",
     "paced": DEVICE,
+    # Every request is served, however long it waits, so that the policies can be compared.
     "queue_deadline": 160.0,
+    "scheduler": {"lateness": 0.0},
     "worker": {"profile_when_idle": False},
     # A short dwell, so that the demo shows how parameters are restored.
     "memmgr": {"split_dwell_s": 2.0},

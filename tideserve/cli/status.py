@@ -98,7 +98,7 @@ def show_status(
 ) -> None:
     """Print the state of the cluster whose admin port is `url`.
 
-    `why` adds its decisions and losses. With `folder`, the folder of a cluster on this machine, its
+    `why` adds decisions, losses and refusals. With `folder`, that of a cluster on this machine, its
     processes are checked too, and the other services are queried if the gateway does not answer.
 
     Raises:
@@ -150,6 +150,7 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
             for line in lines:
                 console.print(f"  {escape(line)}", soft_wrap=True)
         _print_losses(console, status)
+        _print_refusals(console, status)
     for device, workers in paced_workers(status).items():
         console.print(
             f"[yellow]! PACED: iterations of {escape(workers)} are padded to the times of"
@@ -187,6 +188,24 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
         console.print(f"  {escape(line)}", soft_wrap=True)
     for line in draining_lines(status):
         console.print(escape(line), soft_wrap=True)
+
+
+def _print_refusals(console: Console, status: Mapping[str, Any]) -> None:
+    console.print("[bold]Refusals for lateness[/] [dim](the last of each class)[/]")
+    for line in refusal_lines(status) or ["none since this scheduler started"]:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def refusal_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each model and class: how many were late, and the numbers of the last."""
+    return [
+        f"{row['model']}, {row['service_class']}: {row['last_minute']:,} in the last minute. The"
+        f" last, {row['age_s']:.0f} s ago: predicted up to {row['wait_s']:.1f} s, due in"
+        f" {max(0.0, row['left_s']):.1f} s; {row['ahead_tokens']:,} tokens ahead,"
+        f" {row['rate']:,.0f} start per second, limited by {row['limited_by']}; Retry-After"
+        f" {row['retry_after_s']:.0f} s"
+        for row in status.get("late_refusals") or []
+    ]
 
 
 def obstacle_lines(status: Mapping[str, Any]) -> list[str]:

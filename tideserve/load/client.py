@@ -208,7 +208,7 @@ class LoadClient:
         lead_in: bool = False,
         attempt: ClientAttempt = FIRST,
     ) -> SentRequest:
-        """Send a request and record the attempt; of a lead-in, only one that does not complete."""
+        """Send a request and record the attempt; of a lead-in, only if it does not complete."""
         answer, error = StreamedAnswer(), ""
         sent_s = due_s
 

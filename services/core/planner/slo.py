@@ -126,17 +126,23 @@ class SloPlanner:
         begun = deque(sorted(ready.prefills, key=deadline.order_s))
         preemptions = table.preemptions_total
         while spent.tokens_left > 0:
-            queue = table.waiting
-            first = queue[0] if admit and queue and queue[0].online else None
             if spent.tokens >= floor and not spent.tokens_within(0, limit_s, 1):
                 break
-            if begun and (first is None or deadline.order_s(begun[0]) <= deadline.order_s(first)):
-                sequence = begun.popleft()
-            elif first is not None:
+            queue = table.waiting
+            first = queue[0] if admit and queue and queue[0].online else None
+            fitting = None
+            if first is not None:
                 fitting = table.next_to_admit(config.max_running, config.overtaken_max)
                 if fitting is None or not fitting.online:
-                    plan.contended, admit = True, False
-                    continue
+                    # It lacks blocks or a slot, which does not matter behind begun prompts.
+                    due = not begun or deadline.order_s(begun[0]) > deadline.order_s(first)
+                    plan.contended, fitting = plan.contended or due, None
+            # Not `first`: a prompt that overtakes it goes by its own deadline.
+            if begun and (
+                fitting is None or deadline.order_s(begun[0]) <= deadline.order_s(fitting)
+            ):
+                sequence = begun.popleft()
+            elif fitting is not None:
                 sequence = table.admit(fitting, config.max_running)
                 ready.online += 1
             else:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
+from services.core.scheduler.assignments import Totals
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
 from services.core.scheduler.lateness import Estimate, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import RATE_WINDOW_S, ClassRates, retry_after_s
-from services.core.scheduler.vocabulary import Asked, Late
+from services.core.scheduler.vocabulary import Asked, Late, SendRefusal
 from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
@@ -50,7 +51,7 @@ class NotAdmitted:
 class Admission:
     """Decides which requests may wait in the queue, by its length and the known groups.
 
-    Reads the caller's queue, groups and rates, and changes none of them.
+    Reads the caller's queue, groups and rates, and counts refusals in `totals`.
     """
 
     queue: WaitQueue
@@ -61,6 +62,7 @@ class Admission:
     queue_deadline_s: float
     lateness: Lateness
     rules: ClassRules = NO_CLASSES
+    totals: Totals = field(default_factory=Totals)
     # KV tokens that each model lacks even if all its groups merge.
     shortfalls: dict[str, int] = field(default_factory=dict)
 
@@ -162,6 +164,40 @@ class Admission:
             queued = queue.demand(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(queued, rates.per_s(classes, now_s)))
         return max(waits)
+
+    def refuse(
+        self,
+        ask: Asked,
+        stream_id: int,
+        refused: NotAdmitted,
+        now_s: float,
+        start_tokens: int = 0,
+        arrival_s: float = 0.0,
+    ) -> SendRefusal:
+        """Count a refusal, and book time for a retry if the request could start then."""
+        service_class = ask.service.service_class
+        self.totals.refused[refused.reason] += 1
+        self.totals.refused_of_class[service_class] += 1
+        message, wait_s, booked, retry = refused.message, refused.retry_after_s, False, None
+        model = self.groups.of_model(ask.model)
+        if refused.is_overload:
+            if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
+                retry = self.lateness.retry(ask, model, start_tokens, arrival_s, now_s)
+            wait_s, booked = retry or (self.retry_after_s(ask, now_s), False)
+            if refused.late is not None and model is not None:
+                self.totals.refused_late[ask.model, service_class, refused.late.by] += 1
+                model.meter.late.note(service_class, refused.late, wait_s, now_s)
+                message += f"; retry in {wait_s:.0f} s"
+        return SendRefusal(
+            ask.request_id,
+            message,
+            wait_s,
+            reason=refused.reason,
+            stream_id=stream_id,
+            booked=booked,
+            estimated=ask.estimated,
+            late=refused.late,
+        )
 
     def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
         """The first new request whose model's groups have not returned within `REGROUP_S`."""
@@ -323,9 +359,9 @@ def check_size(prompt_tokens: int, max_tokens: int, longest: int | None) -> NotA
 def _too_late(late: Late) -> NotAdmitted:
     return NotAdmitted(
         RefusalReason.TOO_LATE,
-        f"the first token would come in {late.wait_s:.1f} s, but is due in"
+        f"the first token may take up to {late.wait_s:.1f} s, but is due in"
         f" {max(0.0, late.left_s):.1f} s: {late.ahead_tokens} tokens are ahead, and"
-        f" {late.rate:.0f} start per second, limited by {late.by}; retry later",
+        f" {late.rate:.0f} start per second, limited by {late.by}",
         late=late,
     )
 

@@ -23,7 +23,7 @@ class Assigned:
 
     group_id: str
     epoch: int
-    # When the request first arrived, and when it was assigned.
+    # When the request first arrived, with `booked` at its first try; and when it was assigned.
     arrival_s: float
     assigned_s: float
     requeues: int = 0
@@ -33,6 +33,7 @@ class Assigned:
     service_class: ServiceClass = ServiceClass.STANDARD
     keys: Keys = ()
     prompt_tokens: int = 0
+    booked: bool = False
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:

@@ -44,12 +44,11 @@ class ClassRules:
     class_order: Order = choice(
         Order.CLASS,
         Order,
-        "Order of a tenant's online requests with scheduling priority, slo or round_robin. class:"
+        "Order of a tenant's online requests, unless scheduling is fcfs or prefill_first. class:"
         " interactive before standard, within a class by rank and arrival, with slo by deadline;"
-        " deadline: earliest deadline of the first token first, ten seconds after arrival for"
-        " requests without a target. Batch comes last. Requests that are late already stand behind"
-        " the others. conserve and bros always use the deadline, fcfs and prefill_first the"
-        " arrival.",
+        " conserve and bros order by deadline alone, waiting_time by arrival. deadline: earliest"
+        " deadline of the first token first, ten seconds after arrival for requests without a"
+        " target. Batch comes last. Requests that are late already stand behind the others.",
         expert=True,
     )
     batch_queue_limit: int = number(

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from operator import itemgetter
 
 from services.core.queue_order import QueueKey
@@ -36,7 +37,7 @@ class _Tenant:
         """Tokens that it starts before its counter exceeds `counter`, on average."""
         if counter < self.served_tokens:
             return 0
-        # The request that crosses the bound starts as a whole: add half of one.
+        # The request that crosses the bound starts as a whole: add half a request.
         half = self.waiting_tokens // (2 * len(self.entries))
         return min(self.waiting_tokens, counter - self.served_tokens + half)
 
@@ -126,6 +127,12 @@ class FairQueue:
         )
         return before + own_tokens + others
 
+    def busiest(self, band_key: QueueKey) -> str:
+        """The tenant with the most waiting tokens in a band; "" if none waits. O(tenants)."""
+        band = self._bands.get(band_key)
+        waiting = band.waiting if band is not None else {}
+        return max(waiting, key=lambda name: waiting[name].waiting_tokens, default="")
+
     def check_invariants(self) -> None:
         """Raise AssertionError if entries are out of order, or a band or a tenant is empty."""
         for band in self._bands.values():
@@ -145,6 +152,10 @@ def _fair_order(band: _Band) -> Iterator[str]:
     heapify(heap)
     while heap:
         served_tokens, entry, number, name = heap[0]
+        if len(heap) == 1:
+            for entry in islice(band.waiting[name].entries, number, None):
+                yield entry[-1]
+            return
         yield entry[-1]
         tenant = band.waiting[name]
         if number + 1 == len(tenant.entries):

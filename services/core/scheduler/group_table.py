@@ -24,9 +24,10 @@ from services.core.scheduler.dispatch import (
 )
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.late_refusals import RecentRefusals
 from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
-from services.core.scheduler.rate import ClassRates, QueuePace
+from services.core.scheduler.rate import ClassRates, QueuePace, RecentSum
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.service import Service, ServiceClass
 
@@ -39,43 +40,16 @@ REFUSALS_S = 10
 
 
 @dataclass(slots=True)
-class RecentSum:
-    """Requests and their KV tokens over the last `window_s`, in buckets of 1 s."""
-
-    window_s: int
-    # Requests and tokens by second, oldest first.
-    _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, tokens: int, now_s: float) -> None:
-        """Count a request that needs `tokens` of KV."""
-        self._discard_old(now_s)
-        requests, total = self._seconds.get(int(now_s), (0, 0))
-        self._seconds[int(now_s)] = requests + 1, total + tokens
-
-    def at(self, now_s: float) -> tuple[int, int]:
-        """Requests and tokens in the window."""
-        self._discard_old(now_s)
-        counts = self._seconds.values()
-        return sum(count[0] for count in counts), sum(count[1] for count in counts)
-
-    def per_s(self, now_s: float) -> float:
-        """Tokens per second over the window, including the unfinished second."""
-        return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
-
-    def _discard_old(self, now_s: float) -> None:
-        oldest = int(now_s) - self.window_s
-        while self._seconds and (first := next(iter(self._seconds))) <= oldest:
-            del self._seconds[first]
-
-
-@dataclass(slots=True)
 class DemandMeter:
-    """Arrivals, dispatches and refusals of a model."""
+    """Arrivals, dispatches and refusals of a model; `late`: refusals for lateness."""
 
     arrived: RecentSum = field(default_factory=lambda: RecentSum(ARRIVALS_S))
     # Those of the class interactive, which other requests let pass if classes order the queue.
     interactive: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
+    # Interactive requests that were admitted: those that others really let pass.
+    passing: RecentSum = field(default_factory=lambda: RecentSum(INTERACTIVE_S))
     refused: RecentSum = field(default_factory=lambda: RecentSum(REFUSALS_S))
+    late: RecentRefusals = field(default_factory=RecentRefusals)
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
@@ -124,7 +98,7 @@ def most_idle(load: GroupLoad) -> Score:
     return (float(load.online_sequences), -float(load.batch_start_blocks))
 
 
-IDLE_HELD = 4
+IDLE_HELD = 2
 """Multiple of `held_tokens` that an idle worker may get before its next report."""
 
 
@@ -141,24 +115,29 @@ def timely_room(load: GroupLoad) -> int:
 
 HELD_S = 0.2
 """Predicted time of a group's prefill backlog from which further requests wait in the queue."""
+FULL_TOKENS = 1024
+"""Prefill tokens from which a larger iteration hardly raises the throughput."""
 
 
 def held_tokens(group: ServingGroup, costs: CostModel | None) -> float:
     """Tokens of prefill backlog from which further requests wait in the queue; see `timely_room`.
 
-    At least half of an iteration, so that the next iteration has work when a report arrives.
+    Enough for the iteration that runs and the next, which begins before a report can bring further
+    requests, but of large iterations only a part.
     """
     iteration_tokens = group.members * group.max_batch_tokens
     costs = group.cost_model or costs
     if costs is None:
         return ITERATIONS_AHEAD * iteration_tokens
     token_s = costs.beyond_knee.chunk_s(0, group.max_batch_tokens) / group.max_batch_tokens
-    return max(iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
+    least = min(ITERATIONS_AHEAD * iteration_tokens, FULL_TOKENS * group.members)
+    return max(least, iteration_tokens / 2, HELD_S * group.members / max(token_s, 1e-9))
 
 
 MODELS_REMEMBERED_MAX = 1_000
 REGROUP_S = 10.0
-"""How long new requests of a model wait after its last group left, which may just be splitting."""
+"""How long new requests of a model wait after its last group left, which may just be splitting; and
+its meter is kept."""
 
 
 @dataclass(slots=True)
@@ -216,9 +195,9 @@ class ModelGroups:
             picked = self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
         else:
             picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
-        return None if picked is None or self._is_kept_from(ask, picked) else picked
+        return None if picked is None or self.is_kept_from(ask, picked) else picked
 
-    def _is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
+    def is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
         """Whether a group keeps its room for interactive requests."""
         is_standard = ask.service.service_class is ServiceClass.STANDARD and not ask.resumed
         if not self.kept_share or not is_standard or load.is_idle:
@@ -331,6 +310,8 @@ class GroupTable:
     _longest_served: dict[str, int] = field(default_factory=dict)
     # When the last group left, for models that no group serves now.
     _left_s: dict[str, float] = field(default_factory=dict)
+    # The meters of such models until `REGROUP_S` later, if `holds`: with bookings and predictions.
+    _left_meters: dict[str, DemandMeter] = field(default_factory=dict)
     # Ranks workers lower that leave and return often; detects stalls of this process.
     _flap_damping: FlapDamping = field(default_factory=FlapDamping)
     _pause_detector: LocalPauseDetector = field(default_factory=LocalPauseDetector)
@@ -391,12 +372,16 @@ class GroupTable:
         # The demand of a model outlives its groups: keep its meter when the only group is replaced.
         before = self._models.get(group.model)
         self.leave(group.group_id, now_s)
+        self._forget_meters(now_s)
+        left_meter = self._left_meters.pop(group.model, None)
         self._left_s.pop(group.model, None)
         load = GroupLoad(group, self.growth_blocks, held_tokens=held_tokens(group, self.ttft))
         load.flaps = self._flap_damping.is_flapping(group.worker_id, now_s)
         self._loads[group.group_id] = load
         if group.model not in self._models:
-            meter = before.meter if before is not None else DemandMeter()
+            meter = before.meter if before is not None else left_meter or DemandMeter()
+            if before is None and left_meter is not None:
+                meter.begin_pace(now_s)  # nothing could start in the meantime
             prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
             batch_index = GroupIndex(most_idle, batch_room) if self.rules.enabled else None
             index = GroupIndex(self.score, timely_room if self.holds else start_blocks)
@@ -414,9 +399,11 @@ class GroupTable:
         model, worker_id = load.group.model, load.group.worker_id
         self._models[model].remove(group_id)
         if not self._models[model].index.loads:
-            del self._models[model]
+            meter = self._models.pop(model).meter
             if model in self._longest_served:
                 self._left_s[model] = now_s
+                if self.holds:
+                    self._left_meters[model] = meter
         self._partition(model)
         if self._group_of_worker.get(worker_id) == group_id:
             del self._group_of_worker[worker_id]
@@ -451,6 +438,7 @@ class GroupTable:
 
     def check_liveness(self, now_s: float) -> None:
         """Record silent workers, update which workers flap, and remove expired reservations."""
+        self._forget_meters(now_s)
         trusts_silence = self._pause_detector.tick(now_s)
         for load in self._loads.values():
             worker_id = load.group.worker_id
@@ -498,6 +486,12 @@ class GroupTable:
             model.meter.waits.check_invariants()
         assert set(self._group_of_worker.values()) <= set(self._loads)
         assert self._left_s.keys() <= self._longest_served.keys() - self._models.keys()
+        assert self._left_meters.keys() <= self._left_s.keys()
+
+    def _forget_meters(self, now_s: float) -> None:
+        """Forget the meters of models whose groups have not returned within `REGROUP_S`."""
+        for model in [m for m in self._left_meters if now_s >= self._left_s[m] + REGROUP_S]:
+            del self._left_meters[model]
 
     def _note_longest(self, load: GroupLoad) -> None:
         model, tokens = load.group.model, load.tokens_max

@@ -1,25 +1,26 @@
 """Refuses requests that would get their first token too late, by their predicted wait.
 
 A request has a limit for the time to its first token: its target, or `standard_wait_s` for a
-standard request without one, and the queue's deadline. In doubt a request is admitted, unless more
-requests arrive than start; then it is refused in doubt, so that those that are admitted are served
-in time. Requests that could start now, and requests that would miss their target in an idle group,
-are never refused. While a merge of groups might provide KV memory, only those are refused that
-would be late with unlimited memory.
+standard request without one, and the queue's deadline. A target that is missed even in an idle
+group counts as none. In doubt a request is admitted, unless more requests arrive than start; then
+it is refused in doubt, so that those that are admitted are served in time. Requests that could
+start now are never refused. While a merge of groups might provide KV memory, only those are refused
+that would be late with unlimited memory.
 """
 
 import math
+from bisect import bisect
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.core.scheduler.assignments import Assignments
-from services.core.scheduler.calendar import Booking, Calendar, Rates, shape_of
+from services.core.scheduler.calendar import HORIZON_S, Booking, Calendar, shape_of
 from services.core.scheduler.class_rules import ONLINE
 from services.core.scheduler.dispatch import has_room, start_blocks
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
-from services.core.scheduler.prediction import WaitPrediction, backlog_s
+from services.core.scheduler.prediction import RANGES_S, WaitPrediction, backlog_s
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -37,9 +38,16 @@ SIGNIFICANT = 3.0
 SHORT_TOKENS = 64
 """Prompt tokens of the request for which `class_waits` predicts."""
 LENIENT = 2.0
-"""Factor by which even the optimistic wait must exceed the limit while there is no overload."""
-WALK_S = 1.0
-"""Period in which the predictions of all waiting requests are repeated."""
+"""Factor by which even the optimistic wait must exceed the limit while there is no overload, and of
+retries at their booked time; and the limit of a request that misses its target even in an idle
+group, as a multiple of its time there."""
+ARRIVED_LEAST_S = 1.0
+"""Least time over which the rate of arrivals is measured."""
+WAITED_S = 1.0
+"""Requests that have waited longer when they are asked for were asked for before, unless a gateway
+is very slow."""
+WALK_S, WALK_REQUEST_S = 0.25, 1e-4
+"""Period in which the predictions of all waiting requests are repeated: at least, and for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,15 @@ class Estimate:
 
     `limit_s` is the longest time to its first token. `prediction`: None if unknown. `booking`: the
     one that it uses, for its retry at the booked time. `alone_s`: its time in an idle group.
+    `counted`: it has been counted as an arrival before: it is a retry before the time of its
+    booking, or is asked for again after a restart of the scheduler.
     """
 
     limit_s: float
     prediction: WaitPrediction | None
     booking: Booking | None
     alone_s: float
+    counted: bool
 
 
 @dataclass(slots=True)
@@ -92,20 +103,26 @@ class Lateness:
         if limit_s is None or model is None or ask.resumed or ask.failed is not None:
             return None
         calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
-        booking, due = None, False
         if ask.estimated:
-            due = calendar.is_due(ask.now_s, owner, shape)
+            booking = calendar.due_booking(ask.now_s, owner, shape)
         else:
             model.meter.waits.note_ask(ask)
             booking = calendar.arrive(ask.now_s, owner, shape)
+        early = booking is None and calendar.is_retry(owner, shape)
+        counted = early or ask.waited_s > WAITED_S
         ahead = self.queue.rules.classes_ahead(ask.service)
         if not self.queue.demand(ask.model, ahead)[0] and self.could_start(ask, model, ask.now_s):
-            return Estimate(limit_s, None, booking, 0.0)  # it starts now
+            return Estimate(limit_s, None, booking, 0.0, counted)  # it starts now
         if booking is not None:
             arrival_s = min(arrival_s, booking.arrival_s)
-        booked = due or booking is not None
+        booked = booking is not None
         prediction = self.predict(ask, model, arrival_s, start_tokens, ask.now_s, booked)
-        return Estimate(limit_s, prediction, booking, alone_s(ask, model))
+        idle_s = alone_s(ask, model)
+        if idle_s > limit_s:
+            # No retry helps this request, but it must not keep its place for ever.
+            limit_s = max(self.standard_wait_s or math.inf, LENIENT * idle_s)
+            limit_s = min(limit_s, self.queue_deadline_s)
+        return Estimate(limit_s, prediction, booking, idle_s, counted)
 
     def predict(
         self,
@@ -123,15 +140,13 @@ class Lateness:
         waits, service_class = model.meter.waits, ask.service.service_class
         ahead = self.queue.tokens_ahead(ask, arrival_s)
         queued = ahead > 0 or not self.could_start(ask, model, now_s)
-        passing = 0.0
-        if service_class is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
-            passing = model.meter.interactive.per_s(now_s)
-        group_s = prefill_s(ask, model)
-        rate = waits.rate_beside(passing, now_s)
+        group_s, rate = prefill_s(ask, model), self._rate(service_class, model, now_s)
         if queued and not booked and rate:
-            calendar = self.calendar(ask, model)
-            due_tokens, _ = calendar.due(now_s + (ahead + start_tokens) / rate)
-            ahead += round(due_tokens * calendar.used_share)
+            # Owners take turns if classes are on.
+            owner = ask.service.tenant if self.queue.rules.enabled else None
+            ahead += self.calendar(ask, model).tokens_ahead(
+                now_s, owner, ahead + start_tokens, rate
+            )
         return waits.predict(
             ahead, start_tokens if queued else 0, group_s, rate, service_class, now_s
         )
@@ -143,6 +158,7 @@ class Lateness:
         self.calendar(ask, model).release(ask.service.tenant, shape_of(ask))
         if estimate.prediction is not None:
             waiting.raw_s = estimate.prediction.raw_s
+        waiting.booked = estimate.booking is not None
         due_s = waiting.deadline_start_s + estimate.limit_s
         if ask.now_s + estimate.alone_s > due_s:
             waiting.late = True
@@ -187,10 +203,13 @@ class Lateness:
             "wait_ratios": ratios,
         }
 
-    def book(
+    def retry(
         self, ask: Asked, model: ModelGroups, start_tokens: int, arrival_s: float, now_s: float
-    ) -> Booking | None:
-        """Book time for the retry of a request that is refused now; None if that is impossible."""
+    ) -> tuple[float, bool] | None:
+        """Retry-After of a request that is refused now, and whether time is booked for it.
+
+        None if nothing is predicted. Without time left until `HORIZON_S`, it is that.
+        """
         if self.limit_s(ask.service) is None:
             return None
         prediction = self.predict(ask, model, now_s, start_tokens, now_s, booked=True)
@@ -198,9 +217,11 @@ class Lateness:
             return None
         calendar, owner, shape = self.calendar(ask, model), ask.service.tenant, shape_of(ask)
         earliest_s = now_s + prediction.ahead_tokens / prediction.rate
-        rates = Rates(prediction.rate)
-        return calendar.book(
-            *(now_s, owner, shape, start_tokens, 0, earliest_s, rates), arrival_s=arrival_s
+        booking = calendar.book(
+            *(now_s, owner, shape, start_tokens, earliest_s, prediction.rate), arrival_s=arrival_s
+        )
+        return (
+            (HORIZON_S, False) if booking is None else (float(booking.retry_after_s(now_s)), True)
         )
 
     def is_overloaded(self, service: Service, model: ModelGroups, now_s: float) -> bool:
@@ -212,24 +233,38 @@ class Lateness:
         interactive = service.service_class is ServiceClass.INTERACTIVE
         arrived = meter.interactive if interactive and self.queue.rules.by_class else meter.arrived
         requests, _ = arrived.at(now_s)
-        if rate is None or not requests:
+        if not rate or not requests:
             return False
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
-        return arrived.per_s(now_s) > rate * (1 + SIGNIFICANT / math.sqrt(requests))
+        return arrived.recent_per_s(now_s, ARRIVED_LEAST_S) > rate * (
+            1 + SIGNIFICANT / math.sqrt(requests)
+        )
 
     def class_waits(self, name: str, now_s: float) -> list[PredictedWait]:
-        """The predicted waits of new requests for the model `name`, by class."""
+        """The predicted waits of new requests for the model `name`, by class.
+
+        Those of the owner with the most waiting tokens, which waits longest.
+        """
         model, waits = self.groups.of_model(name), list[PredictedWait]()
         if model is None:
             return waits
         for cls in ONLINE:
             ask = Asked("", name, SHORT_TOKENS, 1, service=Service(cls), now_s=now_s, stream_id=0)
+            owner = self.queue.busiest_owner(ask)
+            ask = replace(ask, service=replace(ask.service, tenant=owner))
             prediction = self.predict(ask, model, now_s, SHORT_TOKENS, now_s, booked=False)
             if prediction is not None:
                 limit_s = self.standard_wait_s if cls is ServiceClass.STANDARD else 0.0
                 optimistic_s, likely_s = prediction.optimistic_s, prediction.likely_s
                 waits.append(PredictedWait(name, cls, optimistic_s, likely_s, limit_s))
         return waits
+
+    def _rate(self, cls: ServiceClass, model: ModelGroups, now_s: float) -> float | None:
+        """Tokens per second that start of a class and of those that wait before it."""
+        passing = 0.0
+        if cls is not ServiceClass.INTERACTIVE and self.queue.rules.by_class:
+            passing = model.meter.passing.recent_per_s(now_s, ARRIVED_LEAST_S)
+        return model.meter.waits.rate_beside(passing, now_s)
 
     def calendar(self, ask: Asked, model: ModelGroups) -> Calendar:
         """The bookings for requests of this class, by class only if that orders the queue."""
@@ -257,8 +292,9 @@ class Lateness:
             return None
         left_s = deadline_start_s + estimate.limit_s - ask.now_s
         doubt = estimate.booking is None and self.is_overloaded(ask.service, model, ask.now_s)
-        wait_s = prediction.safe_s if doubt else prediction.optimistic_s / LENIENT
-        if wait_s <= left_s or self.could_start(ask, model, ask.now_s):
+        wait_s = prediction.safe_s if doubt else prediction.optimistic_s
+        lenience = 1.0 if doubt else LENIENT
+        if wait_s <= lenience * left_s or self.could_start(ask, model, ask.now_s):
             return None
         by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
         by = WaitLimit.COMPUTE if by_compute else WaitLimit.MEMORY
@@ -275,7 +311,7 @@ class Lateness:
         Those are late requests, and with `walk` those that would become late; none of a class of
         which no more requests arrive than start.
         """
-        rate = model.meter.waits.rate.per_s(now_s) or 0.0
+        waits = model.meter.waits
         overloaded = {
             cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
         }
@@ -283,32 +319,63 @@ class Lateness:
             return []
         late = list[tuple[Waiting, Late]]()
         ahead = 0
+        limits: WaitLimits | None = None
+        # In this loop microseconds count: thousands may wait.
+        likely = {cls: r.likely(now_s) for cls, r in waits.ratios.items()}
+        rates = {cls: self._rate(cls, model, now_s) or math.inf for cls in ServiceClass}
         for waiting in self.queue.in_order(name) if walk else self.queue.late(name):
-            wait_s = (ahead + waiting.start_tokens) / rate
-            ratios = model.meter.waits.ratios[waiting.ask.service.service_class]
-            optimistic_s, *_ = ratios.corrected(wait_s, now_s)
+            start_tokens, cls = waiting.start_tokens, waiting.ask.service.service_class
+            wait_s = (ahead + start_tokens) / rates[cls]
+            ratio, offset_s = likely[cls][bisect(RANGES_S, wait_s)]
+            likely_s = max(0.0, ratio * (wait_s + offset_s) - offset_s)
             left_s = waiting.latest_s - now_s
-            if (
-                optimistic_s <= left_s
-                # Late requests stand behind those of all classes.
-                or (not waiting.late and waiting.ask.service.service_class not in overloaded)
-                or not self._is_refusable(waiting, model, short, now_s)
-            ):
-                ahead += waiting.start_tokens
-                continue
-            by = WaitLimit.COMPUTE if has_memory(waiting.ask, model) else WaitLimit.MEMORY
-            late.append((waiting, Late(ahead, rate, optimistic_s, left_s, by)))
+            if waiting.booked:
+                likely_s /= LENIENT
+            # Late requests stand behind those of all classes.
+            if likely_s > left_s and (waiting.late or cls in overloaded):
+                limits = limits or WaitLimits(model, short, now_s)
+                if (by := limits.of(waiting)) is not None:
+                    late.append((waiting, Late(ahead, rates[cls], likely_s, left_s, by)))
+                    if waiting.raw_s:
+                        # Without these, only predictions that held would correct later ones.
+                        waited_s = now_s - waiting.ask.now_s
+                        waits.ratios[cls].note(waiting.raw_s, waited_s + likely_s, now_s)
+                    continue
+            ahead += start_tokens
         return late
 
-    def _is_refusable(
-        self, waiting: Waiting, model: ModelGroups, short: bool, now_s: float
-    ) -> bool:
-        ask = waiting.ask
+
+class WaitLimits:
+    """What limits the waits of requests in the queue, while the groups of a model do not change."""
+
+    def __init__(self, model: ModelGroups, short: bool, now_s: float) -> None:
+        self._model, self._short, self._now_s = model, short, now_s
+        index = model.index
+        # No request with more tokens can start, and none has memory: that spares most searches.
+        self._room_tokens = max(index.room(load) * _slots(load) for load in index.loads.values())
+        compared = index.ranked(COMPARED_MAX)
+        self._memory_tokens = max(start_blocks(load) * _slots(load) for load in compared)
+        self._block_size = min(map(_slots, index.loads.values()))
+
+    def of(self, waiting: Waiting) -> WaitLimit | None:
+        """What limits the wait of a request; None if it must not be refused."""
+        ask, model = waiting.ask, self._model
         if waiting.latest_s == math.inf or waiting.was_assigned or ask.failed is not None:
-            return False
-        if not model.can_hold(ask) or self.could_start(ask, model, now_s):
-            return False
-        return short or has_memory(ask, model)
+            return None
+        if not model.can_hold(ask):
+            return None
+        prompt, output = ask.prompt_tokens, ask.max_tokens
+        needed = min(prompt + self._block_size, prompt + output)
+        if needed <= self._room_tokens and model.pick(ask, self._now_s, math.inf) is not None:
+            return None
+        if needed <= self._memory_tokens and has_memory(ask, model):
+            return WaitLimit.COMPUTE
+        return WaitLimit.MEMORY if self._short else None
+
+
+def _slots(load: GroupLoad) -> int:
+    """Tokens per KV block."""
+    return load.group.block_size
 
 
 def has_memory(ask: Asked, model: ModelGroups) -> bool:

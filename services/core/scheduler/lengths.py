@@ -24,15 +24,12 @@ HINTED = 50.0
 """Samples of the most general key from which on a client's hint is bounded by the estimate."""
 HINT_FACTOR = 4.0
 """A client's hint counts as at most this multiple of the estimate, and at least its inverse."""
-Z80 = 0.84
-"""80th percentile of the standard normal distribution."""
 
 
 class OutputLength(NamedTuple):
-    """Expected output tokens: the mean, and the 80th percentile."""
+    """Expected output tokens of a request."""
 
     mean: float
-    p80: float
 
 
 Keys = tuple[Hashable | None, ...]
@@ -113,16 +110,12 @@ class Lengths:
         estimate = self._estimate(keys)
         if estimate is None:
             return None
-        deviation = math.sqrt(estimate.variance)
         expected = math.exp(estimate.mean + estimate.variance / 2) - 1
-        p80 = math.exp(estimate.mean + Z80 * deviation) - 1
-        if hint:
-            if estimate.samples >= HINTED:
-                hint_tokens = min(max(hint, expected / HINT_FACTOR), expected * HINT_FACTOR)
-            else:
-                hint_tokens = float(hint)
-            expected, p80 = hint_tokens, max(p80 * hint_tokens / max(expected, 1.0), hint_tokens)
-        return OutputLength(min(expected, max_tokens), min(p80, max_tokens))
+        if hint and estimate.samples >= HINTED:
+            expected = min(max(hint, expected / HINT_FACTOR), expected * HINT_FACTOR)
+        elif hint:
+            expected = float(hint)
+        return OutputLength(min(expected, max_tokens))
 
     def _estimate(self, keys: Keys) -> _Estimate | None:
         samples = mean = square = 0.0

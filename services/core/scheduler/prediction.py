@@ -8,9 +8,8 @@ to predicted times to the first token (`Ratios`) correct the predictions.
 import math
 from bisect import bisect, bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
@@ -68,7 +67,10 @@ class StartRate:
         self._tokens += tokens
 
     def note_capacity(self, blocks: int, now_s: float) -> None:
-        """Note the KV blocks of the groups that serve; the rate changes in proportion."""
+        """Note the KV blocks of the groups that serve.
+
+        Until a rate is measured again, it is assumed to change in proportion.
+        """
         change = abs(blocks - self._capacity_blocks)
         if change > CAPACITY_CHANGE * self._capacity_blocks:
             if blocks and self._capacity_blocks:
@@ -79,14 +81,15 @@ class StartRate:
         """Tokens per second; None if nothing is known."""
         if not self._capacity_blocks:
             return None
-        since_s = max(self._since_s, now_s - WINDOW_S)
-        old = list(takewhile(lambda start: start[0] < since_s, self._starts))
-        tokens = self._tokens - sum(start_tokens for _, start_tokens in old)
+        self._since_s = since_s = max(self._since_s, now_s - WINDOW_S)
+        while self._starts and self._starts[0][0] < since_s:
+            self._tokens -= self._starts.popleft()[1]
+        tokens = self._tokens
         expected = self.computed
         if self._remembered is not None:
             expected = self._remembered * self._capacity_blocks
         period_s = max(0.0, now_s - since_s)
-        measured = len(self._starts) - len(old) >= STARTS_MIN
+        measured = len(self._starts) >= STARTS_MIN
         if expected is None:
             return tokens / period_s if measured and period_s else None
         # The expected rate may be far off, as the cost model ignores much: it only bridges the
@@ -166,19 +169,30 @@ class Ratios:
 
     def corrected(self, raw_s: float, now_s: float) -> tuple[float, ...]:
         """The times that a prediction of `raw_s` means, at `QUANTILES`."""
-        index = bisect(RANGES_S, raw_s)
-        recent, ordered = self._recent[index], self._sorted[index]
-        while recent and recent[0][0] < now_s - FORGOTTEN_S:
-            self._forget_oldest(index)
-        if len(ordered) < SAMPLES_MIN:
-            return tuple(ratio * raw_s for ratio in UNKNOWN)
-        ratios = (ordered[int(quantile * len(ordered))] for quantile in QUANTILES)
-        return tuple(max(0.0, ratio * (raw_s + OFFSET_S) - OFFSET_S) for ratio in ratios)
+        ratios, offset_s = self._correction(bisect(RANGES_S, raw_s), now_s)
+        return tuple(max(0.0, ratio * (raw_s + offset_s) - offset_s) for ratio in ratios)
+
+    def likely(self, now_s: float) -> list[tuple[float, float]]:
+        """By range: ratio and offset with which `corrected` computes the likely time.
+
+        For callers that correct many predictions at once.
+        """
+        corrections = [self._correction(index, now_s) for index in range(len(self._recent))]
+        return [(ratios[1], offset_s) for ratios, offset_s in corrections]
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the sorted ratios differ from the recent ones."""
         for recent, ordered in zip(self._recent, self._sorted, strict=True):
             assert len(recent) <= SAMPLES_MAX and sorted(r for _, r in recent) == ordered
+
+    def _correction(self, index: int, now_s: float) -> tuple[Sequence[float], float]:
+        """Ratios at `QUANTILES` and the offset of both times, in a range."""
+        recent, ordered = self._recent[index], self._sorted[index]
+        while recent and recent[0][0] < now_s - FORGOTTEN_S:
+            self._forget_oldest(index)
+        if len(ordered) < SAMPLES_MIN:
+            return UNKNOWN, 0.0
+        return [ordered[int(quantile * len(ordered))] for quantile in QUANTILES], OFFSET_S
 
     def _forget_oldest(self, index: int) -> None:
         ordered = self._sorted[index]

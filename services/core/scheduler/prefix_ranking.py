@@ -253,7 +253,7 @@ class PrefixRanking:
         return ttft_s if isfinite(ttft_s) else inf
 
     def costs(self, load: GroupLoad) -> CostModel:
-        """The cost model of a group; if it is unknown, one like the mean of the others."""
+        """The cost model of a group; if it is unknown, the mean of the others."""
         return self._costs.get(load.group.group_id) or self._typical_costs
 
     @property

@@ -114,6 +114,8 @@ class Waiting:
     late: bool = False
     # Predicted time to the first token at its arrival, before its correction; 0: unknown.
     raw_s: float = 0.0
+    # Whether it is a retry at its booked time; see `LENIENT`.
+    booked: bool = False
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Addresses of workers that its gateway cannot reach; empty `avoided_s` after the ask."""
@@ -213,6 +215,12 @@ class WaitQueue:
             return 0
         new = Waiting(ask, ask.stream_id, arrival_s, arrival_s)
         return queue.fair_queue.tokens_ahead(*self._band(new), self._key(new))
+
+    def busiest_owner(self, ask: Asked) -> str:
+        """The owner with the most waiting tokens among the requests of the same band as `ask`."""
+        queue = self._queues.get(ask.model)
+        band, _ = self._band(Waiting(ask, ask.stream_id, ask.now_s, ask.now_s))
+        return queue.fair_queue.busiest(band) if queue is not None else ""
 
     def late(self, model: str) -> list[Waiting]:
         """The requests for `model` that are late."""

@@ -1,4 +1,4 @@
-"""Measures the scheduler's dispatch rates, and derives the Retry-After of refused requests."""
+"""Measures the scheduler's rates of arrivals, dispatches and refusals, and derives Retry-After."""
 
 import math
 from collections import deque
@@ -93,6 +93,44 @@ class QueuePace:
         first_s = max(first_s, known_s)
         starts = sum(time_s >= first_s for time_s in times_s)
         return starts / max(now_s - first_s, 1e-3) if starts else None
+
+
+@dataclass(slots=True)
+class RecentSum:
+    """Requests and their KV tokens over the last `window_s`, in buckets of 1 s."""
+
+    window_s: int
+    # Requests and tokens by second, oldest first.
+    _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """Count a request that needs `tokens` of KV."""
+        self._discard_old(now_s)
+        requests, total = self._seconds.get(int(now_s), (0, 0))
+        self._seconds[int(now_s)] = requests + 1, total + tokens
+
+    def at(self, now_s: float) -> tuple[int, int]:
+        """Requests and tokens in the window."""
+        self._discard_old(now_s)
+        counts = self._seconds.values()
+        return sum(count[0] for count in counts), sum(count[1] for count in counts)
+
+    def per_s(self, now_s: float) -> float:
+        """Tokens per second over the window, including the unfinished second."""
+        return self.at(now_s)[1] / (self.window_s - 1 + now_s % 1)
+
+    def recent_per_s(self, now_s: float, least_s: float) -> float:
+        """As `per_s`, but over the time since the first arrival in the window, at least `least_s`.
+
+        So it is not too low while arrivals begin.
+        """
+        _, tokens = self.at(now_s)
+        return tokens / max(least_s, now_s - next(iter(self._seconds), now_s))
+
+    def _discard_old(self, now_s: float) -> None:
+        oldest = int(now_s) - self.window_s
+        while self._seconds and (first := next(iter(self._seconds))) <= oldest:
+            del self._seconds[first]
 
 
 def retry_after_s(queued: int, rate_per_s: float) -> float:

@@ -5,36 +5,35 @@ for an assignment) ends exactly once: assigned, refused or withdrawn. Asks are i
 request id: repeating the ask of a waiting request returns its ticket, repeating that of an
 assigned request returns its assignment.
 
-`admission` decides whether an ask may wait, `queue` which request is next, and `dispatch` with
-`group_index` (or `prefix_ranking`, by cached prefixes) which group runs it. `group_table` holds
-the groups and their load, `assignments` the recent assignments. Only this module changes them, an
-event at a time.
+`admission` decides whether an ask may wait, and `assigner` which request starts next and where:
+`queue` orders the requests, `dispatch` with `group_index` (or `prefix_ranking`, by cached prefixes)
+the groups. `group_table` holds the groups and their load, `assignments` the recent assignments.
+Only this module changes them, an event at a time.
 
 Terms: a requeued request was returned by its worker or lost before its first output; a resumed
 request has sent output before. Online requests are all except those of the class batch. An
 epoch numbers the configurations of a group.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 
-from services.core.ask import RefusalReason
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
-from services.core.overtaking import OVERTAKEN_MAX, count_overtaken, next_to_start
+from services.core.overtaking import OVERTAKEN_MAX
 from services.core.report import OtherRoom
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
-from services.core.scheduler.assignments import Assigned, Assignments, Totals
-from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import ScoreFunction, could_hold, kv_share
-from services.core.scheduler.group_load import GROWTH_BLOCKS, GroupLoad
+from services.core.scheduler.assigner import Assigner
+from services.core.scheduler.assignments import Assignments, Totals
+from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
+from services.core.scheduler.dispatch import ScoreFunction, has_room, kv_share, start_blocks
+from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
-from services.core.scheduler.lateness import WALK_S, Lateness
-from services.core.scheduler.lengths import keys_of
+from services.core.scheduler.lateness import WALK_REQUEST_S, WALK_S, Lateness
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
+from services.core.scheduler.state_reports import StateReports
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
@@ -42,14 +41,13 @@ from services.core.scheduler.vocabulary import (
     GatewayGone,
     GroupJoined,
     GroupLeft,
+    LateRefusals,
     LoadLost,
     LoadReported,
     OutcomeReported,
-    SendAssignment,
     SendProceed,
     SendRefusal,
     SendTicket,
-    ServingGroup,
     ShortfallsReported,
     Snapshot,
     Ticked,
@@ -57,8 +55,6 @@ from services.core.scheduler.vocabulary import (
 )
 from services.core.service import ServiceClass
 
-REQUEUES_MAX = 3
-"""How often workers may return a request to the queue; later assignments are not returnable."""
 ALONE_S = 10.0
 """How long a request with `alone`, which may crash an engine, waits for an idle group."""
 SPREAD_S = 5.0
@@ -108,6 +104,8 @@ class SchedulerState:
     _assignments: Assignments = field(default_factory=Assignments)
     # Counters for metrics.
     _totals: Totals = field(default_factory=Totals)
+    _assigner: Assigner = field(init=False)
+    _reports: StateReports = field(init=False)
     # When the predictions of all waiting requests are due again.
     _walk_due_s: float = -inf
 
@@ -126,7 +124,13 @@ class SchedulerState:
                 *(self.lateness, self.standard_wait_s),
             ),
             self.rules,
+            self._totals,
         )
+        self._assigner = Assigner(
+            *(self._queue, self._groups, self.rules, self.overtaken_max, self.lateness > 0),
+            *(self._assignments, self._rates, self._totals),
+        )
+        self._reports = StateReports(self._groups, self._queue, self._admission)
 
     def handle(self, event: Event) -> list[Command]:
         """Apply an event; returns the commands that the driver must send, in order."""
@@ -154,72 +158,34 @@ class SchedulerState:
 
     def groups_serving(self, now_s: float) -> int:
         """Number of groups whose leader's load report is fresh, so that requests can start."""
-        return sum(load.is_fresh(now_s) for load in self._groups.loads)
+        return self._reports.groups_serving(now_s)
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Counters and gauges for metrics and heartbeats."""
-        loads, totals = list(self._groups.loads), self._totals
-        # Metrics need an entry for every model and class, so that absent series read as 0.
-        return Snapshot(
-            queued=len(self._queue),
-            oldest_wait_s=self._oldest_wait_s(ALL, now_s),
-            groups_known=len(loads),
-            groups_serving=self.groups_serving(now_s),
-            reserved_blocks=sum(load.reserved_blocks for load in loads),
-            dispatch_rate_per_s=self._rates.overall.per_s(now_s),
-            assigned_total=totals.assigned,
-            withdrawn_total=totals.withdrawn,
-            returned_total=totals.returned,
-            refused_total=dict(totals.refused),
-            prompt_tokens_total=totals.prompt_tokens,
-            cached_tokens_total=totals.cached_tokens,
-            queue_deadline_s=self.queue_deadline_s,
-            wants_prefixes=self.ttft is not None,
-            queued_by_model={
-                model: self._queue.demand(model)[0]
-                for model in sorted({*self._groups.models, *self._queue.models()})
-            },
-            queued_by_class={cls: self._queue.count((cls,)) for cls in ALL},
-            oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
-            refused_total_by_class=dict(totals.refused_of_class),
-            refused_late_total=dict(totals.refused_late),
-            retries_broken_total=totals.retries_broken,
-            **self._admission.lateness.predictions(now_s),
-        )
-
-    def _oldest_wait_s(self, classes: Collection[ServiceClass], now_s: float) -> float:
-        oldest_s = self._queue.oldest_deadline_start_s(classes)
-        return max(0.0, now_s - oldest_s) if oldest_s is not None else 0.0
+        return self._reports.snapshot(now_s)
 
     def demands(self, now_s: float) -> tuple[ModelDemand, ...]:
         """Demand per model: waiting requests, recent refusals and the arrival rate."""
-        demands = []
-        for name in self._groups.models:
-            model = self._groups.of_model(name)
-            assert model is not None
-            # Groups merge and drop layers for online demand alone: report batch demand separately.
-            queued, queued_tokens = self._queue.demand(name, self.rules.demand_classes)
-            total, total_tokens = self._queue.demand(name)
-            refused, refused_tokens = model.meter.refused.at(now_s)
-            rate = model.meter.arrived_tokens_per_s(now_s)
-            demand = ModelDemand(
-                name,
-                queued,
-                queued_tokens,
-                refused,
-                refused_tokens,
-                rate,
-                total - queued,
-                total_tokens - queued_tokens,
-            )
-            if demand != ModelDemand(name):
-                demands.append(demand)
-        return tuple(demands)
+        return self._reports.demands(now_s)
+
+    def late_refusals(self, now_s: float) -> list[LateRefusals]:
+        """The latest refusals for lateness, by model and class."""
+        return self._reports.late_refusals(now_s)
 
     def has_room(self, ask: Asked, now_s: float) -> bool:
-        """Whether a group could start a request now, regardless of the queue."""
+        """Whether a group is without prefill work and has KV for a request; for audits.
+
+        KV that is kept for interactive requests does not count. Unlike dispatch, this does not
+        rank groups or hold requests back.
+        """
         model = self._groups.of_model(ask.model)
-        return model is not None and model.pick(ask, now_s, inf) is not None
+        return model is not None and any(
+            load.is_fresh(now_s)
+            and not load.prefill_tokens
+            and has_room(load, ask.prompt_tokens, ask.max_tokens, start_blocks)
+            and not model.is_kept_from(ask, load)
+            for load in model.index.loads.values()
+        )
 
     def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
         """Room for the requests of a worker that shuts down, in the other groups of its model."""
@@ -237,94 +203,75 @@ class SchedulerState:
     # --- asks
 
     def _ask(self, ask: Asked) -> list[Command]:
-        if self._queue.get(ask.request_id) is not None:
+        queued = self._queue.get(ask.request_id) is not None
+        if ask.estimated and (queued or self._assignments.get(ask.request_id) is not None):
+            # It is delayed: the gateway has asked in earnest since, and that ask stays as it is.
+            return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
+        if queued:
             # The gateway has reconnected: direct the answer to its new stream.
             self._queue.move(ask.request_id, ask.stream_id)
             return [SendTicket(ask.stream_id, ask.request_id)]
         if (invalid := check_fields(ask)) is not None:
-            return [self._refusal(ask, ask.stream_id, invalid, ask.now_s)]
+            return [self._admission.refuse(ask, ask.stream_id, invalid, ask.now_s)]
         arrival_s, requeues, was_assigned = ask.now_s - ask.waited_s, 0, False
+        deadline_start_s, booked = arrival_s, False
         returned = ask.failed is not None and ask.failed.returned
         if (remembered := self._assignments.get(ask.request_id)) is not None:
-            if (repeated := self._repeat(ask, remembered)) is not None:
+            if (repeated := self._assigner.repeat(ask, remembered)) is not None:
                 return [repeated]
             # A requeued request keeps its arrival time, so that it keeps its rank in the queue.
-            arrival_s = min(arrival_s, remembered.arrival_s)
+            arrival_s, booked = min(arrival_s, remembered.arrival_s), remembered.booked
+            if not booked:
+                deadline_start_s = arrival_s
             requeues, was_assigned = remembered.requeues + returned, True
         if ask.resumed or ask.excused_s:
             # The request has run, even if this scheduler has restarted and forgotten it.
             was_assigned = True
-            self._suspend_failed_group(ask)
+            self._assigner.suspend_failed_group(ask)
         self._totals.returned += returned
-        return self._admit(ask, arrival_s, requeues, was_assigned)
-
-    def _repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
-        """Repeat the remembered assignment, or forget it and return None if it is invalid.
-
-        An assignment is invalid once it has failed or its group has moved to another epoch.
-        """
-        failed, load = ask.failed, self._groups.at_epoch(*remembered.group_and_epoch)
-        if load is not None:
-            if failed is None or (failed.group_id, failed.epoch) != remembered.group_and_epoch:
-                group, requeues = load.group, remembered.requeues
-                return self._assignment(ask.stream_id, ask.request_id, group, requeues)
-            if not failed.returned:
-                # The worker is dead, or at a newer epoch than the known group: without this, the
-                # next dispatch would choose the same group again.
-                self._groups.forget_report(load)
-        self._forget(ask.request_id)
-        return None
-
-    def _suspend_failed_group(self, ask: Asked) -> None:
-        """Stop dispatch to the group whose worker lost a request, until its next load report.
-
-        The gateway may know an older epoch. If the group has another leader by now, that leader
-        gets no requests until its next report, which is due within about a second.
-        """
-        failed = ask.failed
-        if failed is None or failed.returned:
-            return
-        if (load := self._groups.of_id(failed.group_id)) is not None:
-            self._groups.forget_report(load)
-
-    def _admit(
-        self, ask: Asked, arrival_s: float, requeues: int, was_assigned: bool
-    ) -> list[Command]:
-        """Queue a request or refuse it."""
-        model = self._groups.of_model(ask.model)
-        start_tokens = _start_tokens(ask, model)
-        deadline_start_s = arrival_s
         if ask.excused_s:
             # The deadline restarts when a worker fails: time before was not spent in this queue.
-            deadline_start_s = max(arrival_s, ask.now_s - ask.waited_s + ask.excused_s)
+            deadline_start_s = max(deadline_start_s, ask.now_s - ask.waited_s + ask.excused_s)
+        waiting = Waiting(
+            *(ask, ask.stream_id, arrival_s, deadline_start_s),
+            requeues=requeues,
+            was_assigned=was_assigned,
+            booked=booked,
+        )
+        return self._admit(waiting)
+
+    def _admit(self, waiting: Waiting) -> list[Command]:
+        """Queue a request or refuse it."""
+        ask, arrival_s, was_assigned = waiting.ask, waiting.arrival_s, waiting.was_assigned
+        deadline_start_s = waiting.deadline_start_s
+        model = self._groups.of_model(ask.model)
+        waiting.start_tokens = start_tokens = _start_tokens(ask, model)
         estimate = None
         if not was_assigned:
             estimate = self._admission.lateness.estimate(ask, model, arrival_s, start_tokens)
         refused = self._admission.refusal(ask, model, deadline_start_s, was_assigned, estimate)
         meter = self._demand_meter(ask)
         # Count as demand each request that more KV memory could serve, once: an estimated ask that
-        # is not refused is followed by another.
+        # is not refused is followed by another, and clients may retry before their time.
         counts = refused.is_overload if refused is not None else not ask.estimated
-        if meter is not None and not was_assigned and counts:
+        counted = estimate is not None and estimate.counted
+        if meter is not None and not was_assigned and counts and not counted:
             meter.note_arrival(ask.service, start_tokens, ask.now_s)
-        first_s = arrival_s
         if estimate is not None and estimate.booking is not None:
-            first_s = min(arrival_s, estimate.booking.arrival_s)
+            # A retry at its booked time has the rank of its first try.
+            waiting.arrival_s = min(arrival_s, estimate.booking.arrival_s)
             self._totals.retries_broken += refused is not None
         if refused is not None:
-            if meter is not None and refused.is_overload:
+            if meter is not None and refused.is_overload and not counted:
                 meter.refused.add(start_tokens, ask.now_s)
-            return [self._refusal(ask, ask.stream_id, refused, ask.now_s, start_tokens, first_s)]
+            refuse = self._admission.refuse
+            return [refuse(ask, ask.stream_id, refused, ask.now_s, start_tokens, waiting.arrival_s)]
         if ask.estimated:
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
-        # A retry at its booked time has the rank of its first try.
-        waiting = Waiting(
-            *(ask, ask.stream_id, first_s, deadline_start_s, start_tokens),
-            requeues=requeues,
-            was_assigned=was_assigned,
-        )
         if model is not None and estimate is not None:
             self._admission.lateness.apply(estimate, waiting, model)
+            if ask.service.service_class is ServiceClass.INTERACTIVE:
+                model.meter.passing.add(start_tokens, ask.now_s)
         return self._enqueue(waiting, model)
 
     def _enqueue(self, waiting: Waiting, model: ModelGroups | None) -> list[Command]:
@@ -334,9 +281,9 @@ class SchedulerState:
         refusals = (
             [] if displaced is None else [self._refuse_waiting_request(*displaced, ask.now_s)]
         )
-        paced = model is not None and not self.rules.is_batch(ask.service)
         # The pace is measured only while requests wait: see QueuePace.
-        if model is not None and paced and not self._waiting_online(ask.model):
+        waits = self._queue.demand(ask.model, self.rules.demand_classes)[0]
+        if model is not None and not waits and not self.rules.is_batch(ask.service):
             model.meter.begin_pace(ask.now_s)
         self._queue.push(self._held_back(waiting))
         ticket = SendTicket(ask.stream_id, ask.request_id)
@@ -368,18 +315,18 @@ class SchedulerState:
             self._queue.remove(request_id)
             self._totals.withdrawn += 1
         else:
-            self._forget(request_id)
+            self._assigner.forget(request_id)
 
     # --- dispatch
 
     def _tick(self, now_s: float) -> list[Command]:
         for request_id in self._assignments.expired(now_s):
-            self._forget(request_id)
+            self._assigner.forget(request_id)
         self._groups.check_liveness(now_s)
         commands: list[Command] = []
         walk = now_s >= self._walk_due_s
         if walk:
-            self._walk_due_s = now_s + WALK_S
+            self._walk_due_s = now_s + max(WALK_S, WALK_REQUEST_S * len(self._queue))
         for model in self._queue.models():
             commands += self._dispatch(model, now_s)
             for late in self._admission.late_waiting(model, now_s, walk):
@@ -393,70 +340,13 @@ class SchedulerState:
             return self._refuse_waiting(name, now_s)
         commands = list[Command]()
         model.remove_expired(now_s)
-        picked: GroupLoad | None = None
-        held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
-        kept_tokens = inf  # groups that can hold this many tokens start no batch request
-        spread = False  # skip groups with a prefill backlog
-
-        def pick_group(waiting: Waiting) -> bool:
-            nonlocal picked, spread
-            ask, below_tokens = waiting.ask, held_tokens
-            if self.rules.is_batch(ask.service):
-                below_tokens = min(held_tokens, kept_tokens)
-            spread = spread or now_s < waiting.spread_until_s
-            if now_s < waiting.alone_until_s:
-                # The request may crash an engine: start it where no other request runs.
-                picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
-            else:
-                avoided = waiting.avoided(now_s)
-                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
-            return picked is not None
-
-        def hold_groups(waiting: Waiting) -> bool:
-            """Keep groups for an overtaken request; returns whether all groups are kept."""
-            nonlocal held_tokens
-            # A request that waits for an idle group must not block the queue.
-            if now_s < waiting.alone_until_s:
-                return False
-            held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-            return model.index.tokens_min >= held_tokens
-
-        def could_use(waiting: Waiting) -> bool:
-            ask = waiting.ask
-            return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
-
         while True:
             commands += self._refuse_waiting(name, now_s)
-            # An assignment changes room and ranking, so each round starts from the head again.
-            held_tokens, kept_tokens = inf, self._tokens_kept_from_batch(name, model)
-            spread = False
-            queue = (w for w in self._queue.in_order(name) if model.can_hold(w.ask))
-            first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
-            if first is None or picked is None:
+            # An assignment changes room and ranking, so each choice starts from the head again.
+            start = self._assigner.next_start(name, model, now_s)
+            if start is None:
                 return commands
-            count_overtaken(self._queue.in_order(name), first, could_use)
-            commands.append(self._assign(first, picked, model, now_s))
-
-    def _waiting_online(self, name: str) -> int:
-        """Number of waiting requests of a model; without batch requests if `rules` use classes."""
-        return self._queue.demand(name, self.rules.demand_classes)[0]
-
-    def _tokens_kept_from_batch(self, name: str, model: ModelGroups) -> float:
-        """Sequence length in tokens: groups that can hold it start no batch request.
-
-        It is the length of the shortest waiting online request. `inf` if none waits, or if groups
-        are partitioned by class (`batch_groups`), since those never compete.
-        """
-        least = inf
-        if not self.rules.enabled or model.partitioned or not self._waiting_online(name):
-            return least
-        tokens_min = model.index.tokens_min
-        for waiting in self._queue.in_order(name):
-            if waiting.ask.service.online:
-                least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-                if least <= tokens_min:
-                    break  # every group can hold this: all of them are kept already
-        return least
+            commands.append(self._assigner.assign(*start, model, now_s))
 
     def _refuse_waiting(self, model: str, now_s: float) -> list[Command]:
         """Refuse expired requests, and those at the head of the queue that no group can hold."""
@@ -477,94 +367,7 @@ class SchedulerState:
             meter.refused.add(waiting.start_tokens, now_s)
         # A displaced retry with a booking keeps the rank of its first try.
         arrival_s, tokens = waiting.arrival_s, waiting.start_tokens
-        return self._refusal(ask, waiting.stream_id, refused, now_s, tokens, arrival_s)
-
-    def _assign(
-        self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
-    ) -> SendAssignment:
-        ask, group = waiting.ask, load.group
-        self._queue.start(ask.request_id)
-        tokens_max = ask.prompt_tokens + ask.max_tokens
-        # Reserve the first blocks only: a running request allocates more, and may be preempted.
-        blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
-        computed = model.reserve(load, ask, blocks, now_s)
-        self._totals.prompt_tokens += ask.prompt_tokens
-        self._totals.cached_tokens += ask.prompt_tokens - computed
-        self._assignments.remember(
-            ask.request_id,
-            Assigned(
-                *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
-                *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.lateness else ()),
-                ask.prompt_tokens,
-            ),
-        )
-        if self.lateness and ask.service.service_class is ServiceClass.INTERACTIVE:
-            model.meter.waits.interactive.start(ask.request_id, now_s)
-        if now_s < waiting.alone_until_s:
-            load.make_exclusive(ask.request_id, now_s)
-        self._rates.note(ask.service.service_class, now_s)
-        model.meter.dispatched.note(ask.service.service_class, now_s)
-        if not self.rules.is_batch(ask.service):
-            model.meter.note_start(waiting.start_tokens, now_s)
-        self._totals.assigned += 1
-        return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
-
-    def _assignment(
-        self, stream_id: int, request_id: str, group: ServingGroup, requeues: int
-    ) -> SendAssignment:
-        model = self._groups.of_model(group.model)
-        # Returning a request helps only if another group might take it.
-        has_others = model is not None and len(model.index.loads) > 1
-        return SendAssignment(
-            request_id,
-            group.group_id,
-            group.epoch,
-            group.worker_id,
-            group.address,
-            returnable=has_others and requeues < REQUEUES_MAX,
-            stream_id=stream_id,
-        )
-
-    def _forget(self, request_id: str) -> None:
-        """Forget the assignment of a request, and release its reservation, if any."""
-        assigned = self._assignments.forget(request_id)
-        if assigned is not None:
-            self._groups.release(assigned.group_id, request_id)
-
-    def _refusal(
-        self,
-        ask: Asked,
-        stream_id: int,
-        refused: NotAdmitted,
-        now_s: float,
-        start_tokens: int = 0,
-        arrival_s: float = 0.0,
-    ) -> SendRefusal:
-        """Count a refusal, and book time for a retry if the request could start then."""
-        service_class = ask.service.service_class
-        self._totals.refused[refused.reason] += 1
-        self._totals.refused_of_class[service_class] += 1
-        if refused.late is not None:
-            self._totals.refused_late[ask.model, service_class, refused.late.by] += 1
-        wait_s, booking = refused.retry_after_s, None
-        if refused.is_overload:
-            model = self._groups.of_model(ask.model)
-            if model is not None and refused.reason is not RefusalReason.EXPIRED and start_tokens:
-                lateness = self._admission.lateness
-                booking = lateness.book(ask, model, start_tokens, arrival_s, now_s)
-            if booking is not None:
-                wait_s = float(booking.retry_after_s(now_s))
-            else:
-                wait_s = self._admission.retry_after_s(ask, now_s)
-        return SendRefusal(
-            ask.request_id,
-            refused.message,
-            wait_s,
-            reason=refused.reason,
-            stream_id=stream_id,
-            booked=booking is not None,
-            late=refused.late,
-        )
+        return self._admission.refuse(ask, waiting.stream_id, refused, now_s, tokens, arrival_s)
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:

@@ -120,7 +120,8 @@ class OutcomeReported:
     """The first token of an assigned request, or with `output_tokens` its end.
 
     `ttft_s` counts from its arrival at the gateway. `cut_off`: its token limit, its client or an
-    error ended it. Not reported for requests that failed or were started more than once.
+    error ended it. Not reported for requests that failed before their first token or were started
+    more than once.
     """
 
     now_s: float
@@ -185,6 +186,21 @@ class Late:
     wait_s: float
     left_s: float
     by: WaitLimit
+
+
+@dataclass(frozen=True, slots=True)
+class LateRefusals:
+    """Refusals for lateness of a model and class: their number in the last minute, and the last.
+
+    The last refusal was `age_s` seconds ago; a retry is due `retry_after_s` after it.
+    """
+
+    model: str
+    service_class: ServiceClass
+    last_minute: int
+    age_s: float
+    last: Late
+    retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

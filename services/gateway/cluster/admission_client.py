@@ -7,7 +7,7 @@ and confirms with a ticket that the ask is in its queue.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -80,7 +80,7 @@ class AdmissionClient:
         self._dial = dial
         self._pending: dict[str, _Pending] = {}
         # Answers to estimated asks, by request id.
-        self._estimated: dict[str, asyncio.Future[None]] = {}
+        self._estimated: dict[str, asyncio.Future[Refusal | None]] = {}
         # Frames of outcomes, sent together by the next sweep.
         self._outcomes: list[scheduler_pb2.AdmitRequest] = []
         self._outbox: Outbox[scheduler_pb2.AdmitRequest] | None = None
@@ -122,27 +122,32 @@ class AdmissionClient:
             if not assigned:
                 self._send(translate.withdraw_frame(ask.request_id))
 
-    async def check(self, ask: Ask) -> None:
-        """Ask whether a request whose prompt is not tokenized yet would be refused now.
+    async def check(self, asks: Sequence[Ask]) -> None:
+        """Ask whether a request whose prompts are not tokenized yet would be refused now.
 
-        Returns if it would not, or if the scheduler does not answer soon. `ask` is estimated.
+        `asks`: an estimated ask for each choice. Returns if none is refused, or if the scheduler
+        does not answer soon.
 
         Raises:
-            GatewayError: the scheduler's refusal.
+            GatewayError: the scheduler's refusal, of several that with the latest retry.
         """
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._estimated[ask.request_id] = answer
-        self._send(translate.ask_frame(ask, 0.0))
+        loop = asyncio.get_running_loop()
+        answers = dict[str, asyncio.Future[Refusal | None]]()
+        for ask in asks:
+            answers[ask.request_id] = loop.create_future()
+            self._send(translate.ask_frame(ask, 0.0))
+        self._estimated |= answers
         try:
-            async with timeout(ESTIMATED_TIMEOUT_S):
-                await answer
-        except TimeoutError:
-            return
+            await asyncio.wait(answers.values(), timeout=ESTIMATED_TIMEOUT_S)
         finally:
-            del self._estimated[ask.request_id]
+            for request_id in answers:
+                del self._estimated[request_id]
+        done = [answer.result() for answer in answers.values() if answer.done()]
+        if refusals := [refusal for refusal in done if refusal is not None]:
+            raise refusal_error(max(refusals, key=lambda refusal: refusal.retry_after_s or 0.0))
 
     def class_wait(self, model: str, service_class: ServiceClass) -> ClassWait | None:
-        """The predicted wait of a class; None if it is short or unknown."""
+        """The predicted wait of a class; None if it is unknown."""
         heartbeat = self.heartbeat
         return None if heartbeat is None else heartbeat.class_waits.get((model, service_class))
 
@@ -151,7 +156,7 @@ class AdmissionClient:
     ) -> None:
         """Report a first token, or with `output_tokens` an end, if the scheduler wants it.
 
-        `cut_off`: the output was limited by `max_tokens` or by the client.
+        `cut_off`: `max_tokens`, the client or an error ended the output.
         """
         wanted = self.heartbeat is not None and self.heartbeat.wants_outcomes
         if wanted and len(self._outcomes) < OUTCOMES_MAX:
@@ -272,14 +277,8 @@ class AdmissionClient:
                 raise StreamBroken("the scheduler reads no frames")
 
     def _answer(self, message: Ticket | Assignment | Refusal | Proceed) -> None:
-        estimated = self._estimated.get(message.request_id)
-        if estimated is not None:
-            if estimated.done():
-                return
-            if isinstance(message, Refusal):
-                estimated.set_exception(refusal_error(message))
-            else:
-                estimated.set_result(None)
+        if isinstance(message, Proceed) or (isinstance(message, Refusal) and message.estimated):
+            self._answer_estimated(message)
             return
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
@@ -288,8 +287,14 @@ class AdmissionClient:
             pending.ticketed = True
         elif isinstance(message, Assignment):
             pending.answer.set_result(message)
-        elif isinstance(message, Refusal):
+        else:
             pending.answer.set_exception(refusal_error(message))
+
+    def _answer_estimated(self, message: Proceed | Refusal) -> None:
+        """Answer an estimated ask; no effect after its timeout."""
+        answer = self._estimated.get(message.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message if isinstance(message, Refusal) else None)
 
     def _send_ask(self, pending: _Pending) -> None:
         now_s = monotonic_s()

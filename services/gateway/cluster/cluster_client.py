@@ -21,6 +21,7 @@ from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.vocabulary.message import ClusterStatus, ProcessState
 from tideserve.common.v1 import process_pb2, process_pb2_grpc, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
 def cluster_rows(
@@ -121,9 +122,26 @@ class ClusterClient:
             cluster = tasks.create_task(self.cluster())
             services = tasks.create_task(self.services())
             etcd = tasks.create_task(self._etcd())
+            refusals = tasks.create_task(self._late_refusals())
         status = {"services": services.result(), "etcd": etcd.result()}
+        status |= {"late_refusals": refusals.result()}
         status |= {"scheduling": self._view.scheduling}
         return status | self.rows(cluster.result())
+
+    async def _late_refusals(self) -> list[dict[str, Any]]:
+        """The scheduler's latest refusals for lateness; none if it does not answer."""
+        address = self._view.address_of("scheduler")
+        if address is None:
+            return []
+        async with self._dial(address, "scheduler") as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            try:
+                answer = await stub.ListRefusals(
+                    scheduler_pb2.ListRefusalsRequest(), timeout=CALL_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError:
+                return []
+        return translate.late_refusals(answer)
 
     async def _etcd(self) -> dict[str, Any]:
         """etcd's version, None while it does not respond, and its alarms, if any."""

@@ -99,6 +99,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 refusal.message,
                 refusal.retry_after_s or None,
                 refusal.booked,
+                refusal.estimated,
             )
         case "proceed":
             return Proceed(frame.proceed.request_id)
@@ -115,6 +116,15 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             )
         case _:
             return None
+
+
+def late_refusals(answer: scheduler_pb2.ListRefusalsResponse) -> list[dict[str, Any]]:
+    """The refusals for lateness as `tideserve status --json` shows them."""
+    return [
+        {field.name: getattr(refusal, field.name) for field in refusal.DESCRIPTOR.fields}
+        | {"service_class": to_class(refusal.service_class)}
+        for refusal in answer.refusals
+    ]
 
 
 def process_state(answer: process_pb2.GetProcessResponse) -> ProcessState:

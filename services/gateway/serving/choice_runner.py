@@ -7,7 +7,8 @@ segment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,6 +84,7 @@ class ChoiceRunner:
         with (
             self._stream_record.log_stream(request, record.segments) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
+            self._end_reported(request, record, meter),
         ):
             while True:
                 assignment = await self._admit(ask, began_s, record)
@@ -98,7 +100,6 @@ class ChoiceRunner:
                                 note_finish(piece.finish_reason)
                                 if piece.finish_reason is not None:
                                     meter.finish(piece.finish_reason)
-                                    self._report_outcome(request, record, meter)
                                 yield piece
                     return
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
@@ -173,13 +174,28 @@ class ChoiceRunner:
             return pieces
         return ()
 
-    def _report_outcome(self, request: Request, record: ChoiceRecord, meter: RequestMeter) -> None:
+    @contextmanager
+    def _end_reported(
+        self, request: Request, record: ChoiceRecord, meter: RequestMeter
+    ) -> Iterator[None]:
+        """Report the end of a choice on exit, also if it failed or was closed early."""
+        try:
+            yield
+        finally:
+            cut_off = meter.reason is not FinishReason.STOP
+            self._report_outcome(request, record, meter, meter.tokens, cut_off)
+
+    def _report_outcome(
+        self,
+        request: Request,
+        record: ChoiceRecord,
+        meter: RequestMeter,
+        output_tokens: int = 0,
+        cut_off: bool = False,
+    ) -> None:
         """Report the first token of a choice, or its end, unless it was restarted or has moved."""
-        if meter.ttft_s is None or not len(record.queued_s) == len(record.segments) == 1:
-            return
-        output_tokens = 0 if meter.reason is None else meter.tokens
-        cut_off = meter.reason is FinishReason.LENGTH
-        self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
+        if meter.ttft_s is not None and len(record.queued_s) == len(record.segments) == 1:
+            self._admission.report_outcome(request.request_id, meter.ttft_s, output_tokens, cut_off)
 
     def _output(self, choice: PreparedChoice) -> OutputText:
         tokenizer, skip = self._tokenizer, choice.skip_special_tokens

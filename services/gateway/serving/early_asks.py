@@ -10,7 +10,8 @@ from services.gateway.api.completion import CompletionRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.records.request_record import RequestRecord
-from services.gateway.serving.prompt_encoder import prompt_size
+from services.gateway.serving.prepared import choice_key
+from services.gateway.serving.prompt_encoder import prompt_sizes
 from services.gateway.vocabulary.errors import Expired, GatewayError, ServiceUnavailable
 
 TARGET_SHARE = 0.5
@@ -45,29 +46,41 @@ class EarlyAsks:
         target_s = service.ttft_s or wait.limit_s
         if target_s is None or wait.optimistic_s <= TARGET_SHARE * target_s:
             return
-        size = prompt_size(body)
-        tokens = size if _is_tokenized(body) else round(size * self._tokens_per_character)
-        tokens = min(max(1, tokens), context - 1)
-        ask = Ask(
-            record.response_id,
-            self._model,
-            prompt_tokens=tokens,
-            max_tokens=max(1, min(body.output_limit() or 1, context - tokens)),
-            service=service,
-            estimated=True,
-            fingerprint=record.fingerprint,
-        )
         try:
-            await self._admission.check(ask)
+            await self._admission.check(self._asks(body, service, record, context))
         except (ServiceUnavailable, Expired):
             raise
         except GatewayError:
             # The estimate may exceed a limit that the prompt does not exceed.
             return
 
+    def _asks(
+        self, body: GenerationRequest, service: Service, record: RequestRecord, context: int
+    ) -> list[Ask]:
+        """An estimated ask for each choice: a refusal must book time for all of them."""
+        asks = list[Ask]()
+        for size in prompt_sizes(body):
+            tokens = size if _is_tokenized(body) else round(size * self._tokens_per_character)
+            tokens = min(max(1, tokens), context - 1)
+            for _ in range(body.choices):
+                request_id, fingerprint = record.response_id, record.fingerprint
+                if body.all_choices > 1:
+                    request_id, fingerprint = choice_key(request_id, fingerprint, len(asks))
+                ask = Ask(
+                    request_id,
+                    self._model,
+                    prompt_tokens=tokens,
+                    max_tokens=max(1, min(body.output_limit() or 1, context - tokens)),
+                    service=service,
+                    estimated=True,
+                    fingerprint=fingerprint,
+                )
+                asks.append(ask)
+        return asks
+
     def learn(self, body: GenerationRequest, prompt_tokens: int) -> None:
         """Correct the estimate by a tokenized prompt."""
-        if (size := prompt_size(body)) and not _is_tokenized(body):
+        if (size := sum(prompt_sizes(body))) and not _is_tokenized(body):
             error = prompt_tokens / size - self._tokens_per_character
             self._tokens_per_character += LEARNING_RATE * error
 

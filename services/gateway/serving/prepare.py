@@ -29,7 +29,7 @@ from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.grammar import checked_grammar
-from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
+from services.gateway.serving.prepared import PreparedChoice, PreparedRequest, choice_key
 from services.gateway.serving.prompt_encoder import PromptEncoder
 from services.gateway.serving.service_policy import ServicePolicy, expected_tokens_of
 from services.gateway.structure.checker import GrammarChecker
@@ -333,9 +333,9 @@ def _with_seed(first: PreparedChoice, number: int) -> PreparedChoice:
 
 def _with_index(choice: PreparedChoice, index: int) -> PreparedChoice:
     """`choice` with an id of its own for scheduler and workers: the response id and `index`."""
-    request = choice.request
-    request = replace(request, request_id=f"{request.request_id}-{index}", choice=index)
-    return replace(choice, request=request, fingerprint=(choice.fingerprint + index) % 2**64)
+    request_id, fingerprint = choice_key(choice.request_id, choice.fingerprint, index)
+    request = replace(choice.request, request_id=request_id, choice=index)
+    return replace(choice, request=request, fingerprint=fingerprint)
 
 
 def _coalesced(body: GenerationRequest, service: Service) -> bool:

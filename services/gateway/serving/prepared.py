@@ -48,6 +48,14 @@ class PreparedChoice:
         return self.request.request_id
 
 
+def choice_key(response_id: str, fingerprint: int, index: int) -> tuple[str, int]:
+    """The id and fingerprint that scheduler and workers see of a choice; 0: unknown.
+
+    Only for requests with several choices, over all prompts.
+    """
+    return f"{response_id}-{index}", fingerprint and (fingerprint + index) % 2**64
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A checked and tokenized request, with all defaults filled in.

@@ -13,16 +13,15 @@ from services.gateway.text.tokenizer import INLINE_SIZE, TextPool, too_long
 from services.gateway.vocabulary.errors import BadRequest
 
 
-def prompt_size(body: GenerationRequest) -> int:
-    """The approximate size of the prompts of `body`, in characters or in token ids."""
+def prompt_sizes(body: GenerationRequest) -> list[int]:
+    """The approximate size of each prompt of `body`, in characters or in token ids."""
     match body:
         case ChatRequest():
             size = sum(message.size for message in body.messages)
             # Descriptions and schemas of the tools become part of the prompt.
-            return size + INLINE_SIZE * len(body.tools)
+            return [size + INLINE_SIZE * len(body.tools)]
         case CompletionRequest():
-            # Many small prompts take as long as a large prompt.
-            return sum(map(len, body.prompt))
+            return list(map(len, body.prompt))
     raise TypeError(f"{type(body).__name__} has no prompt")
 
 
@@ -47,7 +46,8 @@ class PromptEncoder:
             case ChatRequest():
                 return [await self._chat_ids(body, tokens_max, record)]
             case CompletionRequest():
-                size = prompt_size(body)
+                # Many small prompts take as long as a large prompt.
+                size = sum(prompt_sizes(body))
                 return [
                     await self._pool.run(partial(self._prompt_ids, body, prompt, tokens_max), size)
                     for prompt in body.prompt
@@ -65,8 +65,9 @@ class PromptEncoder:
         if chat.cuts is not None:
             # A text has hardly more cuts than tokens.
             bytes_max += len(chat.cuts.mark) * (tokens_max + 1)
+        (size,) = prompt_sizes(body)
         request = await self._pool.run(
-            lambda: render_request(chat.template_fields(body), bytes_max), prompt_size(body)
+            lambda: render_request(chat.template_fields(body), bytes_max), size
         )
         try:
             text = await renderer.render(request, record.limit_key, record.warn)

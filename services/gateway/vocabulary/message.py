@@ -49,8 +49,8 @@ class ClassWait:
 class Heartbeat:
     """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes.
 
-    `class_waits` has the waits by model and class that are worth an estimated ask.
-    `wants_outcomes`: the gateway reports first tokens and ends of requests.
+    `class_waits`: by model and class. `wants_outcomes`: the gateway reports first tokens and ends
+    of requests.
     """
 
     groups_serving: int

@@ -37,14 +37,15 @@ ALLOWED = {
     "gateway": HEALTH
     | GROUPS
     | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
-    | {"GatewayPeerService.EndRequest"},
+    | {"SchedulerService.ListRefusals", "GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
     "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort", "MemberService.Introduce"},
     "worker": HEALTH
     | {"SchedulerService.ReportLoad", "SchedulerService.FindRoom", "MemmgrService.ReportMemory"},
     "admin": HEALTH
     | GROUPS
-    | {"ProcessService.GetProcess", "ServerReflection.ServerReflectionInfo"},
+    | {"SchedulerService.ListRefusals", "ProcessService.GetProcess"}
+    | {"ServerReflection.ServerReflectionInfo"},
     STRANGER: HEALTH,
 }
 

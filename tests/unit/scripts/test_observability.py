@@ -133,7 +133,9 @@ def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
     triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
     queries = {one["name"]: one["metadata"]["query"] for one in triggers}
     assert all(names_in(one) <= sample_names() for one in queries.values())
-    assert 'class!="batch"' in queries["queue"]
+    assert 'class_queued_requests{class!="batch"}' in queries["queue"]
+    refusals = 'admission_rejections_total{class=~"interactive|standard",reason=~"'
+    assert refusals + "queue_full|too_late|expired" in queries["queue"]
     assert "tideserve_worker_kv_blocks_batch" in queries["cache"]
 
 

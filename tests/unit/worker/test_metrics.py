@@ -36,12 +36,12 @@ def engine(**reported: Any) -> Any:
     )
 
 
-def told(engine: Any, place: Place | None = None) -> Samples:
+def exported(engine: Any, place: Place | None = None) -> Samples:
     return collected(WorkerCollector("w0", "m", cast(Any, engine), FACTS, lambda: place))
 
 
 def test_it_has_the_names_that_dashboards_read() -> None:
-    found = told(engine())
+    metrics = exported(engine())
     expected = {
         "vllm:num_requests_running": 3,
         "vllm:num_requests_waiting": 2,
@@ -53,16 +53,16 @@ def test_it_has_the_names_that_dashboards_read() -> None:
         "vllm:iteration_tokens_total_sum": 201,
     }
     for name, number in expected.items():
-        assert value(found, name, **LABELS) == number, name
+        assert value(metrics, name, **LABELS) == number, name
     sizes = {"block_size": "16", "num_gpu_blocks": "40"}
-    assert value(found, "vllm:cache_config_info", **LABELS, **sizes) == 1
+    assert value(metrics, "vllm:cache_config_info", **LABELS, **sizes) == 1
     bucket = "vllm:iteration_tokens_total_bucket"
-    assert value(found, bucket, **LABELS, le="1.0") == 1
-    assert value(found, bucket, **LABELS, le="256.0") == 2
+    assert value(metrics, bucket, **LABELS, le="1.0") == 1
+    assert value(metrics, bucket, **LABELS, le="256.0") == 2
 
 
 def test_a_worker_tells_its_memory_and_times() -> None:
-    found = told(engine(), place=Place("g", 4, True, shared=True))
+    metrics = exported(engine(), place=Place("g", 4, True, shared=True))
     expected = {
         "budget_bytes": 10_000,
         "parameter_bytes": 2000,
@@ -83,11 +83,11 @@ def test_a_worker_tells_its_memory_and_times() -> None:
         "decode_predicted_seconds_total": 1.5,
     }
     for name, number in expected.items():
-        assert value(found, f"tideserve_worker_{name}", **OWN) == number, name
+        assert value(metrics, f"tideserve_worker_{name}", **OWN) == number, name
 
 
 def test_computed_tokens_are_told_by_class() -> None:
-    found = told(engine())
+    metrics = exported(engine())
     expected = {
         ("processed", "online"): 300,
         ("recomputed", "online"): 30,
@@ -96,7 +96,7 @@ def test_computed_tokens_are_told_by_class() -> None:
     }
     for (what, kind), number in expected.items():
         labels = OWN | {"class": kind}
-        assert value(found, f"tideserve_worker_{what}_tokens_total", **labels) == number
+        assert value(metrics, f"tideserve_worker_{what}_tokens_total", **labels) == number
 
 
 def test_interruptions_of_batch_work_are_told() -> None:
@@ -106,20 +106,22 @@ def test_interruptions_of_batch_work_are_told() -> None:
         resumed_iterations_total=4,
         discarded_tokens_total=2048,
     )
-    found = told(engine(load=load))
+    metrics = exported(engine(load=load))
     for name, number in (
         ("preempted_iterations", 5),
         ("resumed_iterations", 4),
         ("discarded_tokens", 2048),
     ):
-        assert value(found, f"tideserve_worker_{name}_total", **OWN) == number
+        assert value(metrics, f"tideserve_worker_{name}_total", **OWN) == number
 
 
 def test_the_use_of_deadlines_is_reported() -> None:
-    found = told(engine(deadlines=DeadlineUse(0.25, 8.0, 6.0, {"interactive": 3}, {"standard": 2})))
-    assert value(found, "tideserve_worker_harvest_share", **OWN) == 0.25
-    assert value(found, "tideserve_worker_budget_seconds_total", **OWN) == 8.0
-    assert value(found, "tideserve_worker_budget_used_seconds_total", **OWN) == 6.0
+    metrics = exported(
+        engine(deadlines=DeadlineUse(0.25, 8.0, 6.0, {"interactive": 3}, {"standard": 2}))
+    )
+    assert value(metrics, "tideserve_worker_harvest_share", **OWN) == 0.25
+    assert value(metrics, "tideserve_worker_budget_seconds_total", **OWN) == 8.0
+    assert value(metrics, "tideserve_worker_budget_used_seconds_total", **OWN) == 6.0
     expected = {
         ("interactive", "ttft"): 3,
         ("standard", "ttft"): 0,
@@ -128,35 +130,35 @@ def test_the_use_of_deadlines_is_reported() -> None:
     }
     for (kind, metric), number in expected.items():
         labels = OWN | {"class": kind, "metric": metric}
-        assert value(found, "tideserve_worker_missed_deadlines_total", **labels) == number
+        assert value(metrics, "tideserve_worker_missed_deadlines_total", **labels) == number
 
 
 def test_preemption_latency_is_a_histogram() -> None:
     meter = HistogramMeter(PREEMPTION_S)
     for seconds in (0.002, 0.5, 9.0):
         meter.add(seconds)
-    found = told(engine(preemption_s=meter.histogram))
+    metrics = exported(engine(preemption_s=meter.histogram))
     name = "tideserve_worker_preemption_seconds"
-    assert value(found, f"{name}_sum", **OWN) == 9.502
+    assert value(metrics, f"{name}_sum", **OWN) == 9.502
     for bound, number in (("0.001", 0), ("0.0025", 1), ("0.5", 2), ("+Inf", 3)):
-        assert value(found, f"{name}_bucket", **OWN, le=bound) == number
+        assert value(metrics, f"{name}_bucket", **OWN, le=bound) == number
 
 
 def test_restored_slabs_are_counted_by_source() -> None:
-    found = told(engine(restored_slabs={"peer": 7, "disk": 2}))
+    metrics = exported(engine(restored_slabs={"peer": 7, "disk": 2}))
     for source, number in (("host", 0), ("peer", 7), ("disk", 2)):
         labels = OWN | {"source": source}
-        assert value(found, "tideserve_worker_restored_slabs_total", **labels) == number
+        assert value(metrics, "tideserve_worker_restored_slabs_total", **labels) == number
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:
-    found = told(engine(iteration_tokens=Histogram(), load=Load(0, 0, 0, 0)))
-    assert value(found, "vllm:iteration_tokens_total_count", **LABELS) == 0
-    assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == 0
+    metrics = exported(engine(iteration_tokens=Histogram(), load=Load(0, 0, 0, 0)))
+    assert value(metrics, "vllm:iteration_tokens_total_count", **LABELS) == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc", **LABELS) == 0
 
 
 def test_the_origin_of_the_cost_model_is_a_label_without_the_reason() -> None:
     name = "tideserve_worker_cost_model_info"
-    assert value(told(engine(cost_model="load")), name, **OWN, origin="load") == 1
-    none = told(engine(cost_model="none: no profile is stored"))
+    assert value(exported(engine(cost_model="load")), name, **OWN, origin="load") == 1
+    none = exported(engine(cost_model="none: no profile is stored"))
     assert value(none, name, **OWN, origin="none") == 1

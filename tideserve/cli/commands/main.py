@@ -45,7 +45,8 @@ def status(
         bool,
         typer.Option(
             "--why",
-            help="Also show memory decisions, why groups are as they are, and the last losses.",
+            help="Also show memory decisions, why groups are as they are, the last losses, and the"
+            " last refusals for lateness.",
         ),
     ] = False,
 ) -> None:

@@ -250,8 +250,8 @@ Global___Ask: _TypeAlias = Ask  # noqa: Y015
 @_typing.final
 class Outcome(_message.Message):
     """The first token of an assigned request, or its end. Sent off the critical path, at most twice for
-    a request, not for requests that failed or were started more than once, and only to a scheduler
-    with `wants_outcomes`.
+    a request, not for requests that failed before their first token or were started more than once,
+    and only to a scheduler with `wants_outcomes`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -463,6 +463,7 @@ class Refusal(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     BOOKED_FIELD_NUMBER: _builtins.int
+    ESTIMATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     reason: Global___RefusalReason.ValueType
@@ -477,6 +478,8 @@ class Refusal(_message.Message):
     """The scheduler keeps room for the retry at `retry_after_s`, in whole seconds; the gateway passes
     it on without jitter.
     """
+    estimated: _builtins.bool
+    """Answers an ask with `estimated`, so it does not refuse an ask in earnest under the same id."""
     def __init__(
         self,
         *,
@@ -485,10 +488,11 @@ class Refusal(_message.Message):
         message: _builtins.str = ...,
         retry_after_s: _builtins.float = ...,
         booked: _builtins.bool = ...,
+        estimated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["booked", b"booked", "estimated", b"estimated", "message", b"message", "reason", b"reason", "request_id", b"request_id", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,9 +519,7 @@ class Heartbeat(_message.Message):
     """Whether the scheduler predicts waits: gateways then report outcomes."""
     @_builtins.property
     def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
-        """Predicted waits, at most one per model and class; without classes that wait for a quarter of
-        their target or less.
-        """
+        """Predicted waits, at most one per model and class."""
 
     def __init__(
         self,
@@ -672,3 +674,102 @@ class FindRoomResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FindRoomResponse: _TypeAlias = FindRoomResponse  # noqa: Y015
+
+@_typing.final
+class ListRefusalsRequest(_message.Message):
+    """Asks for the latest refusals for lateness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsRequest: _TypeAlias = ListRefusalsRequest  # noqa: Y015
+
+@_typing.final
+class ListRefusalsResponse(_message.Message):
+    """The latest refusals for lateness."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___LateRefusals]:
+        """An entry for each model and class with refusals since the start of the scheduler."""
+
+    def __init__(
+        self,
+        *,
+        refusals: _abc.Iterable[Global___LateRefusals] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRefusalsResponse: _TypeAlias = ListRefusalsResponse  # noqa: Y015
+
+@_typing.final
+class LateRefusals(_message.Message):
+    """Refusals for lateness of a model and class: their number, and the numbers of the last refusal."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SERVICE_CLASS_FIELD_NUMBER: _builtins.int
+    LAST_MINUTE_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    LIMITED_BY_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    service_class: _service_pb2.ServiceClass.ValueType
+    """The class."""
+    last_minute: _builtins.int
+    """Refusals in the last minute."""
+    age_s: _builtins.float
+    """Seconds since the last refusal."""
+    wait_s: _builtins.float
+    """Predicted seconds until its first token."""
+    left_s: _builtins.float
+    """Seconds in which its first token was due."""
+    ahead_tokens: _builtins.int
+    """Tokens that would have started before it."""
+    rate: _builtins.float
+    """Tokens that started per second."""
+    limited_by: _builtins.str
+    """What the wait was limited by: compute or memory."""
+    retry_after_s: _builtins.float
+    """Seconds after which it may be retried."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        service_class: _service_pb2.ServiceClass.ValueType = ...,
+        last_minute: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        wait_s: _builtins.float = ...,
+        left_s: _builtins.float = ...,
+        ahead_tokens: _builtins.int = ...,
+        rate: _builtins.float = ...,
+        limited_by: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "ahead_tokens", b"ahead_tokens", "last_minute", b"last_minute", "left_s", b"left_s", "limited_by", b"limited_by", "model", b"model", "rate", b"rate", "retry_after_s", b"retry_after_s", "service_class", b"service_class", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LateRefusals: _TypeAlias = LateRefusals  # noqa: Y015

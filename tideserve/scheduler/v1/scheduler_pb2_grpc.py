@@ -50,6 +50,11 @@ class SchedulerServiceStub:
                 request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.SerializeToString,
                 response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.FromString,
                 _registered_method=True)
+        self.ListRefusals = channel.unary_unary(
+                '/tideserve.scheduler.v1.SchedulerService/ListRefusals',
+                request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -81,6 +86,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRefusals(self, request, context):
+        """Lists the latest refusals for lateness, by model and class.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +110,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.FindRoom,
                     request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.FromString,
                     response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.SerializeToString,
+            ),
+            'ListRefusals': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRefusals,
+                    request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.FromString,
+                    response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +199,33 @@ class SchedulerService:
             '/tideserve.scheduler.v1.SchedulerService/FindRoom',
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.SerializeToString,
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRefusals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.scheduler.v1.SchedulerService/ListRefusals',
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.SerializeToString,
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class SchedulerServiceStub:
     """
     FindRoom: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]
     """Room for the requests of a worker that shuts down, in the other groups of its model."""
+    ListRefusals: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]
+    """Lists the latest refusals for lateness, by model and class."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -63,6 +65,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """
     FindRoom: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]  # type: ignore[assignment]
     """Room for the requests of a worker that shuts down, in the other groups of its model."""
+    ListRefusals: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]  # type: ignore[assignment]
+    """Lists the latest refusals for lateness, by model and class."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Decides which group serves a request and when. It is not on the path of tokens."""
@@ -96,5 +100,13 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FindRoomResponse, _abc.Awaitable[_scheduler_pb2.FindRoomResponse]]:
         """Room for the requests of a worker that shuts down, in the other groups of its model."""
+
+    @_abc_1.abstractmethod
+    def ListRefusals(
+        self,
+        request: _scheduler_pb2.ListRefusalsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ListRefusalsResponse, _abc.Awaitable[_scheduler_pb2.ListRefusalsResponse]]:
+        """Lists the latest refusals for lateness, by model and class."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -101,12 +101,21 @@ def test_the_interactive_share_is_of_first_attempts_in_the_steady_state() -> Non
 
 def test_recovery_is_counted_from_the_last_arrival_returns_included() -> None:
     records = (served(12.0), replace(refused(19.0), attempt=ClientAttempt(2)))
-    probes = [Probe(19.5, 0.1), Probe(20.0, None), Probe(21.0, 0.31), Probe(22.0, 0.3)]
     measured = Measured(TARGETS, 0.2, records, (10.0, 20.0))
-    for seen, expected in ((probes, 0.6), (probes[1:], 3.3), (probes[1:3], None)):
-        measured.probes = seen
-        recovered_s = recovery_s(measured)
-        assert recovered_s == (None if expected is None else pytest.approx(expected))
+    cases: list[tuple[list[float | None], float | None]] = [
+        ([0.1, 0.1, 0.1], 1.1),
+        ([0.3, None, 0.3], 1.3),
+        # A single fast probe between slow probes is no recovery.
+        ([None, 0.1, 0.31, None, 0.2, 0.2], 5.2),
+        ([0.1, 0.31, 0.31, 0.1], None),
+        ([None, 0.1], None),
+        ([0.1, 0.1], None),
+    ]
+    for ttfts_s, expected in cases:
+        measured.probes = [Probe(20.0 + n, ttft_s) for n, ttft_s in enumerate(ttfts_s)]
+        assert recovery_s(measured) == (None if expected is None else pytest.approx(expected))
+    measured.probes = [Probe(18.0 + n, 0.1) for n in range(3)]
+    assert recovery_s(measured) == 0.0
 
 
 def test_refusals_with_room_belong_to_the_load_in_which_they_happened() -> None:

@@ -26,11 +26,17 @@ LOADS = {"2": GOOD, "10": GOOD | {"in_time_tokens_s": 600.0}}
 
 
 def problems(
-    loads: dict[str, Figures] = LOADS, mixed: Figures = GOOD, todays: float = 600.0
+    loads: dict[str, Figures] = LOADS,
+    mixed: Figures = GOOD,
+    todays: float = 600.0,
+    fcfs: float | None = None,
 ) -> list[str]:
     """Problems with a capacity of 1,000 tokens a second."""
     others = {factor: GOOD | {"in_time_tokens_s": todays} for factor in loads}
-    return problems_of(1000.0, {"tideserve": loads, "todays-rules": others}, {"slo": mixed})
+    systems = {"tideserve": loads, "todays-rules": others}
+    if fcfs is not None:
+        systems["fcfs"] = {"10": GOOD | {"in_time_tokens_s": fcfs}}
+    return problems_of(1000.0, systems, {"slo": mixed})
 
 
 def test_a_run_within_all_goals_has_no_problem() -> None:
@@ -58,9 +64,12 @@ def test_each_missed_goal_of_a_load_is_a_problem(changes: dict[str, Any], text: 
     assert len(missed) == 1 and text in missed[0]
 
 
-def test_tokens_in_time_are_compared_with_todays_rules() -> None:
+def test_tokens_in_time_are_compared_with_the_better_of_the_former_systems() -> None:
     assert problems(todays=618.0) == []
     assert problems(todays=619.0) == ["10 ×: tokens in time are under 0.97 × those of todays-rules"]
+    assert problems(fcfs=618.0) == []
+    assert problems(fcfs=619.0) == ["10 ×: tokens in time are under 0.97 × those of fcfs"]
+    assert problems(todays=650.0, fcfs=640.0)[0].endswith("todays-rules")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,17 @@ def test_the_prompt_that_is_due_first_starts_first() -> None:
     ]
 
 
+def test_a_begun_prompt_goes_before_one_that_overtakes_and_is_due_later() -> None:
+    clock = Clock(planner(num_blocks=100, max_batch_tokens=64))
+    clock.begin("begun", promised(ttft_s=5.0), prompt=300)
+    # Due before the begun prompt, but longer than the free blocks hold.
+    clock.arrive("long", promised(ttft_s=1.0), prompt=200)
+    clock.arrive("later", promised(ttft_s=60.0), prompt=80)
+    assert clock.run() == {"begun": 64}
+    clock.arrive("sooner", promised(ttft_s=2.0), prompt=40)
+    assert clock.run() == {"sooner": 40, "begun": 24}
+
+
 def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
     clock = Clock(planner())
     for number in range(20):

@@ -13,22 +13,22 @@ from services.core.scheduler.calendar import (
     EARLY_S,
     HORIZON_S,
     LAPSE_S,
+    RETRIES_MAX,
+    SHARE,
     SLOT_S,
     Booking,
     BookingEnd,
     Calendar,
-    Rates,
     shape_of,
 )
 
-RATES = Rates(1000.0, 100.0)
+RATE = 1000.0
+"""Tokens that start per second."""
 
 
 def booked(calendar: Calendar, now_s: float, name: int, **given: object) -> Booking:
-    """Book 100 tokens and 5 blocks for the request `name`."""
-    known: dict[str, object] = {
-        "owner": "a", "tokens": 100, "blocks": 5, "earliest_s": now_s, "rates": RATES
-    }  # fmt: skip
+    """Book 100 tokens for the request `name`."""
+    known: dict[str, object] = {"owner": "a", "tokens": 100, "earliest_s": now_s, "rate": RATE}
     booking = calendar.book(now_s, shape=(name,), **known | given)  # type: ignore[arg-type]
     assert booking is not None
     calendar.check_invariants()
@@ -67,11 +67,11 @@ def test_a_lapsed_booking_returns_its_time() -> None:
     # 18 requests fill the slots that are due after 1 s, 2 s and so on.
     filled = [booked(calendar, 0.0, name) for name in range(18)]
     assert filled[-1].due_s > filled[0].due_s
-    assert calendar.due(HORIZON_S) == (1800, 90)
+    assert calendar.tokens_ahead(0.0, "a", 5000, RATE) == 1800
     late_s = filled[-1].due_s + LAPSE_S + SLOT_S
     assert calendar.arrive(late_s, "a", (0,)) is None
     calendar.check_invariants()
-    assert calendar.due(HORIZON_S) == (0, 0) and len(calendar) == 0
+    assert calendar.tokens_ahead(late_s, "a", 10**6, RATE) == 0 and len(calendar) == 0
     assert calendar.ended == {BookingEnd.LAPSED: 18}
 
 
@@ -85,6 +85,17 @@ def test_a_released_booking_returns_its_time_at_once() -> None:
     assert booked(calendar, 0.0, 6).due_s == 1.0
 
 
+def test_requests_like_one_with_a_booking_are_its_retries_at_first() -> None:
+    calendar = Calendar()
+    booked(calendar, 0.0, 1)
+    assert not calendar.is_retry("a", (2,))
+    assert [calendar.is_retry("a", (1,)) for _ in range(5)] == [True] * 3 + [False] * 2
+    calendar.check_invariants()
+    calendar.release("a", (1,))
+    calendar.check_invariants()
+    assert not calendar.is_retry("a", (1,))
+
+
 def test_a_booking_belongs_to_its_owner() -> None:
     calendar = Calendar()
     booking = booked(calendar, 0.0, 1)
@@ -95,27 +106,22 @@ def test_a_booking_belongs_to_its_owner() -> None:
 
 def test_a_prompt_longer_than_a_slot_takes_the_slots_behind() -> None:
     calendar = Calendar()
-    long = booked(calendar, 0.0, 1, tokens=9000, blocks=0)
+    long = booked(calendar, 0.0, 1, tokens=9000)
     assert long.due_s == 1.0
     # 9,000 tokens at 900 per second.
     assert booked(calendar, 0.0, 2).due_s == 11.0
-    assert calendar.due(1.5) == (9000, 0)
-
-
-@pytest.mark.parametrize("rates", [Rates(0.0), Rates(1000.0, 0.0)])
-def test_without_a_rate_there_is_no_booking(rates: Rates) -> None:
-    assert Calendar().book(0.0, "a", (1,), 1, 1, 0.0, rates) is None
+    assert calendar.tokens_ahead(0.0, "a", 1001, RATE) == 9000
 
 
 def test_a_full_calendar_makes_no_booking() -> None:
     calendar = Calendar()
     due = list[float]()
-    while (booking := calendar.book(0.3, "a", (len(due),), 450, 1, 0.3, RATES)) is not None:
+    while (booking := calendar.book(0.3, "a", (len(due),), 450, 0.3, RATE)) is not None:
         due.append(booking.due_s)
     calendar.check_invariants()
     # A slot of each second is full.
     assert due == [0.3 + second for second in range(1, 601)]
-    assert calendar.book(0.3, "a", (-1,), 1, 1, math.inf, RATES) is None
+    assert calendar.book(0.3, "a", (-1,), 1, math.inf, RATE) is None
 
 
 def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
@@ -125,12 +131,60 @@ def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
     assert shape_of(Ask("r", "m", 31, 7, fingerprint=9)) == (9,)
 
 
+def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Booking | None:
+    """A request that has no booking that is due: counted, then refused."""
+    calendar.is_retry(owner, (name,))
+    return calendar.book(now_s, owner, (name,), 100, now_s, RATE)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None:
+    """Of many identical requests, as many are served per second as of different ones."""
+    rng = random.Random(seed)
+    calendar, returns = Calendar(), list[float]()
+    for number in range(60):
+        booking = refuse(calendar, number * 0.01, 1)
+        assert booking is not None
+        returns.append(booking.due_s + rng.uniform(-0.4, 1.0))
+        calendar.check_invariants()
+    # The first four requests may be one and its retries.
+    assert len(calendar) == 60 - RETRIES_MAX
+    used = list[Booking]()
+    for now_s in sorted(returns):
+        if (booking := calendar.arrive(now_s, "a", (1,))) is not None:
+            assert -EARLY_S <= now_s - booking.due_s <= LAPSE_S + SLOT_S
+            used.append(booking)
+        calendar.check_invariants()
+    assert len(set(used)) == len(used) >= 50
+    # 9 requests per second, in slots that are due at whole seconds.
+    per_s = Counter(math.floor(booking.due_s) for booking in used)
+    assert max(per_s.values()) <= 10
+
+
+def test_of_bookings_that_are_alike_the_first_is_released() -> None:
+    calendar = Calendar()
+    bookings = {refuse(calendar, 0.0, 1) for _ in range(30)}
+    first, *others = sorted(booking.due_s for booking in bookings if booking is not None)
+    calendar.release("a", (1,))
+    calendar.check_invariants()
+    assert first < others[-1] and len(calendar) == len(others)
+    assert calendar.due_booking(others[0] - EARLY_S - 0.01, "a", (1,)) is None
+    assert calendar.due_booking(others[0], "a", (1,)) is not None
+    # The requests count as retries until the last booking has ended.
+    assert not calendar.is_retry("a", (1,))
+    calendar.advance(others[-1] + LAPSE_S + SLOT_S)
+    calendar.check_invariants()
+    assert len(calendar) == 0
+    refuse(calendar, others[-1] + LAPSE_S + SLOT_S, 1)
+    assert calendar.is_retry("a", (1,))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_refusals_and_retries(seed: int) -> None:
     """No request has two bookings, no slot more time than it has, no owner that of another."""
     rng = random.Random(seed)
     calendar, now_s = Calendar(), rng.uniform(0, 1000)
-    # What each client was told last, and its first try.
+    # The last booking of each client.
     known: dict[tuple[str, tuple[int, ...]], Booking] = {}
     for step in range(800):
         now_s += rng.choice((0.0, 0.01, 0.3, 3.0)) * rng.random()
@@ -144,18 +198,16 @@ def test_random_refusals_and_retries(seed: int) -> None:
             assert -EARLY_S <= now_s - used.due_s <= LAPSE_S + SLOT_S
             del known[key]
         elif before is not None and -EARLY_S <= now_s - before.due_s <= LAPSE_S:
-            pytest.fail("a retry within its window found no booking")
-        tokens, blocks = rng.choice((10, 100, 3000)), rng.randrange(30)
+            pytest.fail("a retry within its window has no booking")
+        tokens = rng.choice((10, 100, 3000))
         earliest_s = now_s + rng.choice((0.0, 1.0, 20.0))
-        booking = calendar.book(now_s, owner, shape, tokens, blocks, earliest_s, RATES)
+        booking = calendar.book(now_s, owner, shape, tokens, earliest_s, RATE)
         assert booking is not None
         held = before is not None and used is None and now_s <= before.due_s + LAPSE_S
         if booking is not before:
             assert booking.due_s >= earliest_s - 1e-6 and booking.due_s >= now_s + 1 - 1e-6
             assert math.isclose(booking.due_s - now_s, booking.retry_after_s(now_s), abs_tol=1e-5)
-            assert math.isclose(
-                sum(part_s for _, part_s in booking.parts), RATES.seconds(tokens, blocks)
-            )
+            assert math.isclose(sum(part_s for _, part_s in booking.parts), tokens / (SHARE * RATE))
             if held:
                 assert before is not None and earliest_s > before.due_s + LAPSE_S
         known[key] = booking
@@ -163,7 +215,7 @@ def test_random_refusals_and_retries(seed: int) -> None:
             calendar.check_invariants()
     calendar.check_invariants()
     calendar.advance(now_s + HORIZON_S + LAPSE_S + 1)
-    assert len(calendar) == 0 and calendar.due(math.inf) == (0, 0)
+    assert len(calendar) == 0 and calendar.tokens_ahead(now_s, "a", 1, RATE) == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -175,7 +227,7 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
     rng.shuffle(refused)
     for name, owner in enumerate(refused):
         now_s = name * 0.01
-        booking = calendar.book(now_s, owner, (name,), 100, 5, now_s, RATES)
+        booking = calendar.book(now_s, owner, (name,), 100, now_s, RATE)
         assert booking is not None
         due[owner].append(booking.due_s)
     calendar.check_invariants()
@@ -185,11 +237,49 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
     assert early["b"] == early["c"] == 100 and early["flood"] <= 1.6 * 100
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_owner_that_comes_late_has_its_share(seed: int) -> None:
+    """An owner that has booked all time delays another no longer than equal shares would."""
+    rng = random.Random(seed)
+    calendar, due = Calendar(), defaultdict[str, list[float]](list)
+    # Bookings are due whole seconds later, and a second has two slots.
+    for now_s in (9.5, 10.0):
+        while calendar.book(now_s, "flood", (rng.getrandbits(60),), 100, now_s, RATE):
+            pass
+    for name, owner in enumerate(rng.sample(["b"] * 90 + ["c"] * 45 + ["flood"] * 90, 225)):
+        booking = calendar.book(10.0, owner, (name,), 100, 10.0, RATE)
+        if booking is not None:
+            due[owner].append(booking.due_s)
+        if name % 20 == 0:
+            calendar.check_invariants()
+    assert not due["flood"]
+    # 9 requests per second, a third of them for each owner.
+    assert len(due["b"]) == 90 and max(due["b"]) <= 10 + 90 / 3 + 3
+    assert len(due["c"]) == 45 and max(due["c"]) <= 10 + 45 / 3 + 3
+    # Each of the three passes a request of another owner with as many tokens as are before it.
+    assert calendar.tokens_ahead(300.0, "new", 100, RATE) == 3 * 100
+    calendar.advance(600.0)
+    calendar.check_invariants()
+
+
+@pytest.mark.parametrize("now_s", [5.0, 20.0])
+def test_the_retries_of_another_owner_pass_a_request_only_in_their_turn(now_s: float) -> None:
+    calendar = Calendar()
+    for name in range(400):
+        booked(calendar, 0.0, name)
+    all_due = calendar.tokens_ahead(now_s, None, 500, RATE)
+    assert all_due == calendar.tokens_ahead(now_s, "a", 500, RATE) > 2000
+    assert calendar.tokens_ahead(now_s, "b", 500, RATE) == 500
+    booked(calendar, 0.0, 1000, owner="b")
+    # Its own retry of 100 tokens, and at most as many of the other as it has with it.
+    assert calendar.tokens_ahead(now_s, "b", 500, RATE) == 100 + 600
+
+
 def test_a_single_owner_has_all_slots() -> None:
     calendar, due = Calendar(), list[float]()
     for name in range(900):
         now_s = name * 0.01
-        booking = calendar.book(now_s, "", (name,), 100, 5, now_s, RATES)
+        booking = calendar.book(now_s, "", (name,), 100, now_s, RATE)
         assert booking is not None
         due.append(booking.due_s)
     # At 9 requests per second: bookings take all time but that of the first second.
@@ -203,7 +293,7 @@ def test_many_refusals_cost_little() -> None:
     for name in range(20_000):
         now_s = name * 0.001
         calendar.arrive(now_s, "a", (name,))
-        calendar.book(now_s, "a", (name,), 40, 2, now_s + 10, RATES)
-        calendar.due(now_s + 30)
+        calendar.book(now_s, "a", (name,), 40, now_s + 10, RATE)
+        calendar.tokens_ahead(now_s, "a", 30_000, RATE)
     # About 20 µs each on the machines of today.
     assert (time.perf_counter() - began_s) / 20_000 < 0.002

@@ -7,7 +7,7 @@ import pytest
 
 from services.core.ask import RefusalReason
 from services.core.demand import ModelDemand
-from services.core.scheduler.group_table import RecentSum
+from services.core.scheduler.rate import RecentSum
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,

@@ -29,6 +29,25 @@ def served_before(queue: FairQueue, tokens: dict[str, int], name: str) -> int:
     raise AssertionError(name)
 
 
+@pytest.mark.parametrize("tenants", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(10))
+def test_each_turn_goes_to_the_tenant_that_was_served_the_least(seed: int, tenants: int) -> None:
+    rng, queue = Random(seed), FairQueue()
+    waiting: list[list[tuple[int, int]]] = [[] for _ in range(tenants)]
+    for number in range(40):
+        tenant, tokens = rng.randrange(tenants), rng.choice([16, 48, 160])
+        waiting[tenant].append((number, tokens))
+        queue.add((0.0,), str(tenant), ((float(number),), number, f"r{number}"), tokens)
+    served, order = [0] * tenants, list[str]()
+    while left := [tenant for tenant in range(tenants) if waiting[tenant]]:
+        # The first arrival decides a tie.
+        turn = min(left, key=lambda tenant: (served[tenant], waiting[tenant][0]))
+        number, tokens = waiting[turn].pop(0)
+        served[turn] += tokens
+        order.append(f"r{number}")
+    assert list(queue) == order
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_with_one_tenant_the_tokens_ahead_are_exact(seed: int) -> None:
     rng = Random(seed)

@@ -11,13 +11,17 @@ from services.core.audit.refusals import Refusals
 from services.core.cost.model import CostModel
 from services.core.queue_order import Scheduling
 from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.group_table import REGROUP_S
 from services.core.scheduler.lateness import Lateness
 from services.core.scheduler.prediction import FORGOTTEN_S, OFFSET_S, UNKNOWN, WaitPredictor
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,
+    GroupLeft,
+    LateRefusals,
     OutcomeReported,
+    SendAssignment,
     SendProceed,
     SendRefusal,
     SendTicket,
@@ -38,10 +42,10 @@ SOON = Service(ServiceClass.STANDARD, ttft_s=2.0)
 class Overloaded(Scheduler):
     """A group without room, and requests that have started at 10 per second."""
 
-    def __init__(self, short: bool = True, **settings: Any) -> None:
+    def __init__(self, short: bool = True, start_s: float = 100.0, **settings: Any) -> None:
         settings = {"lateness": 1.0, "standard_wait_s": 10.0, "ttft": COST} | settings
         super().__init__(1024, **settings)
-        self.now_s = 100.0
+        self.now_s = start_s
         self.serve(now_s=self.now_s)
         if short:
             self(ShortfallsReported(self.now_s, {"m": 1}))
@@ -69,7 +73,10 @@ class Overloaded(Scheduler):
 
     def flood(self, count: int = 200, **changes: Any) -> list[SendRefusal]:
         """Ask for many requests at once; returns the refusals."""
-        commands = [c for n in range(count) for c in self.arrive(f"flood{n}", **changes)]
+        commands = list[Command]()
+        for number in range(count):
+            different = {"fingerprint": 1000 + number} | changes
+            commands += self.arrive(f"flood{number}", **different)
         return [command for command in commands if isinstance(command, SendRefusal)]
 
 
@@ -88,6 +95,29 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     assert late.by is WaitLimit.MEMORY
     # Ten start per second. Until arrivals count as overload, few are refused.
     assert 10 <= 200 - len(refused) <= 60
+
+
+def test_the_last_refusal_of_each_class_is_kept_with_its_numbers() -> None:
+    scheduler = Overloaded()
+    assert scheduler.state.late_refusals(scheduler.now_s) == []
+    interactive = Service(ServiceClass.INTERACTIVE, ttft_s=1.0)
+    refused = scheduler.flood()
+    scheduler.now_s += 2.0
+    last = refused[-1]
+    (other,) = scheduler.arrive("interactive", service=interactive)
+    assert isinstance(other, SendRefusal)
+    for later_s, count, more in ((2.0, len(refused), 1), (59.0, 0, 1), (100.0, 0, 0)):
+        now_s = scheduler.now_s + later_s
+        assert last.late and last.retry_after_s and other.late and other.retry_after_s
+        standard, interactive_refusals = scheduler.state.late_refusals(now_s)
+        age_s = pytest.approx(later_s + 2.0)
+        assert standard == LateRefusals(
+            "m", ServiceClass.STANDARD, count, age_s, last.late, last.retry_after_s
+        )
+        assert interactive_refusals == LateRefusals(
+            *("m", ServiceClass.INTERACTIVE, more, pytest.approx(later_s)),
+            *(other.late, other.retry_after_s),
+        )
 
 
 def test_the_refused_tokens_are_demand() -> None:
@@ -135,8 +165,9 @@ def test_a_request_that_could_start_must_not_be_refused(
     ruled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Overloaded()
-    scheduler.report(now_s=scheduler.now_s, free=100, running=0)
-    asked = ask("r", now_s=scheduler.now_s, service=Service(ttft_s=0.02))
+    started = assigned(scheduler.report(now_s=scheduler.now_s, free=100, running=0))
+    scheduler.report(now_s=scheduler.now_s, free=100, running=5, received=started)
+    asked = ask("r", now_s=scheduler.now_s, service=Service(ttft_s=0.5), waited_s=1.0)
     if not ruled:
         monkeypatch.setattr(Lateness, "could_start", lambda *_: False)
     findings = Findings()
@@ -144,13 +175,41 @@ def test_a_request_that_could_start_must_not_be_refused(
     assert findings.broken == (not ruled)
 
 
-def test_a_request_that_is_late_even_alone_is_served() -> None:
+def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
     scheduler = Overloaded()
-    scheduler.flood()
+    admitted = 200 - len(scheduler.flood())
     hopeless = Service(ttft_s=TOKEN_S)
     assert kinds(scheduler.arrive("alone", service=hopeless)) == [SendTicket]
-    # It stands behind those that can be kept.
-    assert [scheduler.start_next() for _ in range(6)][-1] == ["flood0"]
+    scheduler.arrive("later", service=Service(ttft_s=100.0))
+    started = [name for _ in range(admitted + 7) for name in scheduler.start_next()]
+    assert started[-2:] == ["alone", "later"]
+    # With requests for more than `standard_wait_s` ahead, it is refused like others.
+    for number in range(150):
+        scheduler.arrive(f"patient{number}", service=Service(ttft_s=100.0))
+    assert kinds(scheduler.arrive("hopeless", service=hopeless)) == [SendRefusal]
+
+
+def test_a_returned_retry_waits_for_its_own_deadline() -> None:
+    """Its rank is that of its first try, but the time before its booking does not count."""
+    scheduler = Overloaded()
+    service = Service(ttft_s=2.0)
+    scheduler.flood(400, service=service)
+    refused = scheduler.arrive("r", service=service, fingerprint=7)[0]
+    assert isinstance(refused, SendRefusal) and refused.retry_after_s is not None
+    scheduler.now_s += refused.retry_after_s
+    scheduler.report(now_s=scheduler.now_s, free=5000, running=10)
+    commands = scheduler.arrive("retry", service=service, fingerprint=7)
+    assert SendAssignment in kinds(commands)
+    scheduler.now_s += 1.0
+    scheduler.fill()
+    failed = FailedAssignment("group-w0", 1, returned=True)
+    late = ask("retry", now_s=scheduler.now_s, service=service, waited_s=1.0, failed=failed)
+    first_s = scheduler.now_s - refused.retry_after_s - 1.0
+    assert kinds(scheduler(late)) == [SendTicket]
+    waiting = scheduler.state._queue.get("retry")
+    assert waiting is not None and waiting.booked
+    assert waiting.arrival_s == pytest.approx(first_s)
+    assert waiting.deadline_start_s == pytest.approx(scheduler.now_s - 1.0)
 
 
 def test_failed_and_resumed_requests_are_not_refused() -> None:
@@ -214,6 +273,32 @@ def test_an_estimated_ask_is_refused_or_may_proceed() -> None:
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendRefusal]
 
 
+def test_a_delayed_estimated_ask_leaves_the_ask_in_earnest_as_it_is() -> None:
+    scheduler = Overloaded()
+    assert kinds(scheduler.arrive("waits")) == [SendTicket]
+    started = scheduler.start_next()
+    scheduler.flood()
+    before, booked = scheduler.state.snapshot(scheduler.now_s), waits_of(scheduler).calendars
+    bookings = {cls: len(calendar) for cls, calendar in booked.items()}
+    for name in ("waits", *started):
+        # An older stream may deliver it after the new one.
+        late = scheduler.arrive(name, estimated=True, stream_id=2, prompt_tokens=900)
+        assert late == [SendProceed(request_id=name, stream_id=2)]
+    assert scheduler.state.snapshot(scheduler.now_s) == before
+    assert {cls: len(calendar) for cls, calendar in booked.items()} == bookings
+    # The answers still go to the stream that asked in earnest.
+    assert scheduler.state._queue.of_stream(2) == []
+    assert started and isinstance(scheduler.arrive(started[0])[0], SendAssignment)
+
+
+def test_the_refusal_of_an_estimated_ask_says_so() -> None:
+    scheduler = Overloaded()
+    scheduler.flood()
+    for estimated in (True, False):
+        (refusal,) = scheduler.arrive("r", estimated=estimated)
+        assert isinstance(refusal, SendRefusal) and refusal.estimated is estimated
+
+
 def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
     scheduler = Overloaded(rules=ClassRules(Scheduling.SLO))
     assert scheduler.flood()
@@ -222,11 +307,69 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
     assert scheduler.start_next() == ["i"]
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO, Scheduling.FCFS])
+def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling) -> None:
+    waits = list[float]()
+    for owners in (("a",), ("a", "b", "c"), ("",)):
+        scheduler = Overloaded(rules=ClassRules(scheduling), standard_wait_s=100.0)
+        while scheduler.start_next():
+            scheduler.now_s += 0.1
+        for number in range(60):
+            owner = owners[number] if number < len(owners) else owners[0]
+            arrived = scheduler.arrive(f"r{number}", service=Service(tenant=owner))
+            assert kinds(arrived) == [SendTicket]
+        snapshot = scheduler.state.snapshot(scheduler.now_s)
+        (wait_s,) = [
+            wait.likely_s
+            for wait in snapshot.class_waits
+            if wait.service_class is ServiceClass.STANDARD
+        ]
+        waits.append(wait_s)
+    # 60 requests at 10 per second, and the request itself.
+    assert waits == [pytest.approx(waits[0])] * 3 and waits[0] > 3.0
+
+
+def test_only_admitted_interactive_requests_pass_the_others() -> None:
+    scheduler = Overloaded(rules=ClassRules(Scheduling.SLO))
+    refused = scheduler.flood(service=Service(ServiceClass.INTERACTIVE, ttft_s=1.0))
+    model = scheduler.state._groups.of_model("m")
+    assert model is not None and refused
+    assert model.meter.interactive.at(scheduler.now_s)[0] == 200
+    assert model.meter.passing.at(scheduler.now_s)[0] == 200 - len(refused)
+
+
+@pytest.mark.parametrize(("waited_s", "counts"), [(0.1, True), (5.0, False)])
+def test_a_request_that_is_asked_for_again_is_no_new_arrival(waited_s: float, counts: bool) -> None:
+    scheduler = Overloaded()
+    model = scheduler.state._groups.of_model("m")
+    assert model is not None
+    before, _ = model.meter.arrived.at(scheduler.now_s)
+    scheduler.arrive("r", waited_s=waited_s, service=Service(ttft_s=100.0))
+    assert model.meter.arrived.at(scheduler.now_s)[0] == before + counts
+
+
+def test_a_refusal_in_the_queue_is_a_sample_of_its_prediction() -> None:
+    scheduler = Overloaded()
+    scheduler.flood()
+    before = sum(waits_of(scheduler).ratios[ServiceClass.STANDARD].counts)
+    commands = list[Command]()
+    for _ in range(30):  # no request starts
+        scheduler.now_s += 0.1
+        commands += scheduler.arrive(
+            f"more{scheduler.now_s}", fingerprint=int(scheduler.now_s * 10)
+        )
+        commands += scheduler(Ticked(scheduler.now_s))
+    left = [c for c in commands if isinstance(c, SendRefusal) and c.request_id.startswith("flood")]
+    samples = sum(waits_of(scheduler).ratios[ServiceClass.STANDARD].counts) - before
+    assert 0 < samples == len(left)
+
+
 def test_outcomes_correct_the_predictions() -> None:
     scheduler = Overloaded()
     scheduler.flood()
-    for _ in range(40):
+    for number in range(40):
         scheduler.now_s += 0.1
+        scheduler.arrive(f"more{number}", service=Service(ttft_s=100.0))
         for name in scheduler.start_next():
             remembered = scheduler.state._assignments.get(name)
             assert remembered is not None
@@ -249,7 +392,29 @@ def test_a_booking_of_an_owner_is_not_used_by_another() -> None:
     assert isinstance(booked, SendRefusal) and booked.retry_after_s is not None
     calendar = waits_of(scheduler).calendars[ServiceClass.STANDARD]
     due_s = scheduler.now_s + booked.retry_after_s
-    assert calendar.is_due(due_s, "a", (7,)) and not calendar.is_due(due_s, "b", (7,))
+    assert calendar.due_booking(due_s, "a", (7,)) is not None
+    assert calendar.due_booking(due_s, "b", (7,)) is None
+
+
+@pytest.mark.parametrize("away_s", [0.0, REGROUP_S - 1, REGROUP_S])
+@pytest.mark.parametrize("lateness", [0.0, 1.0])
+def test_bookings_outlive_the_restart_of_the_only_worker(away_s: float, lateness: float) -> None:
+    scheduler = Overloaded(lateness=lateness)
+    scheduler.flood(400)
+    waits, rate = waits_of(scheduler), waits_of(scheduler).rate.per_s(scheduler.now_s)
+    scheduler(GroupLeft(scheduler.now_s, "group-w0"))
+    scheduler.state.check_invariants()
+    for _ in range(int(away_s)):
+        scheduler.now_s += 1.0
+        scheduler(Ticked(scheduler.now_s))
+        scheduler.state.check_invariants()
+    scheduler.serve(now_s=scheduler.now_s, free=0, epoch=2)
+    kept = lateness > 0 and away_s < REGROUP_S
+    assert (waits_of(scheduler) is waits) is kept
+    if kept:
+        assert any(len(calendar) for calendar in waits.calendars.values())
+        # The time without a worker does not count as slow.
+        assert rate is not None and waits.rate.per_s(scheduler.now_s) == pytest.approx(rate, 0.1)
 
 
 @pytest.mark.parametrize("seed", range(10))

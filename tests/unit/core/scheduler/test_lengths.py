@@ -55,11 +55,10 @@ def test_a_cut_off_output_is_a_lower_bound() -> None:
     assert mean_of(known, ("a", "")) > 200
 
 
-def test_an_estimate_is_at_most_the_limit_and_its_percentile_above_its_mean() -> None:
+def test_an_estimate_is_at_most_the_limit() -> None:
     known = learnt(*[(("a", ""), tokens) for tokens in (50, 60, 70, 80, 90) * 4])
-    expected = known.expect(("a", ""), 1000)
-    assert expected is not None and 60 < expected.mean < expected.p80 < 95
-    assert known.expect(("a", ""), 16) == (16, 16)
+    assert mean_of(known, ("a", "")) == pytest.approx(70, rel=0.05)
+    assert known.expect(("a", ""), 16) == (16,)
 
 
 def test_a_hint_is_bounded_once_lengths_are_known() -> None:
@@ -85,7 +84,7 @@ def test_random_samples_keep_the_invariants(seed: int) -> None:
         keys = (rng.choice((None, *range(20))), rng.randrange(3), "")
         known.add(keys, rng.choice((0, 1, rng.randrange(100_000))), rng.random() < 0.3)
         expected = known.expect(keys, rng.randrange(1, 5000), rng.choice((0, 5)))
-        assert expected is not None and expected.mean >= 0 and 0 <= expected.p80 <= 5000
+        assert expected is not None and 0 <= expected.mean <= 5000
     known.check_invariants()
 
 

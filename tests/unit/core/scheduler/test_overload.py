@@ -69,6 +69,7 @@ def test_before_a_shortfall_no_request_is_refused_for_memory() -> None:
 def test_late_requests_must_stand_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitQueue, "mark_late", lambda *_: None)
     monkeypatch.setattr(Lateness, "late", lambda *_: None)
+    monkeypatch.setattr(Lateness, "late_waiting", lambda *_: [])
     _, tokens_per_s = capacity_of(0)
     assert overloaded(5, 0, Scheduling.SLO).tokens_per_s() < 0.5 * tokens_per_s
 

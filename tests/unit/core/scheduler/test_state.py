@@ -12,17 +12,14 @@ from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.queue_order import Scheduling
+from services.core.scheduler.assigner import REQUEUES_MAX
 from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.dispatch import ScoreFunction, kv_share, least_loaded
 from services.core.scheduler.group_load import EXCLUSIVE_S
 from services.core.scheduler.group_table import MODELS_REMEMBERED_MAX, REGROUP_S
 from services.core.scheduler.rate import RETRY_AFTER_MAX_S
-from services.core.scheduler.state import (
-    ALONE_S,
-    REQUEUES_MAX,
-    SchedulerState,
-)
+from services.core.scheduler.state import ALONE_S, SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
     Command,

@@ -19,6 +19,7 @@ from tideserve.cli.status import (
     loss_lines,
     obstacle_lines,
     paced_workers,
+    refusal_lines,
     services_table,
     shortfall_lines,
     size_text,
@@ -262,6 +263,26 @@ def test_losses_say_which_group_and_why() -> None:
     (line,) = loss_lines({"losses": [row]})
     assert line[8:] == "  g1 at epoch 7: w1 is gone"
     assert loss_lines({"services": []}) == [], "a gateway of before tells none"
+
+
+def test_refusals_for_lateness_have_their_numbers() -> None:
+    row = {
+        "model": "m[x]",
+        "service_class": "interactive",
+        "last_minute": 1200,
+        "age_s": 2.6,
+        "wait_s": 4.25,
+        "left_s": 0.5,
+        "ahead_tokens": 12_345,
+        "rate": 2904.7,
+        "limited_by": "memory",
+        "retry_after_s": 9.0,
+    }
+    assert refusal_lines({"late_refusals": [row]}) == [
+        "m[x], interactive: 1,200 in the last minute. The last, 3 s ago: predicted up to 4.2 s, due"
+        " in 0.5 s; 12,345 tokens ahead, 2,905 start per second, limited by memory; Retry-After 9 s"
+    ]
+    assert refusal_lines({"services": []}) == [], "a gateway of before sends none"
 
 
 def test_merged_groups_say_why_they_do_not_split() -> None:

@@ -1,0 +1,184 @@
+"""Chooses the waiting request that starts next, assigns it to a group, and repeats assignments.
+
+The queue orders the requests, `overtaking` bounds how often later ones start before earlier ones,
+and `ModelGroups.pick` ranks the groups.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from services.core.overtaking import count_overtaken, next_to_start
+from services.core.request import admission_blocks
+from services.core.scheduler.assignments import Assigned, Assignments, Totals
+from services.core.scheduler.class_rules import ClassRules
+from services.core.scheduler.dispatch import could_hold
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.group_table import GroupTable, ModelGroups
+from services.core.scheduler.lengths import keys_of
+from services.core.scheduler.queue import Waiting, WaitQueue
+from services.core.scheduler.rate import ClassRates
+from services.core.scheduler.vocabulary import Asked, SendAssignment, ServingGroup
+from services.core.service import ServiceClass
+
+REQUEUES_MAX = 3
+"""How often workers may return a request to the queue; later assignments are not returnable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigner:
+    """Assigns requests of the caller's queue to groups; `predicts`: waits are predicted."""
+
+    queue: WaitQueue
+    groups: GroupTable
+    rules: ClassRules
+    overtaken_max: int
+    predicts: bool
+    # Recent assignments, for repeated asks; dispatch rates over all models; counters for metrics.
+    assignments: Assignments
+    rates: ClassRates
+    totals: Totals
+
+    def next_start(
+        self, name: str, model: ModelGroups, now_s: float
+    ) -> tuple[Waiting, GroupLoad] | None:
+        """The request for the model `name` that starts now, and its group; None if none may."""
+        picked: GroupLoad | None = None
+        held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
+        # Groups that can hold this many tokens start no batch request.
+        kept_tokens = self._tokens_kept_from_batch(name, model)
+        spread = False  # skip groups with a prefill backlog
+
+        def pick_group(waiting: Waiting) -> bool:
+            nonlocal picked, spread
+            ask, below_tokens = waiting.ask, held_tokens
+            if self.rules.is_batch(ask.service):
+                below_tokens = min(held_tokens, kept_tokens)
+            spread = spread or now_s < waiting.spread_until_s
+            if now_s < waiting.alone_until_s:
+                # The request may crash an engine: start it where no other request runs.
+                picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
+            else:
+                avoided = waiting.avoided(now_s)
+                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
+            return picked is not None
+
+        def hold_groups(waiting: Waiting) -> bool:
+            """Keep groups for an overtaken request; returns whether all groups are kept."""
+            nonlocal held_tokens
+            # A request that waits for an idle group must not block the queue.
+            if now_s < waiting.alone_until_s:
+                return False
+            held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
+            return model.index.tokens_min >= held_tokens
+
+        def could_use(waiting: Waiting) -> bool:
+            ask = waiting.ask
+            return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
+
+        queue = (w for w in self.queue.in_order(name) if model.can_hold(w.ask))
+        first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
+        if first is None or picked is None:
+            return None
+        count_overtaken(self.queue.in_order(name), first, could_use)
+        return first, picked
+
+    def assign(
+        self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
+    ) -> SendAssignment:
+        """Assign a waiting request to a group with room for it."""
+        ask, group = waiting.ask, load.group
+        self.queue.start(ask.request_id)
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        # Reserve the first blocks only: a running request allocates more, and may be preempted.
+        blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
+        computed = model.reserve(load, ask, blocks, now_s)
+        self.totals.prompt_tokens += ask.prompt_tokens
+        self.totals.cached_tokens += ask.prompt_tokens - computed
+        self.assignments.remember(
+            ask.request_id,
+            Assigned(
+                *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
+                *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.predicts else ()),
+                *(ask.prompt_tokens, waiting.booked),
+            ),
+        )
+        if self.predicts and ask.service.service_class is ServiceClass.INTERACTIVE:
+            model.meter.waits.interactive.start(ask.request_id, now_s)
+        if now_s < waiting.alone_until_s:
+            load.make_exclusive(ask.request_id, now_s)
+        self.rates.note(ask.service.service_class, now_s)
+        model.meter.dispatched.note(ask.service.service_class, now_s)
+        if not self.rules.is_batch(ask.service):
+            model.meter.note_start(waiting.start_tokens, now_s)
+        self.totals.assigned += 1
+        return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
+
+    def repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
+        """Repeat the remembered assignment, or forget it and return None if it is invalid.
+
+        An assignment is invalid once it has failed or its group has moved to another epoch.
+        """
+        failed, load = ask.failed, self.groups.at_epoch(*remembered.group_and_epoch)
+        if load is not None:
+            if failed is None or (failed.group_id, failed.epoch) != remembered.group_and_epoch:
+                group, requeues = load.group, remembered.requeues
+                return self._assignment(ask.stream_id, ask.request_id, group, requeues)
+            if not failed.returned:
+                # The worker is dead, or at a newer epoch than the known group: without this, the
+                # next dispatch would choose the same group again.
+                self.groups.forget_report(load)
+        self.forget(ask.request_id)
+        return None
+
+    def suspend_failed_group(self, ask: Asked) -> None:
+        """Stop dispatch to the group whose worker lost a request, until its next load report.
+
+        The gateway may know an older epoch. If the group has another leader by now, that leader
+        gets no requests until its next report, which is due within about a second.
+        """
+        failed = ask.failed
+        if failed is None or failed.returned:
+            return
+        if (load := self.groups.of_id(failed.group_id)) is not None:
+            self.groups.forget_report(load)
+
+    def forget(self, request_id: str) -> None:
+        """Forget the assignment of a request, and release its reservation, if any."""
+        assigned = self.assignments.forget(request_id)
+        if assigned is not None:
+            self.groups.release(assigned.group_id, request_id)
+
+    def _tokens_kept_from_batch(self, name: str, model: ModelGroups) -> float:
+        """Sequence length in tokens: groups that can hold it start no batch request.
+
+        It is the length of the shortest waiting online request. `inf` if none waits, or if groups
+        are partitioned by class (`batch_groups`), since those never compete.
+        """
+        least = inf
+        if not self.rules.enabled or model.partitioned:
+            return least
+        if not self.queue.demand(name, self.rules.demand_classes)[0]:
+            return least
+        tokens_min = model.index.tokens_min
+        for waiting in self.queue.in_order(name):
+            if waiting.ask.service.online:
+                least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
+                if least <= tokens_min:
+                    break  # every group can hold this: all of them are kept already
+        return least
+
+    def _assignment(
+        self, stream_id: int, request_id: str, group: ServingGroup, requeues: int
+    ) -> SendAssignment:
+        model = self.groups.of_model(group.model)
+        # Returning a request helps only if another group might take it.
+        has_others = model is not None and len(model.index.loads) > 1
+        return SendAssignment(
+            request_id,
+            group.group_id,
+            group.epoch,
+            group.worker_id,
+            group.address,
+            returnable=has_others and requeues < REQUEUES_MAX,
+            stream_id=stream_id,
+        )
