@@ -126,7 +126,7 @@ def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> Non
     assert metric(cluster, RESUMED) > 0, "no stream moved"
     audited = audit_logs(logs)
     assert audited.findings.violations == [] and audited.differing == []
-    assert audited.findings.checks["I5"] > OUTPUT_TOKENS
+    assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]
 
 
 def test_a_worker_leaves_soon_if_its_gateway_dies(cluster: Cluster) -> None:

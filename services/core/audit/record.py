@@ -1,7 +1,7 @@
 """Types shared by all parts of an audit: entries of event logs, and findings.
 
 A service's event log records the events and commands of its state machine, and facts. An audit
-reads the logs of a run and checks the invariants I1-I11 (`audit.py`).
+reads the logs of a run and checks the invariants (`audit.py`).
 """
 
 from collections import Counter

@@ -71,6 +71,7 @@ class WorkerSegment:
     times: WorkerTimes | None = None  # as reported by the worker
     first_index: int = 0  # output index of the first token from this worker
     moved: bool = False  # whether the worker adopted the request from the previous worker
+    returned: bool = False  # whether the worker returned the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +313,10 @@ class StreamRecord:
             raise
         finally:
             request_id = request.request_id
-            reads = [SegmentRead(request_id, s.first_index, s.worker_id, s.moved) for s in segments]
+            reads = [
+                SegmentRead(request_id, s.first_index, s.worker_id, s.moved, s.returned)
+                for s in segments
+            ]
             self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])
 
     def log_forwarded(self, request_id: str, first_index: int, token_ids: Sequence[int]) -> None:
