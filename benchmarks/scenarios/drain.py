@@ -37,7 +37,7 @@ from tideserve.cli.tiny_model import DEEP
 from tideserve.load.event_stream import OpenAIServer, StreamedAnswer
 from tideserve.load.workload import PlannedRequest
 
-WORKERS_MIN = 3
+WORKERS_MIN = 2
 STREAMS = 64
 PROMPT_TOKENS, OUTPUT_TOKENS = (48, 96), (500, 560)
 TEMPERATURE = 0.8
@@ -80,8 +80,9 @@ class RepeatedStreams(Load):
 
 @dataclass(slots=True)
 class Rollout:
-    """The replacement of all workers; `gone_s` and `resumed` have an entry for each."""
+    """The replacement of all workers; the first three fields have an entry for each."""
 
+    running: list[int] = field(default_factory=list)  # its requests at the signal
     gone_s: list[float] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)  # streams that continued at another worker
     silences_s: list[float] = field(default_factory=list)  # the longest of each stream
@@ -101,6 +102,7 @@ class Rollout:
     def figures(self) -> dict[str, Any]:
         """The figures as JSON."""
         return {
+            "running": self.running,
             "gone_s": self.gone_s,
             "resumed": self.resumed,
             "longest_silence_s": max(self.silences_s, default=None),
@@ -151,6 +153,8 @@ def roll(cluster: FaultCluster, seed: int, say: Say) -> Rollout:
 def replace_worker(cluster: FaultCluster, name: str, rollout: Rollout) -> None:
     """Stop a worker, and wait until its successor serves. Raises SystemUnavailable."""
     pid, resumed = cluster.pids[name], cluster.metrics().get(RESUMED, 0.0)
+    rows = cluster.status()["workers"]
+    rollout.running += [row["running"] for row in rows if row["id"] == name]
     began_s = monotonic_s()
     os.kill(pid, signal.SIGTERM)
     if not await_true(lambda: not psutil.pid_exists(pid), DRAIN_TIMEOUT_S + WHOLE_TIMEOUT_S):
@@ -192,6 +196,7 @@ def judge(
         for mode, part in by_mode.items()
         for what, text in (
             *request_rows(part["requests"]),
+            ("requests of the workers", ", ".join(map(str, part["running"]))),
             ("workers ended after", ", ".join(f"{gone_s:.1f} s" for gone_s in part["gone_s"])),
             ("streams that moved", ", ".join(map(str, part["resumed"]))),
             ("longest time between two tokens", f"{part['longest_silence_s']:.2f} s"),
@@ -212,10 +217,10 @@ def _say_with(say: Say, label: str, text: str) -> None:
 
 SCENARIO = Scenario(
     name="drain",
-    memory="384MiB",
+    memory="768MiB",
     run=run,
     options=GPU | {"paced"},
     tiny_model=DEEP,
-    gpu_memory="576MiB",
+    gpu_memory="960MiB",
     tiny_dtype="float64",
 )

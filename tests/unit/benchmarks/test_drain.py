@@ -16,7 +16,7 @@ CUT = replace(WHOLE, token_ids=(1, 2), times_s=(1.0, 1.5), finished=False, failu
 
 
 def rollout(gone_s: float = 2.0, resumed: int = 5, outcome: StreamOutcome = WHOLE) -> Rollout:
-    seen = Rollout([1.0, gone_s], [3, resumed])
+    seen = Rollout([30, 60], [1.0, gone_s], [3, resumed])
     seen.note_streams({0: WHOLE, 1: outcome}, WANTED)
     return seen
 
