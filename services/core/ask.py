@@ -43,7 +43,8 @@ class Ask:
     not count this time towards the request's queueing deadline. `estimated`: the prompt is not
     tokenized, `prompt_tokens` is an estimate, and the answer is a `Proceed` or a `Refusal`.
     `expected_tokens` is the client's estimate of its output tokens, 0 without. `fingerprint` is a
-    hash of the client's request, by which its retries are recognised, 0 if unknown.
+    hash of the client's request, by which its retries are recognised, 0 if unknown; `choice` is the
+    index among the choices of that request.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Ask:
     estimated: bool = False
     expected_tokens: int = 0
     fingerprint: int = 0
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ def to_admit_event(
                 estimated=ask.estimated,
                 expected_tokens=max(0, ask.expected_tokens),
                 fingerprint=ask.fingerprint,
+                choice=ask.choice,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

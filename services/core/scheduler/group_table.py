@@ -29,7 +29,7 @@ from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace, RecentSum
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
-from services.core.service import Service, ServiceClass
+from services.core.service import ServiceClass
 
 ARRIVALS_S = 3
 """Window of the arrival rate, in seconds."""
@@ -54,11 +54,12 @@ class DemandMeter:
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
 
-    def note_arrival(self, service: Service, tokens: int, now_s: float) -> None:
-        """Count a new request that needs `tokens` of KV."""
-        self.arrived.add(tokens, now_s)
-        if service.service_class is ServiceClass.INTERACTIVE:
-            self.interactive.add(tokens, now_s)
+    def note_arrival(self, ask: Ask, tokens: int, now_s: float) -> None:
+        """Count a request that needs `tokens` of KV; its other choices do not count."""
+        requests = int(ask.choice == 0)
+        self.arrived.add(tokens, now_s, requests)
+        if ask.service.service_class is ServiceClass.INTERACTIVE:
+            self.interactive.add(tokens, now_s, requests)
 
     def begin_pace(self, now_s: float) -> None:
         """Restart the measurement of the rates: a request joins the empty queue."""

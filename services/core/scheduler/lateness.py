@@ -37,6 +37,8 @@ SIGNIFICANT = 3.0
 """Standard deviations by which arrivals must exceed the starts to count as overload."""
 SHORT_TOKENS = 64
 """Prompt tokens of the request for which `class_waits` predicts."""
+MARGIN = 1.25
+"""Factor of the wait of a request that is refused in doubt, as others that come later pass it."""
 LENIENT = 2.0
 """Factor by which even the optimistic wait must exceed the limit while there is no overload, and of
 retries at their booked time; and the limit of a request that misses its target even in an idle
@@ -229,11 +231,13 @@ class Lateness:
 
         Counts only interactive requests for one of these if they go before all others.
         """
-        meter, rate = model.meter, model.meter.waits.rate.per_s(now_s)
+        meter, starts = model.meter, model.meter.waits.rate
+        rate = starts.per_s(now_s)
         interactive = service.service_class is ServiceClass.INTERACTIVE
         arrived = meter.interactive if interactive and self.queue.rules.by_class else meter.arrived
         requests, _ = arrived.at(now_s)
-        if not rate or not requests:
+        # The rate that a cost model predicts is too rough to refuse requests in doubt.
+        if not rate or not requests or not starts.measured:
             return False
         # Arrivals are assumed to be independent (Poisson), so that their number varies by its root.
         return arrived.recent_per_s(now_s, ARRIVED_LEAST_S) > rate * (
@@ -292,9 +296,10 @@ class Lateness:
             return None
         left_s = deadline_start_s + estimate.limit_s - ask.now_s
         doubt = estimate.booking is None and self.is_overloaded(ask.service, model, ask.now_s)
-        wait_s = prediction.safe_s if doubt else prediction.optimistic_s
-        lenience = 1.0 if doubt else LENIENT
-        if wait_s <= lenience * left_s or self.could_start(ask, model, ask.now_s):
+        wait_s = prediction.safe_s * MARGIN if doubt else prediction.optimistic_s
+        if wait_s <= (1.0 if doubt else LENIENT) * left_s or self.could_start(
+            ask, model, ask.now_s
+        ):
             return None
         by_compute = prediction.by_compute_s > left_s or has_memory(ask, model)
         by = WaitLimit.COMPUTE if by_compute else WaitLimit.MEMORY

@@ -97,6 +97,11 @@ class StartRate:
         prior_s = max(0.0, PRIOR_S - period_s) if measured else PRIOR_S
         return (expected * prior_s + tokens) / (prior_s + period_s)
 
+    @property
+    def measured(self) -> bool:
+        """Whether starts were measured, now or before: else the rate is only expected."""
+        return self._remembered is not None or len(self._starts) >= STARTS_MIN
+
     def _restart(self, end_s: float, now_s: float) -> None:
         """Remember the rate until `end_s`, and begin a measurement now."""
         if end_s - self._since_s >= PRIOR_S and len(self._starts) >= STARTS_MIN:

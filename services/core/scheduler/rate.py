@@ -103,11 +103,11 @@ class RecentSum:
     # Requests and tokens by second, oldest first.
     _seconds: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, tokens: int, now_s: float) -> None:
-        """Count a request that needs `tokens` of KV."""
+    def add(self, tokens: int, now_s: float, requests: int = 1) -> None:
+        """Count a request that needs `tokens` of KV, or tokens of a request that is counted."""
         self._discard_old(now_s)
-        requests, total = self._seconds.get(int(now_s), (0, 0))
-        self._seconds[int(now_s)] = requests + 1, total + tokens
+        count, total = self._seconds.get(int(now_s), (0, 0))
+        self._seconds[int(now_s)] = count + requests, total + tokens
 
     def at(self, now_s: float) -> tuple[int, int]:
         """Requests and tokens in the window."""

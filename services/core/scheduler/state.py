@@ -256,7 +256,7 @@ class SchedulerState:
         counts = refused.is_overload if refused is not None else not ask.estimated
         counted = estimate is not None and estimate.counted
         if meter is not None and not was_assigned and counts and not counted:
-            meter.note_arrival(ask.service, start_tokens, ask.now_s)
+            meter.note_arrival(ask, start_tokens, ask.now_s)
         if estimate is not None and estimate.booking is not None:
             # A retry at its booked time has the rank of its first try.
             waiting.arrival_s = min(arrival_s, estimate.booking.arrival_s)

@@ -58,6 +58,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             estimated=ask.estimated,
             expected_tokens=ask.expected_tokens,
             fingerprint=ask.fingerprint,
+            choice=ask.choice,
         )
     )
 

@@ -227,4 +227,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         prefix=choice.prefix,
         expected_tokens=choice.expected_tokens,
         fingerprint=choice.fingerprint,
+        choice=request.choice,
     )

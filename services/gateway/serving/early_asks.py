@@ -74,6 +74,7 @@ class EarlyAsks:
                     service=service,
                     estimated=True,
                     fingerprint=fingerprint,
+                    choice=len(asks),
                 )
                 asks.append(ask)
         return asks

@@ -97,6 +97,48 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     assert 10 <= 200 - len(refused) <= 60
 
 
+def test_before_starts_are_measured_a_burst_is_not_refused_in_doubt() -> None:
+    warm, cold = Overloaded(), Scheduler(1024, lateness=1.0, ttft=COST)
+    cold.now_s = warm.now_s
+    cold.serve(now_s=cold.now_s)
+    cold.report(now_s=cold.now_s, free=0, running=10)
+    cold(ShortfallsReported(cold.now_s, {"m": 1}))
+    cold(ask("first", now_s=cold.now_s, service=SOON))
+    cold(Ticked(cold.now_s))
+    warm_refusals, cold_refusals = (
+        [
+            command
+            for number in range(200)
+            for command in scheduler(
+                ask(f"r{number}", now_s=warm.now_s, service=SOON, fingerprint=1000 + number)
+            )
+            if isinstance(command, SendRefusal)
+        ]
+        for scheduler in (warm, cold)
+    )
+    assert waits_of(warm).rate.per_s(warm.now_s) and waits_of(cold).rate.per_s(cold.now_s)
+    assert warm_refusals and not cold_refusals
+
+
+def test_the_choices_of_a_request_are_a_single_arrival() -> None:
+    first_refused = list[int]()
+    for choices in (1, 16):
+        scheduler = Overloaded()
+        arrived = 0
+        while not any(
+            isinstance(command, SendRefusal)
+            for command in scheduler.arrive(
+                f"r{arrived}", fingerprint=1000 + arrived, choice=arrived % choices
+            )
+        ):
+            arrived += 1
+        first_refused.append(arrived)
+    single, choice = first_refused
+    # Ten start per second, and arrivals are counted over a second: 16 are overload if they are
+    # independent, but one request with 16 choices says nothing about the next second.
+    assert single < 20 and choice >= single + 10
+
+
 def test_the_last_refusal_of_each_class_is_kept_with_its_numbers() -> None:
     scheduler = Overloaded()
     assert scheduler.state.late_refusals(scheduler.now_s) == []
