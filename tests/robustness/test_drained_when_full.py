@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,17 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 from tideserve.sim.replay import WORKER_TYPES
 
-STREAMS, AT_REST = 40, 8
+STREAMS, AT_REST = 64, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 160
 DRAIN_TIMEOUT_S = 240.0
-FEW_BLOCKS = 8  # a stream needs 12
+FEW_BLOCKS = 12  # of one stream
 
 
 async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
-    def answer(number: int) -> asyncio.Future[Answer]:
-        return asyncio.ensure_future(
-            numbered_completion(
-                cluster.url, number, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS
-            )
-        )
-
-    return await gather_bounded([lambda n=n: answer(n) for n in range(STREAMS)], at_once)
+    answer = partial(
+        numbered_completion, cluster.url, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS
+    )
+    return await gather_bounded([partial(answer, number) for number in range(STREAMS)], at_once)
 
 
 def is_full(cluster: Cluster) -> bool:
@@ -67,10 +64,11 @@ async def test_requests_without_another_place_end_where_they_are(tmp_path: Path)
         worker={"drain_timeout_s": DRAIN_TIMEOUT_S},
     ) as cluster:
         undisturbed = await run_all(cluster, AT_REST)
-        flood = asyncio.create_task(run_all(cluster, STREAMS))
-        await eventually(lambda: asyncio.to_thread(is_full, cluster))
-        pid = await asyncio.to_thread(cluster.kill, "worker-0", signal.SIGTERM)
-        assert await flood == undisturbed
+        async with asyncio.TaskGroup() as tasks:
+            flood = tasks.create_task(run_all(cluster, STREAMS))
+            await eventually(lambda: asyncio.to_thread(is_full, cluster))
+            pid = cluster.kill("worker-0", signal.SIGTERM)
+        assert flood.result() == undisturbed
         await asyncio.to_thread(cluster.wait_for_restart, "worker-0", pid)
         await eventually(lambda: not any(row["running"] for row in cluster.workers()))
         audited = audit_logs(logs)
