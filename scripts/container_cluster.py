@@ -179,6 +179,10 @@ class Containers:
         time.sleep(2.0)
         run(["docker", "start", name])
 
+    def restart(self, name: str) -> None:
+        """Stop a container within its grace period, and start it again."""
+        run(["docker", "restart", name], STOP_TIMEOUT_S)
+
     def pause(self, name: str, seconds: float = 5.0) -> None:
         """Freeze a container for a while."""
         run(["docker", "pause", name])

@@ -28,6 +28,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
     "tideserve.scheduler.v1.SchedulerService": {
         "Admit": (GATEWAY,),
         "ReportLoad": (WORKER,),
+        "FindRoom": (WORKER,),
         "ListRefusals": (GATEWAY, ADMIN),
     },
     "tideserve.memmgr.v1.MemmgrService": {

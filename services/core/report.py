@@ -152,6 +152,19 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherRoom:
+    """Room for the requests of a worker that shuts down, in the other groups of its model.
+
+    `longest_tokens` is the longest sequence that one of them can hold; 0: there is none.
+    `group_tokens` is the free KV, in tokens, of each group that can start requests now and has no
+    prefill backlog.
+    """
+
+    longest_tokens: int = 0
+    group_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """A worker's memory, for overload handling and status pages; `WorkerMemory` in memmgr.proto.
 

@@ -12,6 +12,7 @@ from services.common.event_log import EventLog
 from services.common.timeouts import timeout
 from services.core.audit.record import COMMAND, EVENT
 from services.core.demand import ModelDemand
+from services.core.report import OtherRoom
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Command,
@@ -150,6 +151,10 @@ class SchedulerDriver:
     def current_snapshot(self) -> Snapshot:
         """A snapshot of now; the attribute `snapshot` is an older copy for other threads."""
         return self._state.snapshot(monotonic_s())
+
+    def room(self, model: str, worker_id: str) -> OtherRoom:
+        """Room for the requests of a worker that shuts down."""
+        return self._state.room(model, worker_id, monotonic_s())
 
     def demands(self) -> tuple[ModelDemand, ...]:
         """The current demand per model."""

@@ -35,6 +35,10 @@ ReportLoadContext = grpc.aio.ServicerContext[
     scheduler_pb2.ReportLoadRequest, scheduler_pb2.ReportLoadResponse
 ]
 
+FindRoomContext = grpc.aio.ServicerContext[
+    scheduler_pb2.FindRoomRequest, scheduler_pb2.FindRoomResponse
+]
+
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Translates frames into events for the driver, and its commands into frames."""
@@ -84,6 +88,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     LoadLost(monotonic_s(), last_report.worker_id, last_report.incarnation)
                 )
         return scheduler_pb2.ReportLoadResponse()
+
+    async def FindRoom(
+        self, request: scheduler_pb2.FindRoomRequest, _context: FindRoomContext
+    ) -> scheduler_pb2.FindRoomResponse:
+        room = self._driver.room(request.model, request.worker_id)
+        return scheduler_pb2.FindRoomResponse(
+            longest_tokens=room.longest_tokens, group_tokens=room.group_tokens
+        )
 
     async def ListRefusals(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
     "max_batch_tokens": GPU_LIMITS["max_batch_tokens"],
 }
+
+
+class DrainMode(StrEnum):
+    """What happens to the requests of a worker that shuts down."""
+
+    MOVE = "move"
+    WAIT = "wait"
 
 
 def cpu_only_torch_error(torch_version: str) -> str:
@@ -170,6 +178,12 @@ class WorkerConfig(ServiceConfig):
         minimum=1,
         maximum=86400,
         expert=True,
+    )
+    drain: DrainMode = choice(
+        DrainMode.MOVE,
+        DrainMode,
+        "What happens to running requests after SIGTERM: move lets other workers with room resume"
+        " them, for gateways with `resume_streams`; wait lets them finish.",
     )
     drain_timeout_s: float = number(
         30.0,

@@ -1,27 +1,41 @@
-"""Graceful shutdown of a worker: it leaves its group, then its own requests may finish.
+"""Graceful shutdown of a worker: it leaves its group, then its requests move or finish.
 
 A worker in a group with others publishes in its etcd record that it drains, so that the memory
 manager splits the group, and waits for the split. It also waits for group changes that it has
 prepared, then refuses further changes. If no memory manager runs, no split happens, but running
 requests may still finish within the drain time. An epoch numbers the configurations of groups.
+
+With `drain: move`, the engine then returns the requests for which other groups have room, which the
+scheduler reports (`services/core/planner/drain.py`). Without a scheduler they finish here.
 """
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
 
 from services.common.clock import monotonic_s
-from services.common.membership import Registration
+from services.common.grpc_client import Dial
+from services.common.membership import Directory, Registration
+from services.common.push import keep_pushing
 from services.common.timeouts import timeout
-from services.core.report import EngineReport
+from services.core.report import EngineReport, OtherRoom
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import GroupView, Place
 from services.worker.member.servicer import MemberServicer
 from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
+from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 UNUSED_S = 1.0
 """A member of a merged group may leave if it was unused for this long, which is longer than the
 interval of the engine's reports."""
+ROOM_INTERVAL_S = 0.1
+"""Interval at which the scheduler is asked for room in other groups."""
+ROOM_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +51,8 @@ class WorkerDrain:
         requests: WorkerServicer,
         registration: Registration,
         record: record_pb2.WorkerRecord,
+        services: Directory[record_pb2.ServiceRecord],
+        dial: Dial,
     ) -> None:
         """`record` is the record in `registration`, shared with others that change it."""
         self._engine = engine
@@ -45,6 +61,8 @@ class WorkerDrain:
         self._requests = requests
         self._registration = registration
         self._record = record
+        self._services = services
+        self._dial = dial
         self._progressed = asyncio.Event()
 
     def note_progress(self) -> None:
@@ -59,6 +77,39 @@ class WorkerDrain:
         if self._is_shared or self._is_needed:
             await self._wait_for_split(deadline_s)
         self._member.refuse_all()
+
+    async def move_requests(self, deadline_s: float) -> None:
+        """Return requests until none is active here, but not beyond `deadline_s`."""
+        returning = asyncio.create_task(
+            keep_pushing(self._services, "scheduler", self._return_requests, self._dial)
+        )
+        try:
+            async with self._published_draining(), timeout(deadline_s - monotonic_s()):
+                await self._requests.wait_idle()
+        except TimeoutError:
+            pass  # `end_requests` logs it
+        finally:
+            returning.cancel()
+            await asyncio.gather(returning, return_exceptions=True)
+
+    async def _return_requests(self, channel: grpc.aio.Channel) -> None:
+        """Let the engine return requests whenever other groups have room, until cancelled."""
+        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        request = scheduler_pb2.FindRoomRequest(
+            worker_id=self._record.worker_id, model=self._record.model
+        )
+        while True:
+            try:
+                answer = await scheduler.FindRoom(request, timeout=ROOM_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                    raise
+                log.info("the scheduler is of an older version: requests finish here")
+                await asyncio.Event().wait()
+            else:
+                room = OtherRoom(answer.longest_tokens, tuple(answer.group_tokens))
+                await self._engine.return_requests(room)
+            await asyncio.sleep(ROOM_INTERVAL_S)
 
     async def end_requests(self, deadline_s: float) -> None:
         """Wait until no request is active here, but not beyond `deadline_s`."""
@@ -81,13 +132,19 @@ class WorkerDrain:
 
     async def _wait_for_split(self, deadline_s: float) -> None:
         log.info("draining: requesting removal from the group")
-        self._record.draining = True
-        update_task = asyncio.create_task(self._registration.update(self._record))
         try:
-            async with timeout(deadline_s - monotonic_s()):
+            async with self._published_draining(), timeout(deadline_s - monotonic_s()):
                 await self._wait_unused()
         except TimeoutError:
             log.warning("the drain time is over, but the group still needs this worker")
+
+    @contextlib.asynccontextmanager
+    async def _published_draining(self) -> AsyncIterator[None]:
+        """Publish in etcd that this worker drains; waits for etcd only in the background."""
+        self._record.draining = True
+        update_task = asyncio.create_task(self._registration.update(self._record))
+        try:
+            yield
         finally:
             update_task.cancel()
             await asyncio.gather(update_task, return_exceptions=True)

@@ -19,7 +19,7 @@ from services.common.timeouts import timeout
 from services.common.vllm_environment import vllm_environment
 from services.core.cost.model import CostModel
 from services.core.engine_kind import EngineKind
-from services.core.report import EngineReport, Load
+from services.core.report import EngineReport, Load, OtherRoom
 from services.core.request import Request
 from services.core.stall_limit import StallLimit
 from services.worker.config import WorkerConfig
@@ -37,6 +37,7 @@ from services.worker.ipc import (
     Prepare,
     Prepared,
     Progress,
+    ReturnRequests,
     StartRequest,
     ToEngine,
     encode,
@@ -227,6 +228,10 @@ class EngineClient:
     async def abort_request(self, request_id: str) -> None:
         """Abort a request in the engine."""
         await self._send(AbortRequest(request_id))
+
+    async def return_requests(self, room: OtherRoom) -> None:
+        """Return requests for which other groups have `room`; the worker shuts down."""
+        await self._send(ReturnRequests(room))
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
         """Apply a committed configuration in the engine."""

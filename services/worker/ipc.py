@@ -12,7 +12,7 @@ from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.report import EngineReport
+from services.core.report import EngineReport, OtherRoom
 from services.core.request import Request
 
 FRAMES_MAX = 100_000  # frames buffered in a socket before the sender blocks
@@ -29,6 +29,12 @@ class AbortRequest(msgspec.Struct, tag=True, frozen=True):
     """To the engine: abort a request."""
 
     request_id: str
+
+
+class ReturnRequests(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: the worker shuts down; return requests for which other groups have room."""
+
+    room: OtherRoom
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):
@@ -220,7 +226,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 
 GroupCommand = ApplyConfiguration | Prepare | AbortAttempt | Introduce
-ToEngine = StartRequest | AbortRequest | GroupCommand
+ToEngine = StartRequest | AbortRequest | ReturnRequests | GroupCommand
 FromEngine = EngineReady | EngineUnusable | Progress | Prepared | CostsLearned
 
 _encoder = msgspec.msgpack.Encoder()

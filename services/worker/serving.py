@@ -17,7 +17,7 @@ from services.common.membership import GROUPS, SERVICES, WORKERS, Directory, Reg
 from services.common.records import to_cost_record
 from services.core.groups.fence import MemberState
 from services.core.report import EngineReport
-from services.worker.config import WorkerConfig
+from services.worker.config import DrainMode, WorkerConfig
 from services.worker.drain import WorkerDrain
 from services.worker.engine_client import EngineClient, EngineStopped
 from services.worker.engine_participant import EngineParticipant
@@ -103,7 +103,7 @@ class EngineServing:
     ) -> None:
         """`record` is the worker's registration with the address of `server`, which is running."""
         name, incarnation = record.worker_id, record.incarnation
-        self._drain_timeout_s = config.drain_timeout_s
+        self._config = config
         self._server = server
         self._engine = engine
         self._left_group = False
@@ -137,7 +137,8 @@ class EngineServing:
         claim = partial(registration_conditions, store, state)
         self._registration = Registration(store, path, record, lease_s, claim)
         self._drain = WorkerDrain(
-            engine, self._groups, self._member, self._requests, self._registration, record
+            *(engine, self._groups, self._member, self._requests),
+            *(self._registration, record, self._services, dial),
         )
 
     @property
@@ -209,9 +210,12 @@ class EngineServing:
             await asyncio.sleep(COSTS_INTERVAL_S)
 
     async def _leave(self, registering: asyncio.Task[None]) -> None:
-        deadline_s = monotonic_s() + self._drain_timeout_s
+        deadline_s = monotonic_s() + self._config.drain_timeout_s
         await self._drain.leave_group(deadline_s)
         self._left_group = True
+        if self._config.drain is DrainMode.MOVE:
+            self._reporter.note_change()  # the scheduler assigns no requests from now on
+            await self._drain.move_requests(deadline_s)
         registering.cancel()
         await asyncio.gather(registering, return_exceptions=True)
         await self._registration.withdraw()

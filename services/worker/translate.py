@@ -107,6 +107,7 @@ def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
         reason = pb.FINISH_REASON_RETURNED
     event = failure(refusal.request_id, reason, refusal.message)
     event.kv_lost = refusal.kv_lost
+    event.leaving = refusal.leaving
     return event
 
 

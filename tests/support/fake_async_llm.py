@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.core.planner.config import IterationConfig
 from services.worker.ipc import (
     AbortRequest,
     EngineReady,
@@ -144,7 +145,8 @@ class AdapterOnTest:
         self.socket = FakeSocket()
         self.now_s = 0.0
         opened = OpenedEngine(self.llm, FACTS, self.stats, dict, (Invalid,), (Transient,), (Dead,))
-        adapter = VllmAdapter("w0", max_waiting, opened, self.socket, lambda: self.now_s)
+        config = IterationConfig(max_waiting=max_waiting)
+        adapter = VllmAdapter("w0", config, opened, self.socket, lambda: self.now_s)
         self.running = asyncio.create_task(adapter.run())
 
     async def close(self) -> None:

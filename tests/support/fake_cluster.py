@@ -157,6 +157,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     fails_after: int | None = None
     failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
     kv_lost: bool = False
+    leaving: bool = False
     # The index after the last token that was emitted.
     emitted: int = 0
     # Where its requests go on, and the token before which they do.
@@ -324,6 +325,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             finish_reason=reason,
             message=message,
             kv_lost=self.kv_lost and reason == worker_pb2.FINISH_REASON_RETURNED,
+            leaving=self.leaving and reason == worker_pb2.FINISH_REASON_RETURNED,
             **self._told(start, first_index, token_ids),
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )

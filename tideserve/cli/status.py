@@ -186,6 +186,8 @@ def _print_losses(console: Console, status: Mapping[str, Any]) -> None:
     console.print("[bold]Losses[/] [dim](the last one of each group, newest last)[/]")
     for line in loss_lines(status) or ["none since this memory manager leads"]:
         console.print(f"  {escape(line)}", soft_wrap=True)
+    for line in draining_lines(status):
+        console.print(escape(line), soft_wrap=True)
 
 
 def _print_refusals(console: Console, status: Mapping[str, Any]) -> None:
@@ -212,6 +214,16 @@ def obstacle_lines(status: Mapping[str, Any]) -> list[str]:
     return [
         f"{group_id} stays merged: {reason}" if reason else f"{group_id} is about to split"
         for group_id, reason in sorted(obstacles.items())
+    ]
+
+
+def draining_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each worker that shuts down."""
+    return [
+        f"{row['id']} is draining: {row['running'] + row['waiting']} requests are left, which move"
+        " to other workers as these have room, or end here"
+        for row in status.get("workers", [])
+        if row.get("draining")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Checks the invariants I1-I11, I14, I16 and I17 (docs/protocol.md) on the event logs of a cluster.
+"""Checks the invariants I1-I11, I14-I17 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
 memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
@@ -29,6 +29,8 @@ I10 each request ends exactly once, at its gateway and in the engines; no engine
 I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
     (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
 I14 a line of a batch ends once, with a result of the last leader that claimed it
+I15 a request that its worker returns has ended there before it runs at another worker; requests
+    whose worker was lost may run at two workers for a while
 I16 no request is refused as late while a group could start it; checked by replay (`refusals`)
 I17 no request is refused for want of memory before merges are exhausted; checked by replay
 
@@ -95,6 +97,7 @@ class Audit:
         self._check_layers_held()
         self._check_models()
         self._check_tokens()
+        self._check_single_worker()
         self._check_requests_ended()
         self._check_blocks_freed()
         self._check_groups_stable()
@@ -269,6 +272,25 @@ class Audit:
                     *(request_id, token_id, index, names),
                     ", ".join(map(str, own)) or "none",
                 )
+
+    def _check_single_worker(self) -> None:
+        """I15: a request that arrives at a worker runs at no other, unless that was lost."""
+        parted = any(engine.lost_peers for engine in self.engines)
+        for request_id, stream in self.streams.streams.items():
+            runs = [run for engine in self.engines for run in engine.runs.get(request_id, ())]
+            # Both sides of an interrupted hand-over may run it, and the gateway reads from one.
+            if not stream.workers_known or (parted and any(run.adopted for run in runs)):
+                continue
+            runs.sort(key=lambda run: run.began_s)
+            for later, run in enumerate(runs):
+                for earlier in () if run.adopted else runs[:later]:
+                    if earlier.worker_id not in stream.lost_workers | {run.worker_id}:
+                        self.findings.check(
+                            "I15",
+                            earlier.ended_s <= run.began_s,
+                            "{} began at {} while it ran at {}",
+                            *(request_id, run.worker_id, earlier.worker_id),
+                        )
 
     def _check_requests_ended(self) -> None:
         finished: Counter[str] = sum((engine.finished for engine in self.engines), Counter())

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
@@ -35,6 +36,16 @@ from services.core.planner.sequence_ids import request_id_of
 
 Key = tuple[str, int]
 """A request id, and the output index of a token."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A sequence while an engine leads it, from its arrival or adoption to its end."""
+
+    worker_id: str
+    began_s: float
+    adopted: bool
+    ended_s: float = inf
 
 
 class Emitted(NamedTuple):
@@ -74,14 +85,18 @@ class EngineHistory:
     # A member of a change was lost: both engines of a hand-over may continue the request.
     lost_peers: bool = False
     finished: Counter[str] = field(default_factory=Counter)  # finished answers, by request
-    open_sequences: set[str] = field(default_factory=set)  # not ended, led by this engine
+    open_sequences: dict[str, Run] = field(default_factory=dict)  # not ended, led by this engine
+    # All sequences that this engine led, by request, without those that it handed over.
+    runs: dict[str, list[Run]] = field(default_factory=dict)
     last_s: float = 0.0  # time of the last entry
+    _now_s: float = 0.0  # time of the current entry
     _budget_bytes: int = 0
     _planned_in: dict[int, int] = field(default_factory=dict)  # microbatch -> epoch
     _sampled_in: int = 0  # epoch in which the last sampled microbatch was planned
     _newcomer: str = ""  # sequence that the last event added, or ""
     _unanswered: set[str] = field(default_factory=set)  # arrived sequences without a token
     _sampled: bool = False  # the last event delivered sampled tokens
+    _returned: set[str] = field(default_factory=set)  # sequences that returned to the scheduler
 
     def is_process_of(self, member: Member) -> bool:
         """Whether `member` names this process (worker and incarnation)."""
@@ -91,7 +106,8 @@ class EngineHistory:
         """Read all entries of the log, in order."""
         for entry in entries:
             value = entry.value
-            self.last_s = max(self.last_s, getattr(value, "now_s", 0.0))
+            self._now_s = getattr(value, "now_s", self._now_s)
+            self.last_s = max(self.last_s, self._now_s)
             match value:
                 case RequestArrived() | RequestAborted() | IterationFinished():
                     self._take_event(value)
@@ -107,6 +123,8 @@ class EngineHistory:
                     self.aborted.add(value.attempt)
                 case _:
                     self._take_work(value)
+        for run in self.open_sequences.values():
+            run.ended_s = self.last_s  # a process that died cannot log the end
 
     def _start(self, fact: EngineStarted) -> None:
         self.worker_id, self.incarnation = fact.worker_id, fact.incarnation
@@ -154,11 +172,12 @@ class EngineHistory:
             case NoteAdopted():
                 seq_id = value.sequence.request.request_id
                 self.adopted[request_id_of(seq_id)] += 1
-                self._enter(seq_id)
+                self._enter(seq_id, adopted=True)
             case PeersLost(workers=workers):
                 self.lost_peers = self.lost_peers or bool(workers)
             case NoteMoved():
-                self.open_sequences.discard(value.seq_id)
+                if run := self.open_sequences.pop(value.seq_id, None):
+                    self.runs[request_id_of(value.seq_id)].remove(run)
 
     # --- memory
 
@@ -197,10 +216,9 @@ class EngineHistory:
                 self.arrived[request_id_of(request.request_id)] += 1
                 self._enter(request.request_id)
                 self._unanswered.add(request.request_id)
+                self._returned.discard(request.request_id)
             case RequestAborted(request_id=request_id):
-                self.open_sequences = {
-                    seq_id for seq_id in self.open_sequences if request_id_of(seq_id) != request_id
-                }
+                self._end_all(request_id)
             case IterationFinished(number=number):
                 self._take_samples(number or 0)
 
@@ -209,9 +227,21 @@ class EngineHistory:
         self._sampled = True
         self._sampled_in = self._planned_in.pop(number, self.epoch)
 
-    def _enter(self, seq_id: str) -> None:
+    def _enter(self, seq_id: str, adopted: bool = False) -> None:
         self._newcomer = "" if seq_id in self.open_sequences else seq_id
-        self.open_sequences.add(seq_id)
+        if self._newcomer:
+            run = self.open_sequences[seq_id] = Run(self.worker_id, self._now_s, adopted)
+            self.runs.setdefault(request_id_of(seq_id), []).append(run)
+
+    def _end(self, seq_id: str) -> None:
+        if run := self.open_sequences.pop(seq_id, None):
+            run.ended_s = self._now_s
+
+    def _end_all(self, request_id: str, but: str = "") -> None:
+        """End all sequences of a request, except `but`."""
+        for seq_id in tuple(self.open_sequences):
+            if seq_id != but and request_id_of(seq_id) == request_id:
+                self._end(seq_id)
 
     def _take_command(self, command: EmitToken | RefuseRequest) -> None:
         seq_id = command.request_id
@@ -220,9 +250,18 @@ class EngineHistory:
             # A refusal ends a sequence that just arrived, or that had no valid token to sample, or
             # that returns to the scheduler. The refusal of a duplicate leaves the original open.
             if seq_id == self._newcomer or self._sampled or command.returned:
-                self.open_sequences.discard(seq_id)
+                self._end(seq_id)
                 self._unanswered.discard(seq_id)
+            if command.returned:
+                self._returned.add(seq_id)
             return
+        if seq_id in self._returned:
+            self.findings.check(
+                "I15",
+                False,
+                "{} emitted token {} of {}, which it had returned",
+                *(self.worker_id, command.index, request_id),
+            )
         self.findings.check(
             "I5",
             self._sampled_in == self.epoch,
@@ -233,11 +272,7 @@ class EngineHistory:
             # This sequence answers the request from now on, and replaces its other sequences: a
             # lost worker may have handed a sequence over before a gateway restarted the request.
             self._unanswered.discard(seq_id)
-            self.open_sequences = {
-                other
-                for other in self.open_sequences
-                if other == seq_id or request_id_of(other) != request_id
-            }
+            self._end_all(request_id, but=seq_id)
         key = (request_id, command.index)
         self.findings.check(
             "I5",
@@ -249,4 +284,4 @@ class EngineHistory:
         self.tokens.setdefault(key, []).append(emitted)
         if command.finish_reason is not None:
             self.finished[request_id] += 1
-            self.open_sequences.discard(seq_id)
+            self._end(seq_id)

@@ -101,13 +101,15 @@ class TokensForwarded:
 class SegmentRead:
     """A gateway read a request's tokens from `first_index` on from this worker, perhaps none.
 
-    `moved`: the previous worker handed the sequence over, including its tokens.
+    `moved`: the previous worker handed the sequence over, including its tokens. `returned`: this
+    worker returned the request, which was then restarted.
     """
 
     request_id: str
     first_index: int
     worker_id: str
     moved: bool
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ tokens 0, 1, 2, … until the end of the stream; I10, each request ends exactly 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from services.core.audit.facts import SegmentRead, StreamEnded, StreamOpened, TokensForwarded
 from services.core.audit.record import Findings, Recorded
@@ -31,6 +32,15 @@ class AuditedStream:
     def workers_known(self) -> bool:
         """Whether the gateway logged the segments, which it does at the end of the request."""
         return self.outcome != KILLED or bool(self.segments)
+
+    @property
+    def lost_workers(self) -> frozenset[str]:
+        """Workers that had not returned the request when the gateway restarted it elsewhere."""
+        return frozenset(
+            last.worker_id
+            for last, after in pairwise(self.segments)
+            if not (last.returned or after.moved)
+        )
 
     def sources(self) -> Iterator[tuple[int, int, frozenset[str] | None]]:
         """Each segment's first index, end index, and the workers that may have emitted its tokens.

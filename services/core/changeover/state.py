@@ -61,6 +61,7 @@ from services.core.planner.configuration_events import (
 from services.core.planner.events import (
     BlocksBorrowed,
     CostModelLearned,
+    DrainContinued,
     IterationDropped,
     IterationFinished,
     IterationSuspended,
@@ -363,6 +364,11 @@ class Changeover:
         if self._next is None and not context.leads and seq_id in context.planner.sequences:
             self._handover.send(seq_id, context.leader)
 
+    def _continue_drain(self, event: DrainContinued) -> None:
+        # During a change, sequences are on their way to their leaders, and KV is in transit.
+        if self.settled and self.leads:
+            self._context.apply(event)
+
     def _abort_request(self, event: RequestAborted) -> None:
         self._abort(self._context.answering.seq_id_of(event.request_id))
 
@@ -554,6 +560,7 @@ _PLANNER_EVENTS = (
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
     RequestAborted: Changeover._abort_request,
+    DrainContinued: Changeover._continue_drain,
     vocabulary.ConfigurationCommitted: Changeover._commit,
     vocabulary.TurnTaken: Changeover._take_turn,
     vocabulary.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),

@@ -20,6 +20,7 @@ from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.groups.layer_map import Stage
 from services.core.planner.events import (
     ClientCommand,
+    DrainContinued,
     IterationEvent,
     LendBlocks,
     MeasurementEvent,
@@ -168,7 +169,7 @@ class RestoreUndone:
     blocks: int
 
 
-RequestEvent = RequestArrived | RequestAborted | RequeueChecked | IterationEvent
+RequestEvent = RequestArrived | RequestAborted | RequeueChecked | DrainContinued | IterationEvent
 Event = (
     RequestEvent
     | MeasurementEvent

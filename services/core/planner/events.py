@@ -13,6 +13,7 @@ from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_table import BlockMove
 from services.core.planner.configuration_events import ConfigurationEvent
+from services.core.report import OtherRoom
 from services.core.request import FinishReason, Request
 
 
@@ -73,6 +74,14 @@ class RequeueChecked:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainContinued:
+    """The worker shuts down: return requests for which other groups have room, see `drain.py`."""
+
+    now_s: float
+    room: OtherRoom
+
+
+@dataclass(frozen=True, slots=True)
 class CostModelLearned:
     """Plan with this cost model from now on, instead of the present one."""
 
@@ -90,7 +99,7 @@ class BlocksBorrowed:
 
 
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended
-RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked
+RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked | DrainContinued
 MeasurementEvent = CostModelLearned | BlocksBorrowed
 Event = RequestEvent | MeasurementEvent | ConfigurationEvent
 
@@ -116,9 +125,10 @@ class EmitToken(NamedTuple):
 class RefuseRequest:
     """Refuse a request, or end it while it runs; `message` names cause and remedy.
 
-    `retryable`: a later attempt may succeed. `returned`: the request has not started here, or lost
-    its KV; the gateway asks the scheduler again under the same id. `kv_lost`: the worker's group
-    lost a member, and with it the KV of the request.
+    `retryable`: a later attempt may succeed. `returned`: the request has not started here, or
+    continues elsewhere; the gateway asks the scheduler again under the same id. `kv_lost`: the
+    worker's group lost a member, and with it the KV of the request. `leaving`: the worker shuts
+    down.
     """
 
     request_id: str
@@ -126,6 +136,7 @@ class RefuseRequest:
     retryable: bool = False
     returned: bool = False
     kv_lost: bool = False
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)

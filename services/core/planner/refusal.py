@@ -27,6 +27,12 @@ def returned_after_loss(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
 
 
+def returned_by_drain(request_id: str) -> RefuseRequest:
+    """Return a request to the scheduler because this worker shuts down."""
+    message = "the worker shuts down; resume the request on another worker"
+    return RefuseRequest(request_id, message, retryable=True, returned=True, leaving=True)
+
+
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
     """Refusal of a sequence that exceeds the worker's capacity; None if it fits."""
     capacity = config.num_blocks * config.block_size

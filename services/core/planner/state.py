@@ -29,10 +29,12 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.bros_planner import BrosPlanner
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_handlers import ConfigurationHandlers
+from services.core.planner.drain import Candidate, DrainPace
 from services.core.planner.events import (
     BlocksBorrowed,
     Command,
     CostModelLearned,
+    DrainContinued,
     EmitToken,
     Event,
     IterationDropped,
@@ -55,7 +57,13 @@ from services.core.planner.preemption import (
     should_discard,
     should_preempt,
 )
-from services.core.planner.refusal import duplicate_id, queue_full, returned, too_large
+from services.core.planner.refusal import (
+    duplicate_id,
+    queue_full,
+    returned,
+    returned_by_drain,
+    too_large,
+)
 from services.core.planner.requeue import (
     KEEP_QUEUED,
     REQUEUE_AFTER_S,
@@ -95,6 +103,7 @@ class PlannerState:
     _arrivals: int = 0  # requests accepted so far: the ordinal of the newest
     _newest_s: float = float("-inf")  # latest arrival time so far
     _requeue: RequeueTimers = field(default_factory=RequeueTimers)  # of requests not yet started
+    _drain: DrainPace = field(init=False)  # of the returns while this worker shuts down
     preempted_iterations_total: int = 0  # interrupted batch-only iterations
     resumed_iterations_total: int = 0  # of these, continued at their layer
 
@@ -108,6 +117,7 @@ class PlannerState:
             precedence_of(config.scheduling, config.victims),
         )
         self._feedback = feedback_of(config.scheduling, config.harvest)
+        self._drain = DrainPace(config.max_batch_tokens)
         self._planner = self._new_planner()
         self._changes = ConfigurationHandlers(
             config, self.sequence_table, self._flight, self._feedback
@@ -401,6 +411,25 @@ class PlannerState:
             self.sequence_table.end(sequence)
         return [returned(sequence.seq_id) for sequence in due]
 
+    def _continue_drain(self, event: DrainContinued) -> list[Command]:
+        """Return requests to the scheduler because this worker shuts down."""
+        table = self.sequence_table
+        if self.stages > 1:
+            return []  # the group splits first, and its other members need this worker until then
+        candidates = [
+            Candidate.of(sequence)
+            for sequence in self.sequences.values()
+            if sequence.phase is not Phase.HELD
+        ]
+        chosen = self._drain.choose(candidates, event.room, event.now_s)
+        leaving = [self.sequences[candidate.seq_id] for candidate in chosen]
+        suspended = table.suspended
+        if suspended is not None and any(suspended.includes(sequence) for sequence in leaving):
+            table.discard_suspended()
+        for sequence in leaving:
+            table.end(sequence)
+        return [returned_by_drain(sequence.seq_id) for sequence in leaving]
+
     def _arrive(self, event: RequestArrived) -> list[Command]:
         request = event.request
         # Arrival times may be out of order here: raise them, so that ages follow the order here.
@@ -527,6 +556,7 @@ _HARMLESS_EVENTS = (
     IterationDropped,
     IterationSuspended,
     RequeueChecked,
+    DrainContinued,  # its handler discards the microbatch if needed
     CostModelLearned,
 )
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
@@ -536,6 +566,7 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     IterationDropped: PlannerState._drop_iteration,
     IterationSuspended: PlannerState._suspend_iteration,
     RequeueChecked: PlannerState._requeue_waiting,
+    DrainContinued: PlannerState._continue_drain,
     CostModelLearned: PlannerState._learn,
     BlocksBorrowed: PlannerState._lend,
     changes.StagesConfigured: PlannerState._configure,

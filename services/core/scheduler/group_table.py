@@ -12,9 +12,16 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
+from services.core.report import OtherRoom
 from services.core.request import admission_blocks
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
-from services.core.scheduler.dispatch import NO_ADDRESSES, Score, ScoreFunction, start_blocks
+from services.core.scheduler.dispatch import (
+    NO_ADDRESSES,
+    Score,
+    ScoreFunction,
+    serves,
+    start_blocks,
+)
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.late_refusals import RecentRefusals
@@ -208,6 +215,18 @@ class ModelGroups:
         total = sum(load.capacity_blocks * load.group.block_size for load in loads)
         self.kept_share = min(1.0, kept / total) if total else 0.0
 
+    def room(self, now_s: float) -> OtherRoom:
+        """Room for resumed requests of a worker that shuts down, which is in none of the groups."""
+        loads = [load for load in self.index.loads.values() if serves(load, now_s)]
+        return OtherRoom(
+            longest_tokens=max((load.tokens_max for load in loads), default=0),
+            group_tokens=tuple(
+                blocks * load.group.block_size
+                for load in loads
+                if not load.is_backlogged and (blocks := start_blocks(load) - 1) > 0
+            ),
+        )
+
     def reserve(self, load: GroupLoad, ask: Ask, blocks: int, now_s: float) -> int:
         """Reserve blocks for a new assignment; returns how many prompt tokens it must compute."""
         computed = ask.prompt_tokens
@@ -324,6 +343,14 @@ class GroupTable:
     def of_model(self, model: str) -> ModelGroups | None:
         """The groups of a model; None if no group serves it."""
         return self._models.get(model)
+
+    def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
+        """Room for the requests of a worker that shuts down; none while its group still serves."""
+        groups, own = self._models.get(model), self._group_of_worker.get(worker_id, "")
+        # Returned requests would be assigned to the same worker again.
+        if groups is None or (own and self._loads[own].is_fresh(now_s)):
+            return OtherRoom()
+        return groups.room(now_s)
 
     def at_epoch(self, group_id: str, epoch: int) -> GroupLoad | None:
         """The group if it serves at that epoch, else None."""

@@ -21,6 +21,7 @@ from math import inf
 from services.core.cost.model import CostModel
 from services.core.demand import ModelDemand
 from services.core.overtaking import OVERTAKEN_MAX
+from services.core.report import OtherRoom
 from services.core.request import admission_blocks
 from services.core.scheduler.admission import Admission, NotAdmitted, check_fields
 from services.core.scheduler.assigner import Assigner
@@ -185,6 +186,10 @@ class SchedulerState:
             and not model.is_kept_from(ask, load)
             for load in model.index.loads.values()
         )
+
+    def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
+        """Room for the requests of a worker that shuts down, in the other groups of its model."""
+        return self._groups.room(model, worker_id, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""

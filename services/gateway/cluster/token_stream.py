@@ -29,6 +29,10 @@ class KvLost(Returned):
     """The worker returned the request because a member of its group failed with parts of its KV."""
 
 
+class WorkerLeaving(Returned):
+    """The worker returned the request because it shuts down."""
+
+
 class TokenStream:
     """The tokens of a started request: written by the worker's link, read at the client's pace.
 
@@ -161,6 +165,8 @@ class TokenStream:
                 raise Returned
             case Finish.KV_LOST:
                 raise KvLost
+            case Finish.LEAVING:
+                raise WorkerLeaving
             case Finish.INVALID:
                 raise BadRequest(journal.message or "the worker refused the request")
             case Finish.OVERLOADED:

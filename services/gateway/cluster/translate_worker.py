@@ -135,6 +135,8 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             finish = _FINISHES.get(event.finish_reason, Finish.ERROR)
             if finish is Finish.RETURNED and event.kv_lost:
                 finish = Finish.KV_LOST
+            elif finish is Finish.RETURNED and event.leaving:
+                finish = Finish.LEAVING
         yield TokenEvent(
             request_id=event.request_id,
             first_index=event.first_index,

@@ -90,7 +90,8 @@ class Metrics:
         )
         self._resumed_streams = counter(
             "tideserve_gateway_resumed_streams",
-            "Resumptions of a request on another worker after its worker was lost mid-stream.",
+            "Resumptions of a request on another worker after its worker was lost or shut down"
+            " mid-stream.",
         )
         self._replayed_requests = counter(
             "tideserve_gateway_replayed_requests",
@@ -211,7 +212,7 @@ class Metrics:
         self._moved_streams.inc()
 
     def count_resumed_request(self) -> None:
-        """Count a request that resumes after its worker was lost."""
+        """Count a request that resumes after its worker was lost or shut down."""
         self._resumed_streams.inc()
 
     def count_replay(self) -> None:

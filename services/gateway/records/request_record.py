@@ -78,6 +78,7 @@ class WorkerSegment:
     times: WorkerTimes | None = None  # as reported by the worker
     first_index: int = 0  # output index of the first token from this worker
     moved: bool = False  # whether the worker adopted the request from the previous worker
+    returned: bool = False  # whether the worker returned the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +328,10 @@ class StreamRecord:
             raise
         finally:
             reads = [
-                SegmentRead(request_id, segment.first_index, segment.worker_id, segment.moved)
+                SegmentRead(
+                    *(request_id, segment.first_index, segment.worker_id),
+                    *(segment.moved, segment.returned),
+                )
                 for segment in record.segments
             ]
             self._log.append(FACT, [*reads, StreamEnded(monotonic_s(), request_id, outcome)])

@@ -21,7 +21,7 @@ from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.request_record import ChoiceRecord, StreamRecord
+from services.gateway.records.request_record import ChoiceRecord, StreamRecord, WorkerSegment
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
@@ -110,7 +110,10 @@ class ChoiceRunner:
                     # Raises if the request must not be retried.
                     retries.fail(failure, output, request.limits.max_tokens)
                     # A moved request failed at its last worker, not at the assigned worker.
-                    last = record.segments[-1] if len(record.segments) > segments else assignment
+                    last: Assignment | WorkerSegment = assignment
+                    if len(record.segments) > segments:
+                        last = record.segments[-1]
+                        last.returned = isinstance(failure, Returned)
                     self._record_failure(failure, request, output, last.worker_id, record)
                     age_s = monotonic_s() - began_s
                     ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)

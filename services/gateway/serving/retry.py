@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from services.core.ask import Ask, Assignment, FailedAssignment
 from services.core.request import Request
-from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, WorkerLeaving
 from services.gateway.records.request_record import WorkerSegment
 from services.gateway.vocabulary.errors import (
     EngineFailed,
@@ -95,8 +95,10 @@ class RetryState:
 
 
 def _is_loss(failure: Failure) -> bool:
-    """Whether the worker that ran the request has failed or has lost its KV."""
-    return isinstance(failure, KvLost) or (isinstance(failure, WorkerLost) and failure.reached)
+    """Whether the worker that ran the request has failed, shuts down or has lost its KV."""
+    if isinstance(failure, KvLost | WorkerLeaving):
+        return True
+    return isinstance(failure, WorkerLost) and failure.reached
 
 
 def _resume_error(failure: Failure) -> Exception:

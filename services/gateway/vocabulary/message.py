@@ -68,6 +68,7 @@ class Finish(Enum):
 
     `STALE_EPOCH`: the worker's group has changed since the assignment. `RETURNED`: the scheduler
     must assign another worker. `KV_LOST`: likewise, after the group lost a member and its KV.
+    `LEAVING`: likewise, because the worker shuts down.
     """
 
     STOP = auto()
@@ -78,6 +79,7 @@ class Finish(Enum):
     RETURNED = auto()
     ENGINE_DIED = auto()
     KV_LOST = auto()
+    LEAVING = auto()
     ERROR = auto()
 
 

@@ -18,7 +18,12 @@ from services.common.clock import monotonic_s
 from services.core.cost.refinement import differ
 from services.core.histogram import PREEMPTION_S, HistogramMeter
 from services.core.planner.batch import Microbatch
-from services.core.planner.events import RequestAborted, RequestArrived, RequeueChecked
+from services.core.planner.events import (
+    DrainContinued,
+    RequestAborted,
+    RequestArrived,
+    RequeueChecked,
+)
 from services.core.planner.infeasible_targets import InfeasibleTargets
 from services.core.planner.preemption import OnlineRequest, Preempt
 from services.core.planner.sequence_ids import request_id_of
@@ -35,9 +40,11 @@ from services.worker.ipc import (
     ApplyConfiguration,
     CostsLearned,
     FromEngine,
+    GroupCommand,
     Introduce,
     Prepare,
     Progress,
+    ReturnRequests,
     StartRequest,
     ToEngine,
     encode,
@@ -236,14 +243,21 @@ class EngineLoop:
                         self._received.append(request_id)
                     else:
                         self._member.handle(RequestAborted(monotonic_s(), request_id))
-                case ApplyConfiguration():
-                    self._member.apply(frame)
-                case Prepare():
-                    self._member.prepare(frame)
-                case AbortAttempt(attempt=attempt):
-                    self._member.abort(attempt)
-                case Introduce(peers=peers, timeout_s=timeout_s):
-                    self._member.introduce(peers, timeout_s)
+                case ReturnRequests(room=room):
+                    self._member.handle(DrainContinued(monotonic_s(), room))
+                case _:
+                    self._take_group_command(frame)
+
+    def _take_group_command(self, command: GroupCommand) -> None:
+        match command:
+            case ApplyConfiguration():
+                self._member.apply(command)
+            case Prepare():
+                self._member.prepare(command)
+            case AbortAttempt(attempt=attempt):
+                self._member.abort(attempt)
+            case Introduce(peers=peers, timeout_s=timeout_s):
+                self._member.introduce(peers, timeout_s)
 
     def _start_checked(self) -> None:
         """Start or refuse the requests whose grammar check has ended."""

@@ -78,7 +78,7 @@ async def serve(config: WorkerConfig, address: str) -> None:
         os._exit(EXIT_UNUSABLE)
     await socket.send(encode(opened.facts))
     try:
-        await VllmAdapter(config.worker_id, config.planner.max_waiting, opened, socket).run()
+        await VllmAdapter(config.worker_id, config.planner, opened, socket).run()
     except* opened.dead as group:
         log.error("vLLM's engine has died: %s", group.exceptions[0])
         # Exit immediately: vLLM is dead, so an orderly shutdown could hang.

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
+from services.core.planner.config import IterationConfig
+from services.core.planner.drain import DrainPace
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import duplicate_id, queue_full, returned
-from services.core.report import EngineReport
+from services.core.planner.refusal import duplicate_id, queue_full, returned, returned_by_drain
+from services.core.report import EngineReport, OtherRoom
 from services.core.request import GrammarKind, Limits, LogprobOptions, Request, Sampling
 from services.worker.ipc import (
     AbortAttempt,
@@ -29,6 +31,7 @@ from services.worker.ipc import (
     Prepared,
     Progress,
     RequestTimes,
+    ReturnRequests,
     StartRequest,
     ToEngine,
     encode,
@@ -164,13 +167,14 @@ class VllmAdapter:
     def __init__(
         self,
         worker_id: str,
-        max_waiting: int,
+        planner: IterationConfig,
         opened: OpenedEngine,
         socket: Socket,
         now_s: Callable[[], float] = monotonic_s,
     ) -> None:
         self._worker_id = worker_id
-        self._max_waiting = max_waiting
+        self._max_waiting = planner.max_waiting
+        self._drain = DrainPace(planner.max_batch_tokens)
         self._engine = opened.engine
         self._facts = facts = opened.facts
         self._to_params = opened.to_params
@@ -209,6 +213,8 @@ class VllmAdapter:
                 self._start(request, tasks)
             case AbortRequest(request_id=request_id):
                 self._abort(self._requests.get(request_id))
+            case ReturnRequests(room=room):
+                self._return(room)
             case ApplyConfiguration(groups=groups):
                 own = [
                     group.epoch
@@ -240,6 +246,12 @@ class VllmAdapter:
         self._tokens = [token for token in self._tokens if token.request_id != request_id]
         if entry.task is not None:
             entry.task.cancel()
+
+    def _return(self, room: OtherRoom) -> None:
+        """Return requests to the scheduler because this worker shuts down."""
+        for candidate in self._drain.choose(self._requests.candidates(), room, self._now_s()):
+            self._abort(self._requests.get(candidate.seq_id))
+            self._refusals.append(returned_by_drain(candidate.seq_id))
 
     async def _serve(self, entry: VllmRequest) -> None:
         """Run a request in vLLM; an error ends only this request, unless vLLM is dead."""

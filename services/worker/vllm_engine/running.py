@@ -9,6 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.core.planner.drain import Candidate
 from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
@@ -160,6 +161,22 @@ class VllmRequests:
             and entry.request.returnable
             and entry.since_s + REQUEUE_AFTER_S <= now_s
             and entry.steps + STEPS_TO_START <= self.stats.steps
+        ]
+
+    def candidates(self) -> list[Candidate]:
+        """The requests that may return while the worker shuts down."""
+        waiting = set(self.waiting())
+        return [
+            Candidate(
+                entry.request.request_id,
+                entry.request,
+                entry.tokens,
+                entry not in waiting,
+                entry.since_s,
+            )
+            for entry in self._by_id.values()
+            # vLLM cannot resume a partly matched grammar, and the next worker may run vLLM, too.
+            if not entry.emitted or entry.request.sampling.grammar is None
         ]
 
     def load(self) -> Load:

@@ -40,7 +40,8 @@ ALLOWED = {
     | {"SchedulerService.ListRefusals", "GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
     "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort", "MemberService.Introduce"},
-    "worker": HEALTH | {"SchedulerService.ReportLoad", "MemmgrService.ReportMemory"},
+    "worker": HEALTH
+    | {"SchedulerService.ReportLoad", "SchedulerService.FindRoom", "MemmgrService.ReportMemory"},
     "admin": HEALTH
     | GROUPS
     | {"SchedulerService.ListRefusals", "ProcessService.GetProcess"}

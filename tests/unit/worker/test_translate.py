@@ -4,7 +4,13 @@ import pytest
 
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import duplicate_id, queue_full, returned, returned_after_loss
+from services.core.planner.refusal import (
+    duplicate_id,
+    queue_full,
+    returned,
+    returned_after_loss,
+    returned_by_drain,
+)
 from services.core.report import EngineReport, Load
 from services.core.request import FinishReason
 from services.worker.handovers import Handovers
@@ -45,20 +51,21 @@ def test_an_event_tells_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "reason", "kv_lost"),
+    ("refusal", "reason", "flags"),
     [
-        (queue_full("a"), pb.FINISH_REASON_OVERLOADED, False),
-        (duplicate_id("a"), pb.FINISH_REASON_INVALID, False),
-        (returned("a"), pb.FINISH_REASON_RETURNED, False),
-        (returned_after_loss("a"), pb.FINISH_REASON_RETURNED, True),
+        (queue_full("a"), pb.FINISH_REASON_OVERLOADED, (False, False)),
+        (duplicate_id("a"), pb.FINISH_REASON_INVALID, (False, False)),
+        (returned("a"), pb.FINISH_REASON_RETURNED, (False, False)),
+        (returned_after_loss("a"), pb.FINISH_REASON_RETURNED, (True, False)),
+        (returned_by_drain("a"), pb.FINISH_REASON_RETURNED, (False, True)),
     ],
 )
 def test_a_gateway_learns_why_a_request_has_no_place_here(
-    refusal: RefuseRequest, reason: "pb.FinishReason.ValueType", kv_lost: bool
+    refusal: RefuseRequest, reason: "pb.FinishReason.ValueType", flags: tuple[bool, bool]
 ) -> None:
     event = to_refusal(refusal)
     assert (event.request_id, event.finish_reason) == ("a", reason) and event.message
-    assert event.kv_lost == kv_lost
+    assert (event.kv_lost, event.leaving) == flags
 
 
 def handovers(known: LogprobRows | None, emitted: int) -> Handovers[None]:

@@ -622,6 +622,64 @@ class ReportLoadResponse(_message.Message):
 Global___ReportLoadResponse: _TypeAlias = ReportLoadResponse  # noqa: Y015
 
 @_typing.final
+class FindRoomRequest(_message.Message):
+    """A worker that shuts down looks for room for its requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    model: _builtins.str
+    """Name of its model."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindRoomRequest: _TypeAlias = FindRoomRequest  # noqa: Y015
+
+@_typing.final
+class FindRoomResponse(_message.Message):
+    """Room in the groups that serve the model. Empty while the scheduler still assigns requests to the
+    worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LONGEST_TOKENS_FIELD_NUMBER: _builtins.int
+    GROUP_TOKENS_FIELD_NUMBER: _builtins.int
+    longest_tokens: _builtins.int
+    """Longest sequence in tokens, prompt plus output, that some group can hold; 0: no group serves."""
+    @_builtins.property
+    def group_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Free KV in tokens, one entry for each group that can start requests now and has no backlog of
+        prompts.
+        """
+
+    def __init__(
+        self,
+        *,
+        longest_tokens: _builtins.int = ...,
+        group_tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_tokens", b"group_tokens", "longest_tokens", b"longest_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindRoomResponse: _TypeAlias = FindRoomResponse  # noqa: Y015
+
+@_typing.final
 class ListRefusalsRequest(_message.Message):
     """Asks for the latest refusals for lateness."""
 

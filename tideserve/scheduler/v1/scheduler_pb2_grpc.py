@@ -45,6 +45,11 @@ class SchedulerServiceStub:
                 request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.SerializeToString,
                 response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.FromString,
                 _registered_method=True)
+        self.FindRoom = channel.unary_unary(
+                '/tideserve.scheduler.v1.SchedulerService/FindRoom',
+                request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.SerializeToString,
+                response_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.FromString,
+                _registered_method=True)
         self.ListRefusals = channel.unary_unary(
                 '/tideserve.scheduler.v1.SchedulerService/ListRefusals',
                 request_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ListRefusalsRequest.SerializeToString,
@@ -74,6 +79,13 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindRoom(self, request, context):
+        """Room for the requests of a worker that shuts down, in the other groups of its model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRefusals(self, request, context):
         """Lists the latest refusals for lateness, by model and class.
         """
@@ -93,6 +105,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.ReportLoad,
                     request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.FromString,
                     response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.SerializeToString,
+            ),
+            'FindRoom': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindRoom,
+                    request_deserializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.FromString,
+                    response_serializer=tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.SerializeToString,
             ),
             'ListRefusals': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRefusals,
@@ -155,6 +172,33 @@ class SchedulerService:
             '/tideserve.scheduler.v1.SchedulerService/ReportLoad',
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadRequest.SerializeToString,
             tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.ReportLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindRoom(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.scheduler.v1.SchedulerService/FindRoom',
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomRequest.SerializeToString,
+            tideserve_dot_scheduler_dot_v1_dot_scheduler__pb2.FindRoomResponse.FromString,
             options,
             channel_credentials,
             insecure,

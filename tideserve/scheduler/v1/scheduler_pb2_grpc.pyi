@@ -43,6 +43,8 @@ class SchedulerServiceStub:
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    FindRoom: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]
+    """Room for the requests of a worker that shuts down, in the other groups of its model."""
     ListRefusals: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]
     """Lists the latest refusals for lateness, by model and class."""
 
@@ -61,6 +63,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
     ends, the worker gets no requests until it reports again.
     """
+    FindRoom: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FindRoomRequest, _scheduler_pb2.FindRoomResponse]  # type: ignore[assignment]
+    """Room for the requests of a worker that shuts down, in the other groups of its model."""
     ListRefusals: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListRefusalsRequest, _scheduler_pb2.ListRefusalsResponse]  # type: ignore[assignment]
     """Lists the latest refusals for lateness, by model and class."""
 
@@ -88,6 +92,14 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """One long-lived stream per worker carries its load, on change and at least every 500 ms. When it
         ends, the worker gets no requests until it reports again.
         """
+
+    @_abc_1.abstractmethod
+    def FindRoom(
+        self,
+        request: _scheduler_pb2.FindRoomRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.FindRoomResponse, _abc.Awaitable[_scheduler_pb2.FindRoomResponse]]:
+        """Room for the requests of a worker that shuts down, in the other groups of its model."""
 
     @_abc_1.abstractmethod
     def ListRefusals(

@@ -75,8 +75,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served later or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and had not begun, or was `resumable` and lost its KV, possibly
-    after some tokens: ask the scheduler again.
+    """The request was `returnable` and had not begun, or was `resumable` and lost its KV or its
+    worker shuts down, possibly after some tokens: ask the scheduler again.
     """
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
     """The engine's process ended, or was killed because it was unresponsive."""
@@ -103,8 +103,8 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served later or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and had not begun, or was `resumable` and lost its KV, possibly
-after some tokens: ask the scheduler again.
+"""The request was `returnable` and had not begun, or was `resumable` and lost its KV or its
+worker shuts down, possibly after some tokens: ask the scheduler again.
 """
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
 """The engine's process ended, or was killed because it was unresponsive."""
@@ -459,7 +459,8 @@ class Start(_message.Message):
     """How output is delivered; unspecified: with each step."""
     resumable: _builtins.bool
     """If this worker ends the request with RETURNED, the gateway resumes it at another worker after
-    the tokens received. A worker whose group has lost a member returns a part of these requests.
+    the tokens received. A worker whose group has lost a member returns a part of these requests,
+    and a worker that shuts down all that other groups have room for.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -865,6 +866,7 @@ class RequestEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_LOST_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -877,6 +879,8 @@ class RequestEvent(_message.Message):
     """With the first output token: number of prompt tokens that were in the prefix cache."""
     kv_lost: _builtins.bool
     """With RETURNED: the worker's group has lost a member, and with it KV of the request."""
+    leaving: _builtins.bool
+    """With RETURNED: the worker shuts down, and the request may have run there."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
@@ -919,10 +923,11 @@ class RequestEvent(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         cached_tokens: _builtins.int = ...,
         kv_lost: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "kv_lost", b"kv_lost", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "kv_lost", b"kv_lost", "leaving", b"leaving", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

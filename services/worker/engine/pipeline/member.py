@@ -32,6 +32,7 @@ from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
     BlocksBorrowed,
     CostModelLearned,
+    DrainContinued,
     EmitToken,
     IterationSuspended,
     LendBlocks,
@@ -145,8 +146,10 @@ class Member:
 
     # --- commands of the servicer
 
-    def handle(self, event: RequestArrived | RequestAborted | RequeueChecked) -> None:
-        """Apply an event of a request, whose id is the gateway's id."""
+    def handle(
+        self, event: RequestArrived | RequestAborted | RequeueChecked | DrainContinued
+    ) -> None:
+        """Apply an event of requests; a request's id is the gateway's id."""
         # Each start of a request gets its own sequence id: a retry is another sequence.
         if isinstance(event, RequestArrived):
             seq_id = self._seq_id_source.new_id(event.request.request_id)

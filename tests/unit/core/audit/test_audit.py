@@ -43,6 +43,7 @@ from services.core.groups.vocabulary import (
 )
 from services.core.planner.batch import Batch, Microbatch
 from services.core.planner.events import (
+    DrainContinued,
     EmitToken,
     IterationFinished,
     Planned,
@@ -50,7 +51,9 @@ from services.core.planner.events import (
     RequestAborted,
     RequestArrived,
 )
+from services.core.planner.refusal import returned_by_drain
 from services.core.planner.sequence import SequenceState
+from services.core.report import OtherRoom
 from services.core.request import FinishReason, Limits, Request, Sampling
 
 LAYERS = 4
@@ -361,6 +364,26 @@ def got_what_was_not_its_segments(run: Run) -> None:
     resume(run, again=32)
 
 
+def give_back(run: Run, at_s: float = 43.0) -> None:
+    """As `resume`, but b shuts down and returns the request."""
+    resume(run)
+    place = find(run.b, RequestAborted)
+    run.b[place : place + 1] = [
+        Line(EVENT, DrainContinued(at_s, OtherRoom())),
+        Line(COMMAND, returned_by_drain("t")),
+    ]
+    change(run.gateway, SegmentRead, 3, returned=True)
+
+
+def returned_too_late(run: Run) -> None:
+    give_back(run, at_s=44.5)
+
+
+def ran_after_its_return(run: Run) -> None:
+    give_back(run)
+    run.b += iteration(9, 46.0, "t", 2, 32)
+
+
 def other_parameters(run: Run) -> None:
     change(run.b, EngineStarted, model_digest="other")
     # Each model has a whole copy of its own, so that only the mixture is wrong.
@@ -475,6 +498,8 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
         line_ended_by_a_former_leader,
         "line 2 of batch ended with a result of leader 7, but leader 8 claimed it",
     ),
+    ("I15", returned_too_late, "t began at a while it ran at b"),
+    ("I15", ran_after_its_return, "b emitted token 2 of t, which it had returned"),
 ]
 
 
@@ -507,6 +532,18 @@ def test_a_request_that_goes_on_after_a_loss_is_sound(run: Run) -> None:
     resume(inexact, emitted=99)
     change(inexact.a, EngineStarted, exact=False)
     assert not inexact.audit().violations
+
+
+def test_only_a_lost_worker_may_run_a_request_beside_another(run: Run) -> None:
+    give_back(run)
+    findings = run.audit()
+    assert not findings.violations and findings.checks["I15"]
+    lost = Run()
+    resume(lost)
+    change(lost.b, RequestAborted, now_s=44.5)
+    assert not lost.audit().violations
+    change(lost.gateway, SegmentRead, 3, returned=True)
+    assert lost.audit().violations == ["I15: t began at a while it ran at b"]
 
 
 def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> None:

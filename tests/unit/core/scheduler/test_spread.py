@@ -1,5 +1,6 @@
 """Requests that have run come many at a time, and are spread over the groups that serve."""
 
+from services.core.report import OtherRoom
 from services.core.scheduler.group_load import BACKLOG_ITERATIONS
 from services.core.scheduler.state import SPREAD_S
 from services.core.scheduler.vocabulary import Command, SendAssignment, Ticked
@@ -70,3 +71,18 @@ def test_prompts_of_batch_work_that_makes_way_do_not_count() -> None:
     assert assigned(serves(scheduler, "w1", **behind)) == []
     commands = serves(scheduler, "w2", batch_waiting=1, waiting=1, **behind)
     assert len(assigned(commands)) == FEW
+
+
+def test_a_worker_that_leaves_learns_the_room_of_other_groups() -> None:
+    scheduler = Scheduler()
+    for name, free, prefill in (("w0", 90, 0), ("w1", 50, 0), ("w2", 70, 10_000), ("w3", 0, 0)):
+        scheduler.join(name, max_batch_tokens=BATCH_TOKENS)
+        scheduler.report(name, free=free, prefill=prefill)
+    room = scheduler.state.room("m", "w0", 0.0)
+    assert room == OtherRoom(), "it still gets requests, and would get those that it returns"
+    scheduler.report("w0", epoch=0)
+    room = scheduler.state.room("m", "w0", 0.0)
+    assert room.longest_tokens == 1024
+    assert room.group_tokens == (49 * 16,), "w2 has a backlog, w3 is full"
+    assert scheduler.state.room("other", "w0", 0.0) == OtherRoom()
+    assert scheduler.state.room("m", "w0", 100.0) == OtherRoom(), "no report is fresh"

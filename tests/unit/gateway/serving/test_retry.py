@@ -6,7 +6,7 @@ import pytest
 
 from services.core.ask import Ask, Assignment
 from services.core.request import Limits, LogprobOptions, Request, Sampling
-from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch
+from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, WorkerLeaving
 from services.gateway.serving.retry import (
     DEATHS_FORGOTTEN_AFTER,
     FRUITLESS_MAX,
@@ -90,12 +90,13 @@ def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
             attempts.fail(LOST, output, 99)
 
 
-def test_a_worker_that_gives_a_request_back_is_not_lost() -> None:
+@pytest.mark.parametrize("returned", [Returned(), WorkerLeaving()])
+def test_a_worker_that_gives_a_request_back_is_not_lost(returned: Returned) -> None:
     attempts = RetryState(resumes=True)
     for _ in range(LOST_MAX - 1):
         attempts.fail(LOST, 3, 9)
     for _ in range(LOST_MAX + 1):
-        attempts.fail(Returned(), 3, 9)
+        attempts.fail(returned, 3, 9)
     assert not attempts.alone
     attempts.fail(DIED, 4, 9)
     assert not attempts.alone, "one engine died, and two workers were lost"
@@ -136,14 +137,14 @@ def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
     assert unbegun.excused_s == 0.0, "it had no room, so it still waits in the line"
 
 
-@pytest.mark.parametrize("loss", [LOST, KvLost()])
+@pytest.mark.parametrize("loss", [LOST, KvLost(), WorkerLeaving()])
 def test_the_deadline_of_one_that_a_worker_has_failed_counts_from_then(
-    loss: WorkerLost | KvLost,
+    loss: WorkerLost | Returned,
 ) -> None:
     """Though it has no token: it had a place, and its wait in the line was over."""
     ask = retry_ask(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss, 4.0)
     assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, False)
-    assert ask.failed is not None and ask.failed.returned == isinstance(loss, KvLost)
+    assert ask.failed is not None and ask.failed.returned == isinstance(loss, Returned)
     assert ask.excused_s == 4.0
     assert retry_ask(ask, REQUEST, 0, PLACE, StaleEpoch(), 7.0).excused_s == 4.0
     assert retry_ask(ask, REQUEST, 0, PLACE, loss, 9.0).excused_s == 9.0

@@ -12,6 +12,7 @@ from tideserve.cli.status import (
     batch_table,
     decision_lines,
     decision_text,
+    draining_lines,
     etcd_line,
     foreign_engines,
     groups_table,
@@ -290,6 +291,13 @@ def test_merged_groups_say_why_they_do_not_split() -> None:
         "g1 is about to split",
     ]
     assert obstacle_lines({}) == [], "a gateway of before sends none"
+
+
+def test_workers_that_shut_down_are_named_with_what_they_still_run() -> None:
+    rows = [{"id": f"w{n}", "running": 2, "waiting": n, "draining": n == 1} for n in range(2)]
+    (line,) = draining_lines({"workers": rows})
+    assert line.startswith("w1 is draining: 3 requests are left")
+    assert draining_lines({"workers": [{"id": "w0"}]}) == [], "a gateway of before sends none"
 
 
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:

@@ -7,7 +7,16 @@ from typing import Any, cast
 import pytest
 
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.request import FinishReason, Limits, LogprobOptions, Request, Sampling
+from services.core.report import OtherRoom
+from services.core.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+)
 from services.core.service import Service, ServiceClass
 from services.worker.ipc import (
     AbortRequest,
@@ -18,6 +27,7 @@ from services.worker.ipc import (
     Prepare,
     Prepared,
     RequestTimes,
+    ReturnRequests,
     StartRequest,
 )
 from services.worker.vllm_engine.adapter import CANNOT_MERGE, SILENT_AFTER_S
@@ -72,6 +82,24 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     (last,) = [frame for frame in adapter.told if frame.times]
     assert last.times == {"r": RequestTimes(2.0, 4.0, 8.0)}
     assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
+
+
+async def test_a_worker_that_shuts_down_returns_requests_that_fit_elsewhere(
+    adapter: AdapterOnTest,
+) -> None:
+    grammar = Sampling(grammar=Grammar(GrammarKind.REGEX, "a*"))
+    adapter.send(start("plain", resumable=True))
+    adapter.send(start("grammar", resumable=True, sampling=grammar))
+    await adapter.until_received("plain", "grammar")
+    adapter.stats.running = 2
+    for name in ("plain", "grammar"):
+        adapter.llm.tell(name, output(5))
+    await eventually(lambda: len(tokens(adapter)) == 2)
+    adapter.send(ReturnRequests(OtherRoom(100, (100,))))
+    await eventually(lambda: refusals(adapter))
+    (refusal,) = refusals(adapter)
+    assert (refusal.request_id, refusal.returned, refusal.leaving) == ("plain", True, True)
+    await eventually(lambda: adapter.llm.aborted == ["plain"])
 
 
 async def test_vllm_is_told_how_urgent_a_request_is(adapter: AdapterOnTest) -> None:

@@ -1,0 +1,77 @@
+"""A worker is asked to stop while the others are full: its requests end there, and none is lost."""
+
+import asyncio
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.audit_logs import audit_logs
+from services.common.event_log import read_entries
+from services.core.planner.events import DrainContinued, EmitToken
+from tests.support.client import Answer, gather_bounded, numbered_completion
+from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
+from tests.support.waiting import eventually
+from tideserve.sim.replay import WORKER_TYPES
+
+STREAMS, AT_REST = 64, 16
+PROMPT_TOKENS, OUTPUT_TOKENS = 24, 160
+DRAIN_TIMEOUT_S = 240.0
+FEW_BLOCKS = 12  # of one stream
+
+
+async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
+    answer = partial(
+        numbered_completion, cluster.url, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS
+    )
+    return await gather_bounded([partial(answer, number) for number in range(STREAMS)], at_once)
+
+
+def is_full(cluster: Cluster) -> bool:
+    return all(row["running"] and row["kv_blocks_free"] < FEW_BLOCKS for row in cluster.workers())
+
+
+def ended_during_drain(logs: Path) -> tuple[int, bool]:
+    """Number of requests that ended at a draining worker, and whether others were full."""
+    ended, full = 0, False
+    for path in logs.glob("worker-0-*.jsonl"):
+        drains = False
+        for entry in read_entries(path, WORKER_TYPES):
+            match entry.value:
+                case DrainContinued(room=room):
+                    drains = True
+                    full = full or (room.longest_tokens > 0 and not room.group_tokens)
+                case EmitToken(finish_reason=reason) if drains and reason is not None:
+                    ended += 1
+    return ended, full
+
+
+@pytest.mark.cluster
+async def test_requests_without_another_place_end_where_they_are(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", seed=3, layers=4)
+    logs = tmp_path / "events"
+    logs.mkdir()
+    with Cluster(
+        model_dir=folder,
+        memory="16MiB",
+        dtype="float64",
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups do not change
+        services={"event_log": str(logs)},
+        scheduler={"lateness": 0.0},  # all wait for as long as it takes
+        worker={"drain_timeout_s": DRAIN_TIMEOUT_S},
+    ) as cluster:
+        undisturbed = await run_all(cluster, AT_REST)
+        async with asyncio.TaskGroup() as tasks:
+            flood = tasks.create_task(run_all(cluster, STREAMS))
+            await eventually(lambda: asyncio.to_thread(is_full, cluster))
+            pid = cluster.kill("worker-0", signal.SIGTERM)
+        assert flood.result() == undisturbed
+        await asyncio.to_thread(cluster.wait_for_restart, "worker-0", pid)
+        await eventually(lambda: not any(row["running"] for row in cluster.workers()))
+        audited = audit_logs(logs)
+    assert audited.findings.violations == [] and audited.differing == []
+    ended, full = ended_during_drain(logs)
+    assert ended and full

@@ -1,0 +1,138 @@
+"""Workers are asked to stop while they stream: their streams go on at others, token by token.
+
+Streams of every kind of sampling, at several moments, with other parts of the cluster suspended or
+killed meanwhile.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.audit_logs import audit_logs
+from tests.support.cluster import Cluster
+from tests.support.disturbed_streams import KINDS, OUTPUT_TOKENS, Answer, ask, check_answers
+from tests.support.tiny_models import make_tiny_model
+
+RESUMED = "tideserve_gateway_resumed_streams_total"
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(
+        model_dir=folder,
+        memory="32MiB",
+        dtype="float64",
+        services={"event_log": str(logs)},
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups do not change
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Answer]:
+    return stream_all(cluster, lambda _: None)
+
+
+def stream_all(cluster: Cluster, note: Callable[[int], None]) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+
+    return asyncio.run(run())
+
+
+def metric(cluster: Cluster, name: str) -> float:
+    """A metric of the gateway."""
+    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+
+def both_serve(cluster: Cluster) -> None:
+    cluster.eventually(
+        lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, deadline_s=120
+    )
+
+
+def drained(
+    cluster: Cluster, names: list[str], at: int, also: Callable[[], object] = lambda: None
+) -> tuple[list[Answer], float]:
+    """Ask workers to stop at token `at`, after `also`; returns answers, and the resumptions."""
+    both_serve(cluster)
+    resumed, stopped = metric(cluster, RESUMED), dict[str, int]()
+
+    def note(tokens: int) -> None:
+        if tokens >= at and not stopped:
+            also()
+            stopped.update({name: cluster.kill(name, signal.SIGTERM) for name in names})
+
+    answers = stream_all(cluster, note)
+    for name, pid in stopped.items():
+        cluster.wait_for_restart(name, pid)
+    return answers, metric(cluster, RESUMED) - resumed
+
+
+@pytest.mark.parametrize(("at", "name"), [(1, "worker-0"), (40, "worker-1"), (150, "worker-0")])
+def test_no_answer_shows_that_a_worker_was_drained(
+    at: int, name: str, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    answers, _ = drained(cluster, [name], at)
+    check_answers(answers, undisturbed)
+
+
+@pytest.mark.parametrize("suspended", ["scheduler", "memmgr"])
+def test_streams_go_on_without_a_control_plane(
+    suspended: str, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    """Without a scheduler there is no other place: streams end where they are."""
+    process = psutil.Process(cluster.pids()[suspended])
+    try:
+        answers, resumed = drained(cluster, ["worker-0"], 20, process.suspend)
+    finally:
+        process.resume()
+    check_answers(answers, undisturbed)
+    assert suspended == "memmgr" or not resumed
+
+
+def test_all_workers_may_be_drained_together(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    answers, _ = drained(cluster, ["worker-0", "worker-1"], 20)
+    check_answers(answers, undisturbed)
+
+
+def test_the_other_worker_may_die_meanwhile(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    killed: list[int] = []
+
+    def kill_other() -> None:
+        killed.append(cluster.kill("worker-1"))
+
+    answers, _ = drained(cluster, ["worker-0"], 20, kill_other)
+    check_answers(answers, undisturbed)
+    cluster.wait_for_restart("worker-1", killed[0])
+
+
+def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
+    """Also those of drained engines, whose decisions are the same in a replay."""
+    cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
+    assert metric(cluster, RESUMED) > 0, "no stream moved"
+    audited = audit_logs(logs)
+    assert audited.findings.violations == [] and audited.differing == []
+    assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]
+
+
+def test_a_worker_leaves_soon_if_its_gateway_dies(cluster: Cluster) -> None:
+    pids = cluster.pids()
+    with pytest.raises(httpx.HTTPError):
+        drained(cluster, ["worker-0"], 20, lambda: cluster.kill("gateway"))
+    for name in ("gateway", "worker-0"):
+        cluster.wait_for_restart(name, pids[name])
+    both_serve(cluster)
