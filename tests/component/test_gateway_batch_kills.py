@@ -2,11 +2,13 @@
 
 import asyncio
 import re
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from openai import AsyncOpenAI
 
@@ -40,6 +42,20 @@ async def gateway(
         **fields,
     ) as process:
         yield process
+
+
+async def suspend(process: psutil.Process, database: Path) -> None:
+    """Suspend a gateway between two transactions: in one it would hold the lock of SQLite."""
+    while True:
+        process.suspend()
+        await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
+        try:
+            with closing(sqlite3.connect(database, timeout=0.0)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+            return
+        except sqlite3.OperationalError:
+            process.resume()
+            await asyncio.sleep(0.05)
 
 
 async def output_of(client: AsyncOpenAI, batch_id: str) -> bytes:
@@ -76,7 +92,7 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
             async with open_client(first.url) as client:
                 batch = await submit(client, as_file(LINES))
             await eventually(lambda: len(worker.active) >= 16)
-            first.process.suspend()
+            await suspend(first.process, tmp_path / "batches.db")
             suspended_at_s = monotonic_s()
             started = len(worker.starts)
             try:

@@ -31,7 +31,7 @@ def write_input(path: Path) -> None:
     beginnings = [" ".join(draw.choices(words, k=120)) for _ in range(8)]
     with path.open("w") as file:
         for n in range(LINES):
-            text = " ".join(draw.choices(words, k=430))
+            text = " ".join(draw.choices(words, k=280))
             messages = [
                 {"role": "system", "content": draw.choice(beginnings)},
                 {"role": "user", "content": text},
@@ -51,6 +51,7 @@ def peak_bytes(pid: int) -> int:
 async def test_a_large_input_is_validated_in_time_and_memory(tmp_path: Path) -> None:
     source = tmp_path / "input.jsonl"
     write_input(source)
+    assert source.stat().st_size == BYTES
     with running_etcd() as etcd:
         async with (
             open_store(etcd.url) as store,

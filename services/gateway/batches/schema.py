@@ -247,7 +247,12 @@ def _sqlite(url: URL) -> Engine:
 def _postgresql(url: URL) -> Engine:
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
-    waits = {"lock_timeout": BUSY_TIMEOUT_S, "statement_timeout": STATEMENT_TIMEOUT_S}
+    waits = {
+        "lock_timeout": BUSY_TIMEOUT_S,
+        "statement_timeout": STATEMENT_TIMEOUT_S,
+        # A gateway that is suspended in a transaction must not lock out the next leader.
+        "idle_in_transaction_session_timeout": LOST_TIMEOUT_S,
+    }
     options = [f"-c {name}={int(seconds * 1000)}" for name, seconds in waits.items()]
     return create_engine(
         url,
