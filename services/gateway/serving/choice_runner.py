@@ -109,11 +109,7 @@ class ChoiceRunner:
                     output = len(journal.token_ids)
                     # Raises if the request must not be retried.
                     retries.fail(failure, output, request.limits.max_tokens)
-                    # A moved request failed at its last worker, not at the assigned worker.
-                    last: Assignment | WorkerSegment = assignment
-                    if len(record.segments) > segments:
-                        last = record.segments[-1]
-                        last.returned = isinstance(failure, Returned)
+                    last = _failed_at(assignment, record.segments[segments:], failure)
                     self._record_failure(failure, request, output, last.worker_id, record)
                     age_s = monotonic_s() - began_s
                     ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
@@ -242,6 +238,16 @@ def _note_piece(
     note_finish(piece.finish_reason)
     if piece.finish_reason is not None:
         meter.finish(piece.finish_reason)
+
+
+def _failed_at(
+    assignment: Assignment, segments: Sequence[WorkerSegment], failure: Failure
+) -> Assignment | WorkerSegment:
+    """The last worker of a request that failed: a moved request has left the assigned worker."""
+    if not segments:
+        return assignment
+    segments[-1].returned = isinstance(failure, Returned)
+    return segments[-1]
 
 
 def _chat(choice: PreparedChoice) -> ChatOutput | None:
