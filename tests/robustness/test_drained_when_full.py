@@ -16,21 +16,28 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 from tideserve.sim.replay import WORKER_TYPES
 
-STREAMS, AT_REST = 64, 16
+STREAMS, AT_REST = 64, 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 24, 160
 DRAIN_TIMEOUT_S = 240.0
-FEW_BLOCKS = 12  # of one stream
 
 
-async def run_all(cluster: Cluster, at_once: int) -> list[Answer]:
-    answer = partial(
-        numbered_completion, cluster.url, prompt_tokens=PROMPT_TOKENS, max_tokens=OUTPUT_TOKENS
-    )
+async def run_all(cluster: Cluster, at_once: int, begun: list[int]) -> list[Answer]:
+    """The answers to all requests; `begun` receives the numbers of those with a token."""
+
+    async def answer(number: int) -> Answer:
+        async def note(chunks: int) -> None:
+            if chunks == 1:
+                begun.append(number)
+
+        return await numbered_completion(
+            cluster.url,
+            number,
+            prompt_tokens=PROMPT_TOKENS,
+            max_tokens=OUTPUT_TOKENS,
+            on_chunk=note,
+        )
+
     return await gather_bounded([partial(answer, number) for number in range(STREAMS)], at_once)
-
-
-def is_full(cluster: Cluster) -> bool:
-    return all(row["running"] and row["kv_blocks_free"] < FEW_BLOCKS for row in cluster.workers())
 
 
 def ended_during_drain(logs: Path) -> tuple[int, bool]:
@@ -63,10 +70,10 @@ async def test_requests_without_another_place_end_where_they_are(tmp_path: Path)
         scheduler={"lateness": 0.0},  # all wait for as long as it takes
         worker={"drain_timeout_s": DRAIN_TIMEOUT_S},
     ) as cluster:
-        undisturbed = await run_all(cluster, AT_REST)
+        undisturbed, begun = await run_all(cluster, AT_REST, []), list[int]()
         async with asyncio.TaskGroup() as tasks:
-            flood = tasks.create_task(run_all(cluster, STREAMS))
-            await eventually(lambda: asyncio.to_thread(is_full, cluster))
+            flood = tasks.create_task(run_all(cluster, STREAMS, begun))
+            await eventually(lambda: len(begun) >= AT_REST)
             pid = cluster.kill("worker-0", signal.SIGTERM)
         assert flood.result() == undisturbed
         await asyncio.to_thread(cluster.wait_for_restart, "worker-0", pid)
