@@ -47,7 +47,7 @@ help:
 	@echo '                PRIVATE_ENGINE=1 as root on Debian: see docs/containers.md'
 	@echo 'make gen      generate stubs, tables in docs/, alerts in deploy/ and requirements/images/'
 	@echo 'make wheels   build the packages tideserve-api, tideserve-client and tideserve into dist/'
-	@echo 'make clean    delete .venv and caches of tools; CACHE=1: also the converted model'
+	@echo 'make clean    delete .venv and caches of tools; CACHE=1: also models and batches'
 	@echo
 	@echo 'The first run installs about 1.7 GiB into .venv (Python 3.11 or newer is needed).'
 	@echo 'TORCH_INDEX= is a package index for torch, such as an index of CPU builds for machines'

@@ -178,6 +178,22 @@ async def test_uploads_are_checked(case: Case) -> None:
         assert cut.status_code == 400, body
 
 
+async def test_an_empty_file_is_refused(case: Case) -> None:
+    with pytest.raises(openai.BadRequestError, match="the file is empty"):
+        await case.openai.files.create(file=("a.jsonl", b""), purpose="batch")
+    assert not (await case.openai.files.list()).data
+
+
+async def test_a_download_without_its_storage_is_503(case: Case, tmp_path: Path) -> None:
+    uploaded = await case.openai.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+    for stored in (tmp_path / "files").rglob("*"):
+        if stored.is_file():
+            stored.unlink()
+    answer = await case.http.get(f"/v1/files/{uploaded.id}/content")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "batch_store_unavailable"
+
+
 async def test_a_file_beyond_the_limit_is_refused(store: Store, tmp_path: Path) -> None:
     small = settings(tmp_path, batch_file_bytes_max=2**20)
     async with gateway_case(store, tmp_path / "model", batches=small) as case:

@@ -54,8 +54,12 @@ def submit(
 
 def endpoint_of(file: Path) -> str:
     """The endpoint of the first request in `file`. Raises CommandError."""
+    if not file.is_file():
+        raise CommandError(f"{file} is not a file; name a file with a request per line")
     with unusable(OSError), file.open("rb") as content:
         first = content.readline(FIRST_LINE_BYTES_MAX)
+    if not first.strip():
+        raise CommandError(f"{file} does not begin with a request; write a request per line")
     try:
         return str(json.loads(first)["url"])
     except (ValueError, KeyError, TypeError) as error:
@@ -182,6 +186,8 @@ def _check_outcome(batch: Batch) -> None:
         return
     errors = _errors(batch)
     more = f": {'; '.join(errors)}" if errors else ""
+    if batch["status"] == "failed":
+        raise CommandError(f"the file is invalid, and no line ran{more}")
     missing = counts["total"] - counts["completed"]
     raise CommandError(
         f"the batch is {batch['status']}, {missing} of {counts['total']} lines have no answer{more}"

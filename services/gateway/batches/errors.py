@@ -35,9 +35,13 @@ class Fenced(ServiceError):
 
 def no_such_file(file_id: str) -> NoSuchEntry:
     """The error for a file that does not exist, or is not the owner's."""
-    return NoSuchEntry(f"there is no file {file_id[:128]!a}; see /v1/files", param="file_id")
+    return NoSuchEntry(
+        f"there is no file {file_id[:128]!a}; list them with GET /v1/files", param="file_id"
+    )
 
 
 def no_such_batch(batch_id: str) -> NoSuchEntry:
     """The error for a batch that does not exist, or is not the owner's."""
-    return NoSuchEntry(f"there is no batch {batch_id[:128]!a}; see /v1/batches", param="batch_id")
+    return NoSuchEntry(
+        f"there is no batch {batch_id[:128]!a}; list them with GET /v1/batches", param="batch_id"
+    )

@@ -157,7 +157,8 @@ class BatchLeader:
         async def run() -> None:
             try:
                 await job(self._token, batch)
-            except BatchStoreDown:
+            except BatchStoreDown as error:
+                log.warning("batch %s waits: %s", batch.batch_id, error.__cause__ or error)
                 await asyncio.sleep(RETRY_S)
             except Fenced:
                 raise

@@ -48,8 +48,7 @@ class BatchSettings:
     )
     batch_keep_s: float = number(
         30.0 * DAY_S,
-        "Seconds that files and ended batches are kept.",
+        "Seconds that ended batches and their output files are kept; uploads stay until deleted.",
         minimum=3600,
         maximum=3650 * DAY_S,
-        expert=True,
     )

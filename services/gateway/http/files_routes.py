@@ -107,6 +107,8 @@ async def _store(api: BatchService, request: Request, form: UploadForm) -> FileR
     async with api.files.writing(name) as writer:
         await read_form(request, form, writer.write)
         keep_s = _checked(form)
+        if not writer.size_bytes:
+            raise BadRequest("the file is empty; upload a file with requests", param="file")
     return await api.store.files.add(
         NewFile(
             owner_of(request),
@@ -162,15 +164,15 @@ class FileContent(Response):
         client = WatchedClient(send, self._stall_s)
         try:
             with self._transfers.entered():
+                # Read before the response begins, so that an error has its own response.
+                piece = await self._read(0)
                 async with guard_client(client, receive):
-                    await self._send(client)
+                    await self._send(client, piece)
         except ClientGone:
             record_of(scope).note_disconnect()
 
-    async def _send(self, client: WatchedClient[Any]) -> None:
+    async def _send(self, client: WatchedClient[Any], piece: bytes) -> None:
         file = self._file
-        # Read before the response begins, so that an error has its own response.
-        piece = await self._read(0)
         headers = [
             (b"content-type", b"application/octet-stream"),
             (b"content-length", str(file.size_bytes).encode()),

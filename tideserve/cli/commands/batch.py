@@ -16,7 +16,7 @@ batch = typer.Typer(
 )
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="File for the answers, in input order.")
+    Path | None, typer.Option("--output", "-o", help="File for the answers, then the errors.")
 ]
 
 
@@ -37,7 +37,10 @@ def submit(
     ] = False,
     output: Output = None,
 ) -> None:
-    """Upload FILE and create a batch of its lines; print the batch's id."""
+    """Upload FILE and create a batch of its lines; print the batch's id.
+
+    With --output it also waits.
+    """
     from tideserve.cli.batch import submit as run
 
     run(url, api_key, file, window, wait or output is not None, output)
@@ -73,7 +76,7 @@ def results(
 
 @batch.command(epilog="Examples:\n\n  tideserve batch cancel batch_5f0c3ab1")
 def cancel(batch_id: BatchId, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-    """Cancel a batch; its files have the lines that ended before."""
+    """Cancel a batch; lines that have ended keep their answers."""
     from tideserve.cli.batch import cancel as run
 
     run(url, api_key, batch_id)
