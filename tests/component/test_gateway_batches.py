@@ -1,5 +1,7 @@
 """Files and batches at a real gateway in front of fake services, with the official client."""
 
+import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from services.gateway.batches.errors import BatchStoreDown
 from services.gateway.batches.line_store import LineStore
 from services.gateway.batches.rows import ClaimedLine
 from services.gateway.batches.settings import BatchSettings
+from services.gateway.http.files_routes import OWNER_TRANSFERS_MAX, _Transfers
+from services.gateway.vocabulary.errors import QueueFull
 from tests.support.batches import (
     CHAT,
     as_file,
@@ -192,6 +196,48 @@ async def test_a_download_without_its_storage_is_503(case: Case, tmp_path: Path)
     answer = await case.http.get(f"/v1/files/{uploaded.id}/content")
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "batch_store_unavailable"
+
+
+async def test_a_stored_file_that_is_cut_off_is_503(case: Case, tmp_path: Path) -> None:
+    uploaded = await case.openai.files.create(file=("a.jsonl", b"x" * 2**19), purpose="batch")
+    (stored,) = [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
+    os.truncate(stored, 2**18)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await case.http.get(f"/v1/files/{uploaded.id}/content")
+
+
+@pytest.mark.parametrize("url", ["/v1/files/%00", "/v1/batches?after=%00", "/v1/files?limit=00001"])
+async def test_urls_are_checked(case: Case, url: str) -> None:
+    long = url.replace("00001", "0" * 10 + "1")
+    assert (await case.http.get(long)).status_code == 400
+
+
+async def test_a_batch_that_cannot_be_validated_keeps_no_other_waiting(
+    case: Case, tmp_path: Path
+) -> None:
+    uploaded = await case.openai.files.create(file=("a", as_file(chat_lines(2))), purpose="batch")
+    for stored in (tmp_path / "files").rglob("*"):
+        if stored.is_file():
+            stored.unlink()
+    stuck = await case.openai.batches.create(
+        input_file_id=uploaded.id, endpoint=CHAT, completion_window="24h"
+    )
+    other = await submit(case.openai, as_file(chat_lines(3)))
+    assert (await ended(case.openai, other.id)).status == "completed"
+    assert (await case.openai.batches.retrieve(stuck.id)).status == "validating"
+
+
+def test_an_owner_does_not_use_all_transfers() -> None:
+    transfers = _Transfers()
+    with contextlib.ExitStack() as held:
+        for _ in range(OWNER_TRANSFERS_MAX):
+            held.enter_context(transfers.entered("a"))
+        with pytest.raises(QueueFull), transfers.entered("a"):
+            pass
+        with transfers.entered("b"):
+            pass
+    with transfers.entered("a"):
+        pass
 
 
 async def test_a_file_beyond_the_limit_is_refused(store: Store, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def cluster(model: Path) -> Iterator[Cluster]:
 
 
 def lines_of(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Greedy and sampled lines; every fourth sampled one has no seed."""
+    """Greedy lines, and sampled ones with a seed."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": 7},

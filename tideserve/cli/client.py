@@ -151,7 +151,10 @@ class HttpClient:
                 reason = _message(response.json())
             except ValueError:
                 reason = "no reason in the response; it may not be a tideserve gateway"
-            raise CommandError(f"{self.url} answers {response.status_code}: {reason}")
+            # A caller that waits for something may go on waiting.
+            unavailable = response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            kind = Unreachable if unavailable else CommandError
+            raise kind(f"{self.url} answers {response.status_code}: {reason}")
 
     def _decoded(self, text: str) -> Any:
         try:

@@ -31,7 +31,7 @@ GROUP_MAX = 64
 GROUP_WAIT_S = 0.05
 """Time that the first call of a group waits for others."""
 CALL_TIMEOUT_S = 30.0
-"""Maximum time of a call with its wait; the call may still take effect later."""
+"""Maximum time of a call with its wait; a transaction that has begun may still take effect."""
 
 T = TypeVar("T")
 
@@ -126,7 +126,8 @@ class Database:
         reading = self._engine.execution_options(reads=True)
         while (call := self._reads.get()) is not None:
             assert call.run is not None
-            self._run([call], reading, call.run)
+            if call.future.set_running_or_notify_cancel():
+                self._run([call], reading, call.run)
 
     def _write_all(self) -> None:
         call = self._writes.get()
@@ -159,7 +160,11 @@ class Database:
             calls.append(call)
         return calls, None, False
 
-    def _write_together(self, calls: Sequence[_StoreCall]) -> None:
+    def _write_together(self, waiting: Sequence[_StoreCall]) -> None:
+        # The caller may have given up; then the call has no effect.
+        calls = [call for call in waiting if call.future.set_running_or_notify_cancel()]
+        if not calls:
+            return
         first = calls[0]
 
         def run(connection: Connection) -> Any:
@@ -203,9 +208,6 @@ class Database:
         self._note(calls[0].name, monotonic_s() - began_s, cause)
         grouped = calls[0].group is not None
         for index, call in enumerate(calls):
-            # The caller may have given up.
-            if not call.future.set_running_or_notify_cancel():
-                continue
             if failure is not None:
                 call.future.set_exception(failure)
             else:

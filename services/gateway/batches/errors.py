@@ -29,6 +29,18 @@ class EntryInUse(BadRequest):
     code = "conflict"
 
 
+class ResultTooLarge(BadRequest):
+    """The result of a line is larger than the leader can hold."""
+
+    code = "result_too_large"
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(
+            f"the result has {size_bytes} bytes, too many for a batch; ask for fewer choices,"
+            " tokens or log probabilities"
+        )
+
+
 class Fenced(ServiceError):
     """Another gateway leads: stop all lines, and lead again only with a new election."""
 

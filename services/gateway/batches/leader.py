@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
@@ -18,7 +19,7 @@ from services.core.batches.line_end import NO_MODEL, RATE_LIMITED, after_respons
 from services.core.batches.turns import BatchTurns
 from services.core.batches.vocabulary import BatchState
 from services.core.batches.window import ClaimWindow
-from services.gateway.batches.errors import BatchStoreDown, Fenced
+from services.gateway.batches.errors import BatchStoreDown, Fenced, ResultTooLarge
 from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.protocols import Door, Jobs, LineRun
@@ -43,6 +44,8 @@ PROGRESS_S = 30.0
 PROGRESS_MAX = 64
 """Lines whose tokens are stored in a transaction."""
 RETRY_S = 5.0
+AGAIN_S = 10.0
+"""Time after which a failed task of a batch is due again."""
 REFUSED = frozenset({429, 503})
 """Statuses of refusals for lack of room."""
 TEXT_BYTES_MAX = 256 * 2**20
@@ -91,6 +94,8 @@ class BatchLeader:
         self._open: dict[str, OpenBatch] = {}
         self._objects: dict[str, str] = {}  # names of input objects, by batch
         self._busy: set[Callable[[int, BatchRow], Awaitable[None]]] = set()
+        # Times at which tasks last failed, by task and batch.
+        self._failed_s: dict[tuple[Callable[[int, BatchRow], Awaitable[None]], str], float] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._text_bytes = self._result_bytes = 0
         self._queued: set[RunningLine] = set()  # running lines without a worker
@@ -138,6 +143,7 @@ class BatchLeader:
         self._idle.clear()
         now_s = monotonic_s()
         self._paused_s = {owner: end_s for owner, end_s in self._paused_s.items() if end_s > now_s}
+        self._failed_s = {key: s for key, s in self._failed_s.items() if key[1] in self._open}
         for batch in batches:
             if batch.batch.state is BatchState.VALIDATING:
                 self._begin(self._jobs.validate, batch.batch)
@@ -149,8 +155,12 @@ class BatchLeader:
         return ADVANCE_S
 
     def _begin(self, job: Callable[[int, BatchRow], Awaitable[None]], batch: BatchRow) -> None:
-        """Start a long task unless it runs for a batch; `advance` reports the others again."""
-        if job in self._busy:
+        """Start a long task unless it runs for a batch; `advance` reports the others again.
+
+        Those of other batches go first for a while after it failed.
+        """
+        now_s = monotonic_s()
+        if job in self._busy or self._failed_s.get((job, batch.batch_id), -inf) > now_s - AGAIN_S:
             return
         assert self._tasks is not None
 
@@ -159,12 +169,12 @@ class BatchLeader:
                 await job(self._token, batch)
             except BatchStoreDown as error:
                 log.warning("batch %s waits: %s", batch.batch_id, error.__cause__ or error)
-                await asyncio.sleep(RETRY_S)
+                self._failed_s[job, batch.batch_id] = monotonic_s()
             except Fenced:
                 raise
             except Exception:
                 log.exception("a task for batch %s failed; it starts again", batch.batch_id)
-                await asyncio.sleep(RETRY_S)
+                self._failed_s[job, batch.batch_id] = monotonic_s()
             finally:
                 self._busy.discard(job)
 
@@ -175,6 +185,10 @@ class BatchLeader:
         """Claim lines and start them."""
         now_s = monotonic_s()
         self._note_placed(now_s)
+        if self._claim_failed:
+            held = {_key(running) for running in (*self._running.values(), *self._interrupted)}
+            await self._store.lines.release_others(self._token, held)
+            self._claim_failed = False
         queued = len(self._queued)
         count = self._window.room(queued, len(self._running) - queued, now_s)
         full = self._text_bytes >= TEXT_BYTES_MAX or self._result_bytes >= RESULT_BYTES_MAX
@@ -202,10 +216,6 @@ class BatchLeader:
 
     async def _claimed(self, batch_id: str, count: int) -> list[ClaimedLine]:
         """Claim lines. Raises BatchStoreDown, perhaps after they were claimed."""
-        if self._claim_failed:
-            held = {_key(running) for running in (*self._running.values(), *self._interrupted)}
-            await self._store.lines.release_others(self._token, held)
-            self._claim_failed = False
         try:
             return await self._store.lines.claim(self._token, batch_id, count)
         except BatchStoreDown:
@@ -226,6 +236,8 @@ class BatchLeader:
         try:
             ending = await self._ending(batch, running)
             if isinstance(ending, LineResult):
+                if len(ending.body) > RESULT_BYTES_MAX:
+                    ending = running.run.failed(ResultTooLarge(len(ending.body)))
                 running.held_bytes = len(ending.body)
                 self._result_bytes += running.held_bytes
                 if self._result_bytes > RESULT_BYTES_MAX:
@@ -251,16 +263,18 @@ class BatchLeader:
             failpoint.hit("gateway.batches.result")
             return result
         except GatewayError as failure:
-            error = failure
+            # The refusal of a line that continues an earlier run is no fault of its worker.
+            cause = failure.__cause__
+            error = cause if isinstance(cause, GatewayError) else failure
         except Exception:
             log.exception("a line of batch %s failed unexpectedly", line.batch_id)
         again = after_response(error.status, error.code, error.retry_after_s, line.attempts)
         if again is None:
             return running.run.failed(error)
         now_s = monotonic_s()
-        if error.code == RATE_LIMITED:
+        if error.code in (RATE_LIMITED, NO_MODEL):
             self._paused_s[batch.owner] = now_s + again.delay_s
-        elif (error.status in REFUSED or error.code == NO_MODEL) and not again.failure:
+        elif error.status in REFUSED and not again.failure:
             self._window.note_refused(now_s, again.delay_s)
         return ReturnedLine(
             line.batch_id, line.line, again.delay_s, again.failure, running.run.output_ids

@@ -37,24 +37,31 @@ class LineStore:
         self._database = database
         self._record = record
 
-    async def add(self, token: int, batch_id: str, added: Sequence[NewLine]) -> None:
-        """Store validated lines of a VALIDATING batch; they run once `BatchStore.begin` returns."""
+    async def add(self, token: int, batch_id: str, added: Sequence[NewLine]) -> bool:
+        """Store validated lines of a batch; they run once `BatchStore.begin` returns.
 
-        def run(connection: Connection) -> None:
+        False, without effect: the batch is not in VALIDATING any more.
+        """
+
+        def run(connection: Connection) -> bool:
             check_token(connection, token)
-            connection.execute(insert(lines), [_row(batch_id, line) for line in added])
+            if validating := _is_validating(connection, batch_id):
+                connection.execute(insert(lines), [_row(batch_id, line) for line in added])
+            return validating
 
         assert len(added) <= ADD_MAX
-        await self._database.write("add", run)
+        return await self._database.write("add", run)
 
-    async def clear(self, token: int, batch_id: str) -> None:
-        """Delete the lines that an interrupted validation stored."""
+    async def clear(self, token: int, batch_id: str) -> bool:
+        """Delete the lines that an interrupted validation stored; False: as in `add`."""
 
-        def run(connection: Connection) -> None:
+        def run(connection: Connection) -> bool:
             check_token(connection, token)
-            connection.execute(delete(lines).where(lines.c.batch == batch_id))
+            if validating := _is_validating(connection, batch_id):
+                connection.execute(delete(lines).where(lines.c.batch == batch_id))
+            return validating
 
-        await self._database.write("clear", run)
+        return await self._database.write("clear", run)
 
     async def claim(self, token: int, batch_id: str, count: int) -> list[ClaimedLine]:
         """Take at most `count` lines to run, in their order; none if the batch is not in progress.
@@ -188,6 +195,12 @@ class LineStore:
             ]
 
         return await self._database.read("ended", run)
+
+
+def _is_validating(connection: Connection, batch_id: str) -> bool:
+    """Whether the batch is in VALIDATING; it cannot be cancelled before the transaction ends."""
+    state = select(batches.c.state).where(batches.c.id == batch_id).with_for_update(read=True)
+    return connection.scalar(state) == BatchState.VALIDATING
 
 
 def _page(sizes: Iterable[Row[int, int]]) -> list[int]:

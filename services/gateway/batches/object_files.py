@@ -23,7 +23,6 @@ from services.gateway.batches.object_store import (
     RemoteObjects,
 )
 
-PIECE_BYTES = 2**20
 CALL_TIMEOUT_S = 60.0
 """Maximum time to read or write a piece."""
 _THREADS = 4
@@ -61,15 +60,6 @@ class ObjectFiles:
     async def read(self, name: str, offset: int, length: int) -> bytes:
         """Read a part of an object."""
         return await self.run(partial(self._store.read, name, offset, length))
-
-    async def pieces(self, name: str) -> AsyncIterator[bytes]:
-        """Read an object in pieces of `PIECE_BYTES`."""
-        source = await self.open(name)
-        try:
-            while piece := await self.run(partial(source.read, PIECE_BYTES)):
-                yield piece
-        finally:
-            await asyncio.shield(self.run(source.close))
 
     async def open(self, name: str) -> ObjectSource:
         """Open an object for functions that are passed to `run`."""

@@ -85,7 +85,8 @@ class BatchStore:
             # A repeated request may have waited for the lock of the first.
             if (earlier := _by_key(connection, batch)) is not None:
                 return earlier, False
-            _check_tokens(connection, batch, tokens_max)
+            if tokens_max is not None:
+                _check_tokens(connection, batch.owner, batch.tokens, tokens_max)
             values = batch_values(batch)
             connection.execute(insert(batches).values(values))
             return _get(connection, values["id"]), True
@@ -171,13 +172,18 @@ class BatchStore:
 
         return await self._database.write("advance", run)
 
-    async def begin(self, token: int, batch_id: str, total: int, tokens: int) -> bool:
+    async def begin(
+        self, token: int, batch_id: str, total: int, tokens: int, tokens_max: int | None = None
+    ) -> bool:
         """Let the `total` lines of a validated batch run; `tokens` is their estimate.
 
         Returns False if the batch was cancelled meanwhile.
+
+        Raises:
+            OverQuota: if the owner's batches would exceed `tokens_max`, as in `create`.
         """
         values = {"total": total, "tokens": tokens}
-        return await self._validated(token, batch_id, BatchState.IN_PROGRESS, values)
+        return await self._validated(token, batch_id, BatchState.IN_PROGRESS, values, tokens_max)
 
     async def fail(self, token: int, batch_id: str, errors: Sequence[LineError]) -> bool:
         """End a batch whose input is invalid; False if it was cancelled meanwhile."""
@@ -222,13 +228,20 @@ class BatchStore:
         await self._database.write("forget", run)
 
     async def _validated(
-        self, token: int, batch_id: str, state: BatchState, values: dict[str, Any]
+        self,
+        token: int,
+        batch_id: str,
+        state: BatchState,
+        values: dict[str, Any],
+        tokens_max: int | None = None,
     ) -> bool:
         def run(connection: Connection) -> bool:
             check_token(connection, token)
             batch = _get(connection, batch_id, lock=True)
             if batch.state is not BatchState.VALIDATING:
                 return False
+            if tokens_max is not None:
+                _check_tokens(connection, batch.owner, values["tokens"], tokens_max, but=batch_id)
             _enter(connection, batch, state, values)
             return True
 
@@ -278,20 +291,20 @@ def _by_key(connection: Connection, batch: NewBatch) -> BatchRow | None:
     return earlier
 
 
-def _check_tokens(connection: Connection, batch: NewBatch, tokens_max: int | None) -> None:
-    """Raise OverQuota if the tokens of the owner's open batches would exceed `tokens_max`."""
-    if tokens_max is None:
-        return
-    queued = select(func.coalesce(func.sum(batches.c.tokens), 0)).where(
-        batches.c.owner == batch.owner, batches.c.state.in_(OPEN)
+def _check_tokens(
+    connection: Connection, owner: str, tokens: int, tokens_max: int, but: str = ""
+) -> None:
+    """Raise OverQuota if `tokens` and the owner's open batches, all `but` one, exceed the limit."""
+    others = select(func.coalesce(func.sum(batches.c.tokens), 0)).where(
+        batches.c.owner == owner, batches.c.state.in_(OPEN), batches.c.id != but
     )
-    tokens = int(connection.scalar(queued) or 0)
-    if tokens + batch.tokens > tokens_max:
+    queued = int(connection.scalar(others) or 0)
+    if queued + tokens > tokens_max:
         raise OverQuota(
-            f"the batches of this key's owner have {tokens} tokens, and this one has about"
-            f" {batch.tokens}, but {tokens_max} may be queued; wait for a batch to end, or send a"
+            f"the batches of this key's owner have {queued} tokens, and this one has about"
+            f" {tokens}, but {tokens_max} may be queued; wait for a batch to end, or send a"
             " smaller one",
-            owner=batch.owner,
+            owner=owner,
             limit=Limit.TOKENS,
         )
 

@@ -5,6 +5,7 @@ A batch with an invalid line fails as a whole: its owner learns of all mistakes 
 """
 
 import codecs
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -15,12 +16,15 @@ import msgspec
 
 from services.core.batches.order import LEVELS_BYTES, BatchOrder, sort_key
 from services.gateway.api.json_object import parse_object
+from services.gateway.batches.errors import BatchStoreDown, Fenced
 from services.gateway.batches.line_reader import LINE_BYTES_MAX, RawLine, read_lines
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.object_store import ObjectSource
 from services.gateway.batches.rows import BatchRow, LineError, NewLine
 from services.gateway.batches.store import BatchStore
-from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.errors import GatewayError, OverQuota
+
+log = logging.getLogger(__name__)
 
 ERRORS_MAX = 100
 """Errors that are reported; the file is not read further."""
@@ -32,6 +36,8 @@ BYTES_PER_TOKEN = 4
 """Of the estimate of a prompt's tokens."""
 OUTPUT_TOKENS = 512
 """Output tokens that a line without a limit is estimated to have."""
+TOKENS_MAX = 2**31
+"""Maximum estimate of a line, whatever limits it has."""
 PROMPT_FIELDS = ("tools", "instructions", "prompt", "messages", "input")
 """Body fields of which the prompt is made, in its order."""
 LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -127,7 +133,7 @@ class InputValidator:
                 "unsupported_value", "a line cannot be streamed; omit 'stream'", "body.stream"
             )
         prompt = _prompt(body)
-        tokens = len(prompt) // BYTES_PER_TOKEN + _output_tokens(body)
+        tokens = min(TOKENS_MAX, len(prompt) // BYTES_PER_TOKEN + _output_tokens(body))
         self.tokens += tokens
         key = sort_key(self.rules.order, prompt[: LEVELS_BYTES[-1]], tokens)
         assert raw.content is not None
@@ -218,16 +224,19 @@ def _check_request(data: Mapping[str, Any], endpoint: str) -> None:
 
 
 def _prompt(body: Mapping[str, Any]) -> bytes:
-    """The fields of the prompt, as JSON; those that are absent take no room."""
-    return b"".join(
-        msgspec.json.encode(body[name]) for name in PROMPT_FIELDS if body.get(name) is not None
-    )
+    """The fields of the prompt, as JSON; those that are absent take no room. Raises _Invalid."""
+    try:
+        return b"".join(
+            msgspec.json.encode(body[name]) for name in PROMPT_FIELDS if body.get(name) is not None
+        )
+    except UnicodeEncodeError:
+        raise _Invalid("invalid_utf8", "'body' has a lone surrogate; remove it", "body") from None
 
 
 def _output_tokens(body: Mapping[str, Any]) -> int:
-    limits = [body[name] for name in LIMIT_FIELDS if isinstance(body.get(name), int)]
-    count = body.get("n")
-    return max(0, limits[0] if limits else OUTPUT_TOKENS) * (count if type(count) is int else 1)
+    limits = [body[name] for name in LIMIT_FIELDS if type(body.get(name)) is int]
+    count = body["n"] if type(body.get("n")) is int else 1
+    return max(0, limits[0] if limits else OUTPUT_TOKENS) * max(0, count)
 
 
 async def validate(
@@ -235,23 +244,40 @@ async def validate(
 ) -> None:
     """Validate a batch in VALIDATING: store its lines and let them run, or fail it.
 
+    No effect if the batch is in another state, or is cancelled meanwhile.
+
     Raises:
         BatchStoreDown: if the database or the storage fails; repeat it.
         Fenced: if another gateway leads.
     """
-    input_file = await store.files.input_of(batch)
-    await store.lines.clear(token, batch.batch_id)
-    source = await files.open(input_file.object_name)
+    validator: InputValidator | None = None
     try:
-        validator = InputValidator(source, rules)
-        while not validator.ended:
-            chunk = await files.run(validator.next_chunk)
-            # After an error the lines serve no purpose.
-            if chunk and not validator.errors:
-                await store.lines.add(token, batch.batch_id, chunk)
-    finally:
-        await files.run(source.close)
-    if validator.errors:
-        await store.fail(token, batch.batch_id, validator.errors)
-    else:
-        await store.begin(token, batch.batch_id, validator.total, validator.tokens)
+        input_file = await store.files.input_of(batch)
+        if not await store.lines.clear(token, batch.batch_id):
+            return
+        source = await files.open(input_file.object_name)
+        try:
+            validator = InputValidator(source, rules)
+            while not validator.ended:
+                chunk = await files.run(validator.next_chunk)
+                # After an error the lines serve no purpose.
+                wanted = chunk and not validator.errors
+                if wanted and not await store.lines.add(token, batch.batch_id, chunk):
+                    return
+        finally:
+            await files.run(source.close)
+        errors = validator.errors
+        if not errors:
+            counts = validator.total, validator.tokens
+            await store.begin(token, batch.batch_id, *counts, rules.tokens_max)
+            return
+    except OverQuota as error:
+        errors = [LineError("token_limit_exceeded", error.message)]
+    except (BatchStoreDown, Fenced):
+        raise
+    except Exception:
+        # A batch that is validated again and again would keep the others waiting.
+        log.exception("batch %s cannot be validated", batch.batch_id)
+        line = validator.total if validator is not None else None
+        errors = [LineError("internal_error", "the gateway cannot read the input; report it", line)]
+    await store.fail(token, batch.batch_id, errors)

@@ -33,12 +33,20 @@ def owner_of(request: Request) -> str:
     return record_of(request.scope).principal.owner
 
 
+def check_url(request: Request) -> None:
+    """Refuse characters that a database cannot store. Raises BadRequest."""
+    if any("\0" in text for text in (request.url.path, *request.query_params.values())) or (
+        "\0" in str(request.path_params)
+    ):
+        raise BadRequest("the URL has a NUL character; remove it")
+
+
 def number_of(query: Mapping[str, str], name: str, default: int, maximum: int) -> int:
     """The number `name` of a query, from 1 to `maximum`. Raises BadRequest."""
     text = query.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= maximum):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= maximum):
         raise BadRequest(f"'{name}' must be a number from 1 to {maximum}; correct it", param=name)
     return int(text)
 

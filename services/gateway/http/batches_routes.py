@@ -1,17 +1,19 @@
 """Serves OpenAI's Batch API: /v1/batches."""
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.api.batches import CreateBatchRequest, parse_create, window_s
 from services.gateway.api.json_object import parse_object
+from services.gateway.batches.errors import no_such_file
 from services.gateway.batches.rows import BatchRow, NewBatch
 from services.gateway.batches.service import BatchService
 from services.gateway.batches.validation import BYTES_PER_TOKEN
 from services.gateway.http.batch_api import (
     NotConfigured,
     batch_object,
+    check_url,
     number_of,
     owner_of,
     page,
@@ -36,7 +38,7 @@ def routers(api: BatchService | None, serving: RequestServing, pool: TextPool) -
 
 def router(api: BatchService, serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes of batches."""
-    routes = APIRouter(prefix="/v1/batches")
+    routes = APIRouter(prefix="/v1/batches", dependencies=[Depends(check_url)])
 
     def parse(data: bytearray) -> tuple[CreateBatchRequest, tuple[str, ...]]:
         return parse_create(parse_object(data), refuse_unknown=serving.refuse_unknown)
@@ -78,6 +80,8 @@ async def _created(api: BatchService, request: Request, body: CreateBatchRequest
     """The batch of a request, which exists already if its Idempotency-Key was used before."""
     record = record_of(request.scope)
     principal = record.principal
+    if "\0" in body.input_file_id:
+        raise no_such_file(body.input_file_id)
     file = await api.store.files.get(principal.owner, body.input_file_id)
     expiry = body.output_expires_after
     new_batch = NewBatch(

@@ -2,20 +2,22 @@
 
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.batches import KEEP_MAX_S, KEEP_MIN_S
+from services.gateway.batches.errors import BatchStoreDown
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.rows import FileRow, NewFile
 from services.gateway.batches.service import BatchService
 from services.gateway.bounds.client import ClientGone, WatchedClient
-from services.gateway.http.batch_api import file_object, number_of, owner_of, page
+from services.gateway.http.batch_api import check_url, file_object, number_of, owner_of, page
 from services.gateway.http.dialect import guard_client
 from services.gateway.http.multipart import UploadForm, form_of, read_form
 from services.gateway.records.request_record import record_of
@@ -24,6 +26,7 @@ from services.gateway.vocabulary.errors import BadRequest, QueueFull
 BATCH = "batch"
 TRANSFERS_MAX = 16
 """Concurrent uploads and downloads; each holds a few megabytes."""
+OWNER_TRANSFERS_MAX = TRANSFERS_MAX // 2
 LISTED_MAX = 10_000
 PIECE_BYTES = 2**18
 NAME_CHARS_MAX = 256
@@ -31,13 +34,13 @@ NAME_CHARS_MAX = 256
 
 def router(api: BatchService, stall_s: float) -> APIRouter:
     """The routes; a client that reads nothing for `stall_s` is disconnected."""
-    routes = APIRouter(prefix="/v1/files")
+    routes = APIRouter(prefix="/v1/files", dependencies=[Depends(check_url)])
     transfers = _Transfers()
 
     @routes.post("", response_class=JSONResponse)
     async def upload(request: Request) -> Response:
         """Upload a file of requests: a form with `file` and `purpose` batch."""
-        with transfers.entered():
+        with transfers.entered(owner_of(request)):
             form = form_of(request, api.settings.batch_file_bytes_max)
             try:
                 file = await _store(api, request, form)
@@ -84,21 +87,24 @@ class _Transfers:
     """Bounds concurrent uploads and downloads."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._counts = Counter[str]()  # by owner
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self, owner: str) -> Iterator[None]:
         """Count a transfer inside the `with` block. Raises QueueFull."""
-        if self._count >= TRANSFERS_MAX:
+        if self._counts.total() >= TRANSFERS_MAX or self._counts[owner] >= OWNER_TRANSFERS_MAX:
             raise QueueFull(
-                f"the gateway already transfers {TRANSFERS_MAX} files; retry later",
+                f"the gateway already transfers {self._counts.total()} files,"
+                f" {self._counts[owner]} of this key's owner; retry later",
                 retry_after_s=5.0,
             )
-        self._count += 1
+        self._counts[owner] += 1
         try:
             yield
         finally:
-            self._count -= 1
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
 
 
 async def _store(api: BatchService, request: Request, form: UploadForm) -> FileRow:
@@ -138,7 +144,7 @@ def _checked(form: UploadForm) -> int | None:
         return None
     anchor = form.fields.get("expires_after[anchor]")
     known = anchor == "created_at" and seconds.isascii() and seconds.isdigit()
-    if not known or not KEEP_MIN_S <= int(seconds[:9]) <= KEEP_MAX_S:
+    if not known or len(seconds) > 9 or not KEEP_MIN_S <= int(seconds) <= KEEP_MAX_S:
         raise BadRequest(
             f"'expires_after' must have the anchor created_at and {KEEP_MIN_S} to {KEEP_MAX_S}"
             " seconds; correct it",
@@ -163,7 +169,7 @@ class FileContent(Response):
         """Send the content. Raises GatewayError before the response begins."""
         client = WatchedClient(send, self._stall_s)
         try:
-            with self._transfers.entered():
+            with self._transfers.entered(self._file.owner):
                 # Read before the response begins, so that an error has its own response.
                 piece = await self._read(0)
                 async with guard_client(client, receive):
@@ -189,4 +195,7 @@ class FileContent(Response):
 
     async def _read(self, offset: int) -> bytes:
         length = min(PIECE_BYTES, self._file.size_bytes - offset)
-        return await self._files.read(self._file.object_name, offset, length)
+        piece = await self._files.read(self._file.object_name, offset, length)
+        if length and not piece:
+            raise BatchStoreDown("the stored file is shorter than it was; upload it again")
+        return piece

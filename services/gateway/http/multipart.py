@@ -40,7 +40,7 @@ class UploadForm:
         self.filename: str | None = None
         self.complete = False
         self._file_bytes_max = file_bytes_max
-        self._file_bytes = self._parts = 0
+        self._bytes = self._file_bytes = self._parts = 0
         self._file = bytearray()
         self._name, self._value = bytearray(), bytearray()
         self._header, self._header_value = bytearray(), bytearray()
@@ -64,6 +64,9 @@ class UploadForm:
 
     def feed(self, data: bytes) -> None:
         """Parse further bytes of the body. Raises BadRequest, BodyTooLarge."""
+        self._bytes += len(data)
+        if self._bytes > self._file_bytes_max + FORM_BYTES_MAX:
+            too_large(self._file_bytes_max)
         try:
             self._parser.write(data)
         except MultipartParseError:

@@ -53,7 +53,7 @@ async def finished_line(store: BatchStore, files: ObjectFiles, token: int, batch
 async def lines_of(store: BatchStore, files: ObjectFiles, file_id: str | None) -> list[dict]:
     assert file_id is not None
     file = await store.files.get(OWNER, file_id)
-    content = b"".join([piece async for piece in files.pieces(file.object_name)])
+    content = await files.read(file.object_name, 0, file.size_bytes)
     assert len(content) == file.size_bytes
     return [json.loads(line) for line in content.splitlines()]
 

@@ -276,3 +276,25 @@ async def test_validation_that_was_interrupted_begins_again(store: BatchStore) -
     await store.lines.add(second, batch_id, new_lines(2))
     assert await store.begin(second, batch_id, 2, 0)
     assert len(await store.lines.claim(second, batch_id, 9)) == 2
+
+
+async def test_lines_are_stored_only_while_their_batch_is_validated(store: BatchStore) -> None:
+    token = await store.lead(1)
+    cancelled = await new_batch(store)
+    await store.cancel(OWNER, cancelled)
+    assert not await store.lines.add(token, cancelled, new_lines(3))
+    begun = await begun_batch(store, token, 3)
+    assert not await store.lines.clear(token, begun)
+    assert len(await store.lines.claim(token, begun, 9)) == 3
+
+
+async def test_the_tokens_of_all_batches_count_once_they_are_validated(store: BatchStore) -> None:
+    token = await store.lead(1)
+    first, second = await new_batch(store), await new_batch(store)
+    for batch_id in (first, second):
+        assert await store.lines.add(token, batch_id, new_lines(1))
+    assert await store.begin(token, first, 1, 600, 1000)
+    with pytest.raises(OverQuota):
+        await store.begin(token, second, 1, 600, 1000)
+    assert (await store.get(OWNER, second)).state is BatchState.VALIDATING
+    assert await store.begin(token, second, 1, 300, 1000)

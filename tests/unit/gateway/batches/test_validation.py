@@ -10,7 +10,12 @@ import pytest
 from services.core.batches.order import BatchOrder
 from services.gateway.batches import line_reader
 from services.gateway.batches.line_reader import LINE_BYTES_MAX, read_lines
-from services.gateway.batches.validation import ERRORS_MAX, BatchRules, InputValidator
+from services.gateway.batches.validation import (
+    ERRORS_MAX,
+    TOKENS_MAX,
+    BatchRules,
+    InputValidator,
+)
 from services.gateway.vocabulary.errors import no_such_model
 
 CHAT = "/v1/chat/completions"
@@ -132,3 +137,25 @@ def test_tokens_are_estimated_by_bytes_and_limits() -> None:
     assert 100 + 21 <= validator.tokens <= 101 + 21
     shortest, _ = validated(line(body=body(messages=prompt)), order=BatchOrder.SJF)
     assert shortest.tokens > 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 10**30},
+        {"max_tokens": 2**62, "n": 4},
+        {"n": -(10**30)},
+        {"max_tokens": -(10**30), "n": -3},
+        {"max_tokens": True},
+    ],
+)
+def test_the_estimate_of_a_line_is_bounded(fields: dict[str, Any]) -> None:
+    validator, lines = validated(line(body=body(**fields)))
+    assert not validator.errors and len(lines) == 1
+    assert 0 <= validator.tokens <= TOKENS_MAX
+
+
+def test_a_lone_surrogate_is_reported_with_its_line() -> None:
+    surrogate = line("b", body=body(messages=[{"role": "user", "content": "\ud800"}]))
+    validator, _ = validated(line("a") + surrogate)
+    assert [(error.line, error.param) for error in validator.errors] == [(2, "body")]
