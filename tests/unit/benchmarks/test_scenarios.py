@@ -19,7 +19,7 @@ REQUESTS_MIN = 200
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; scenarios are batch, burst, churn, clients, coserve, drop,",
+        match="unknown scenario 'x'; scenarios are batch, burst, churn, clients, coserve, drain,",
     ):
         find_scenario("x")
 
