@@ -18,11 +18,11 @@ def new_lines(count: int, sort_keys: Sequence[int] = ()) -> list[NewLine]:
     return [NewLine(n, f"id-{n}", 10 * n, 9, keys[n - 1]) for n in range(1, count + 1)]
 
 
-async def new_batch(store: BatchStore, owner: str = OWNER, window_s: int = 3600) -> str:
+async def new_batch(store: BatchStore, owner: str = OWNER) -> str:
     """A batch in VALIDATING."""
     file = await store.files.add(new_file(owner))
     endpoint = "/v1/chat/completions"
-    batch, _ = await store.create(NewBatch(owner, "k", endpoint, file.file_id, window_s))
+    batch, _ = await store.create(NewBatch(owner, "k", endpoint, file.file_id, 3600))
     return batch.batch_id
 
 
@@ -32,10 +32,9 @@ async def begun_batch(
     count: int,
     sort_keys: Sequence[int] = (),
     owner: str = OWNER,
-    window_s: int = 3600,
 ) -> str:
     """A batch in progress with `count` pending lines."""
-    batch_id = await new_batch(store, owner, window_s)
+    batch_id = await new_batch(store, owner)
     lines = new_lines(count, sort_keys)
     for first in range(0, count, ADD_MAX):
         await store.lines.add(token, batch_id, lines[first : first + ADD_MAX])

@@ -1,6 +1,6 @@
 """Two gateways that take the lead from each other at random while both run lines.
 
-A gateway does not notice that it was replaced until the store tells it, as one that was suspended.
+A gateway learns from the store alone that it was replaced, like a gateway that was suspended.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class Takeovers:
     async def _check(self) -> None:
         store = self._gateways[0].store
         batch = await store.get(OWNER, self._batch_id)
-        assert batch.completed == LINES, f"{batch.open} lines are open: nobody runs them"
+        assert batch.completed == LINES, f"{batch.open} lines are open, and no gateway runs them"
         assert self.accepted == Counter(range(1, LINES + 1)), self.accepted
         ended = await store.lines.ended(self._batch_id, 0)
         assert {line.line: line.body for line in ended} == self.bodies

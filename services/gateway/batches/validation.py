@@ -48,7 +48,7 @@ class BatchRules:
     """What the lines of a batch must meet.
 
     `check_model` raises GatewayError unless the owner of the batch may use the model. `tokens_max`:
-    limit of the estimated tokens of the batch, or None.
+    limit of the estimated tokens of the owner's open batches, or None.
     """
 
     endpoint: str
@@ -100,18 +100,8 @@ class InputValidator:
 
     def _end(self) -> None:
         self.ended = True
-        limit = self.rules.tokens_max
-        if self.errors:
-            return
-        if not self.total:
+        if not self.errors and not self.total:
             self._refuse(None, "empty_file", "the file has no lines; upload a file with requests")
-        elif limit is not None and self.tokens > limit:
-            self._refuse(
-                None,
-                "token_limit_exceeded",
-                f"the lines have about {self.tokens} tokens, but {limit} may be queued; send"
-                " smaller batches",
-            )
 
     def _refuse(self, line: int | None, code: str, message: str, param: str | None = None) -> None:
         self.errors.append(LineError(code, message, line, param))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,45 @@ async def test_an_invalid_input_fails_before_any_line_runs(
     assert batch.state is BatchState.FAILED and batch.total == 0
     assert [error.line for error in batch.errors] == [601]
     assert await store.lines.claim(token, batch_id, 1) == []
+    files.close()
+
+
+async def test_a_batch_beyond_the_limit_of_tokens_fails(store: BatchStore, tmp_path: Path) -> None:
+    files = ObjectFiles(str(tmp_path / "objects"))
+    token = await store.lead(1)
+    batch_id = await uploaded(store, files, 2)
+    rules = replace(RULES, tokens_max=10)
+    await validate(store, files, token, await store.get(OWNER, batch_id), rules)
+    batch = await store.get(OWNER, batch_id)
+    assert batch.state is BatchState.FAILED
+    assert [error.code for error in batch.errors] == ["token_limit_exceeded"]
+    files.close()
+
+
+async def test_a_batch_fails_if_its_validation_does(store: BatchStore, tmp_path: Path) -> None:
+    def check_model(model: str) -> None:
+        raise RuntimeError("unexpected")
+
+    files = ObjectFiles(str(tmp_path / "objects"))
+    token = await store.lead(1)
+    batch_id = await uploaded(store, files, 2)
+    rules = replace(RULES, check_model=check_model)
+    await validate(store, files, token, await store.get(OWNER, batch_id), rules)
+    batch = await store.get(OWNER, batch_id)
+    assert batch.state is BatchState.FAILED
+    assert [(error.code, error.line) for error in batch.errors] == [("internal_error", 1)]
+    files.close()
+
+
+async def test_a_stale_validation_has_no_effect(store: BatchStore, tmp_path: Path) -> None:
+    files = ObjectFiles(str(tmp_path / "objects"))
+    token = await store.lead(1)
+    stale = await store.get(OWNER, await uploaded(store, files, 3))
+    await validate(store, files, token, stale, RULES)
+    claimed = await store.lines.claim(token, stale.batch_id, 1)
+    await validate(store, files, token, stale, RULES)
+    assert await store.lines.finish(token, result(stale.batch_id, claimed[0].line))
+    assert len(await store.lines.claim(token, stale.batch_id, 9)) == 2
     files.close()
 
 

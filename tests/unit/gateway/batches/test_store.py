@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from sqlalchemy import update
 
 from services.core.batches.vocabulary import BatchState, LineState
 from services.gateway.batches.errors import EntryInUse, Fenced, NoSuchEntry
@@ -12,6 +13,7 @@ from services.gateway.batches.rows import (
     NewBatch,
     ReturnedLine,
 )
+from services.gateway.batches.schema import batches
 from services.gateway.batches.store import BatchStore
 from services.gateway.vocabulary.errors import IdempotencyKeyReused, OverQuota
 from tests.support.batch_store import (
@@ -204,10 +206,11 @@ async def test_a_cancelled_batch_drops_its_pending_lines(store: BatchStore) -> N
 
 async def test_a_batch_past_its_window_keeps_what_ended(store: BatchStore) -> None:
     token = await store.lead(1)
-    batch_id = await begun_batch(store, token, 3, window_s=1)
+    batch_id = await begun_batch(store, token, 3)
     (line,) = await store.lines.claim(token, batch_id, 1)
     assert await store.lines.finish(token, result(batch_id, line.line))
-    await asyncio.sleep(1.1)
+    past = update(batches).where(batches.c.id == batch_id).values(expires_s=0.0)
+    await store._database.write("expire", lambda connection: connection.execute(past))
     assert await store.lines.claim(token, batch_id, 1) == []
     (opened,) = await store.advance(token)
     assert opened.stopping and opened.writable

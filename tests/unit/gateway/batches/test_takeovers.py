@@ -153,7 +153,7 @@ async def test_a_leader_waits_for_the_claims_of_the_former(
     led.set()
     await claim
     monkeypatch.setattr(line_store, "check_token", check)
-    # Without the lock the claim followed the take-over, so nobody runs the line.
+    # Without the lock the claim followed the take-over, so no gateway runs the line.
     assert len(await store.lines.claim(second, batch_id, 1)) == (1 if locked else 0)
     await former.close()
     await store.close()

@@ -120,7 +120,6 @@ def test_the_first_errors_of_many_are_reported() -> None:
     ("content", "rules", "code"),
     [
         (b"", {}, "empty_file"),
-        (line("a") + line("b"), {"tokens_max": 10}, "token_limit_exceeded"),
         (line("a") + line("b"), {"lines_max": 1}, "too_many_lines"),
     ],
 )
