@@ -21,6 +21,7 @@ from services.core.scheduler.vocabulary import (
     LateRefusals,
     LoadReported,
     OutcomeReported,
+    RequestPlaced,
     SendAssignment,
     SendProceed,
     SendRefusal,
@@ -41,7 +42,7 @@ _REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
 
 def to_admit_event(
     frame: scheduler_pb2.AdmitRequest, stream_id: int, now_s: float
-) -> Asked | Withdrawn | LoadReported | OutcomeReported | None:
+) -> Asked | Withdrawn | RequestPlaced | LoadReported | OutcomeReported | None:
     """The event of a gateway's frame; None if this version does not know its kind.
 
     Raises:
@@ -74,6 +75,9 @@ def to_admit_event(
             )
         case "withdraw":
             return Withdrawn(now_s, frame.withdraw.request_id)
+        case "placed":
+            placed = frame.placed
+            return RequestPlaced(now_s, placed.request_id, placed.group_id, placed.epoch)
         case "load":
             return to_load_event(frame.load, now_s, passed_on=True)
         case "outcome":
