@@ -69,6 +69,8 @@ class Stream:
 class EngineGroup:
     """`workers` engines of one model; each starts as a group of its own."""
 
+    ships = False  # running requests to other groups
+
     def __init__(
         self,
         config: RunnerConfig,
@@ -131,6 +133,7 @@ class EngineGroup:
             prefix_caching=self._prefix_caching,
             event_logs=self._event_logs,
             planner=self._planner,
+            ships=self.ships,
         )
 
     def _alone(self, worker_id: str) -> Stage:

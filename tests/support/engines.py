@@ -56,11 +56,12 @@ def make_engine(
     event_logs: Path | None = None,
     machine: type[Changeover] = Changeover,
     planner: Mapping[str, Any] | None = None,
+    ships: bool = False,
 ) -> Engine:
     """An engine without a configuration; it has no thread, and `now_s` is its clock.
 
     In `event_logs` it keeps a log. `machine` decides in its change-overs. `planner`: more fields of
-    the planner's configuration.
+    the planner's configuration. `ships`: it ships KV of running requests.
     """
     made_with = IterationConfig(
         block_size=runner.block_size,
@@ -79,7 +80,7 @@ def make_engine(
         memory.tied_embeddings,
         made_with,
         process=identity.incarnation,
-        kv_layout=kv_layout(runner),
+        kv_layout=kv_layout(runner) if ships else "",
     )
     log = EventLog(event_logs, worker_id, member_config) if event_logs is not None else None
     changeover = machine.of(member_config)

@@ -16,6 +16,8 @@ INTRODUCED_S = 600.0
 class ShippingGroup(EngineGroup):
     """Engines, each a group of its own, with prefix caching and a gateway that resumes."""
 
+    ships = True
+
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, prefix_caching=True, **options)
         self.gateway.asks_again = self.gateway.resumes = True
