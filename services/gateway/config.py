@@ -20,12 +20,18 @@ from services.core.setting import (
 )
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
-from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
+from services.gateway.tools.format import (
+    AUTO,
+    REASONING_FORMAT_ALIASES,
+    TOOL_FORMAT_ALIASES,
+    ReasoningFormat,
+    ToolFormat,
+)
 from services.gateway.vocabulary.class_targets import class_targets
 
 ADMIN_KEY_MIN = 16
-TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat))
-REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
+TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat), *TOOL_FORMAT_ALIASES)
+REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat), *REASONING_FORMAT_ALIASES)
 
 
 def exposure_warning(http_host: str, grpc_host: str | None, keyed: bool) -> str | None:
