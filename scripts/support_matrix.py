@@ -113,7 +113,7 @@ def http_routes() -> list[Line]:
         *(("OpenAI", router) for router in batches_routes.routers(part, part, part)),
         ("Anthropic", messages.router(part, part)),
         ("vLLM", tokens.router(part, part, part)),
-        ("tideserve", operations.router(part, part, part, False)),
+        ("tideserve", operations.router(part, part, part, False, lambda: 0)),
     )
     return [
         (api, f"`{' '.join(sorted(route.methods or ()))} {route.path}`", _first_sentence(route))

@@ -180,6 +180,28 @@ class GatewayConfig(ServiceConfig):
         (service_class.value for service_class in ServiceClass),
         "Service class of requests that do not select a class.",
     )
+    fairness_header: bool = option(
+        False,
+        "Whether the header x-gateway-inference-fairness-id, or llm-d's"
+        " x-llm-d-inference-fairness-id, names the tenant of requests without an API key, among"
+        " which the scheduler is fair. Only behind a proxy that sets it.",
+    )
+    session_affinity: bool = option(
+        True,
+        "Whether requests of the same session (prompt_cache_key, session_id or the header"
+        " x-session-id) prefer the same group among groups that are equal otherwise.",
+    )
+    messages_529: bool = option(
+        True,
+        "Whether /v1/messages answers overload with 529, as Anthropic does, instead of 503.",
+    )
+    cluster_metrics: bool = option(
+        False,
+        "Whether /metrics at the HTTP port also has sums over the workers of the model:"
+        " vllm:num_requests_running, vllm:num_requests_waiting, vllm:kv_cache_usage_perc and"
+        " vllm:cache_config_info with engine cluster. For scrapers that read this port only, as"
+        " they would count twice beside the workers' own metrics.",
+    )
     inflight_max: int = number(
         4096,
         "Maximum concurrent requests of the gateway; further requests get 503.",
@@ -289,6 +311,11 @@ class GatewayConfig(ServiceConfig):
     def batch_inflight_max(self) -> int:
         """Maximum concurrent requests of class batch."""
         return max(1, int(self.inflight_max * self.batch_inflight_part))
+
+    @property
+    def overloaded_status(self) -> int:
+        """HTTP status of overload in Anthropic's API."""
+        return 529 if self.messages_529 else 503
 
     @property
     def exposure(self) -> str | None:

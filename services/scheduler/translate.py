@@ -68,6 +68,7 @@ def to_admit_event(
                 expected_tokens=max(0, ask.expected_tokens),
                 fingerprint=ask.fingerprint,
                 choice=ask.choice,
+                affinity=ask.affinity,
                 now_s=now_s,
                 stream_id=stream_id,
                 waited_s=ask.waited_s,

@@ -268,4 +268,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         expected_tokens=choice.expected_tokens,
         fingerprint=choice.fingerprint,
         choice=request.choice,
+        affinity=choice.affinity,
     )
