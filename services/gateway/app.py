@@ -247,6 +247,7 @@ class _Gateway:
                 self._metrics,
                 stream_record,
                 config.resume_streams,
+                self._view.resumes_grammars,
             ),
             drain=self._drain,
             bodies=self._bodies,

@@ -16,6 +16,7 @@ from services.core.queue_order import Scheduling
 from services.core.setting import (
     choice,
     device_name,
+    mapping,
     nested,
     number,
     option,
@@ -23,11 +24,14 @@ from services.core.setting import (
     size,
     tcp_port,
 )
+from services.worker.engine_args import devices_of, normalized
 
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
+# Options that only vLLM supports.
+VLLM_OPTIONS = ("engine_args", "engine_python")
 # vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
 VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
@@ -82,6 +86,10 @@ class WorkerConfig(ServiceConfig):
         "Python interpreter of vLLM's environment; `tideserve engine install vllm` creates it and"
         " prints the path.",
         default_text="none; required for `engine: vllm`",
+    )
+    engine_args: dict[str, Any] = mapping(
+        "Further engine arguments of vLLM by their names there, such as {tensor_parallel_size: 2,"
+        " quantization: fp8}; vLLM's own parser checks them before the model is loaded."
     )
     location: str = option(
         "",
@@ -226,6 +234,16 @@ class WorkerConfig(ServiceConfig):
         return defaults
 
     @property
+    def engine_devices(self) -> int:
+        """Devices of the worker: `device` and those that follow it."""
+        return devices_of(self.vllm_arguments)
+
+    @property
+    def vllm_arguments(self) -> dict[str, Any]:
+        """`engine_args` with underscores in names."""
+        return normalized(self.engine_args)
+
+    @property
     def location_parts(self) -> tuple[str, ...]:
         """The parts of `location`, from widest to narrowest."""
         return tuple(part for part in self.location.split("/") if part)
@@ -237,10 +255,8 @@ class WorkerConfig(ServiceConfig):
             self._check_slo_options()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
-        elif self.engine_python is not None:
-            raise ConfigError(
-                "'engine_python' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
-            )
+        else:
+            self._refuse_vllm_options()
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
@@ -253,7 +269,19 @@ class WorkerConfig(ServiceConfig):
                 " 'scheduling' to 'slo'"
             )
 
+    def _refuse_vllm_options(self) -> None:
+        for name in VLLM_OPTIONS:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"'{name}' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
+                )
+
     def _check_vllm(self) -> None:
+        if self.engine_devices > 1 and self.device == "cuda":
+            raise ConfigError(
+                "'engine_args' asks for several devices, but 'device' is cuda without a number; set"
+                " 'device' to the first of them, such as cuda:0"
+            )
         if self.engine_python is None:
             raise ConfigError(
                 "'engine' is vllm, which requires 'engine_python': run `tideserve engine install"

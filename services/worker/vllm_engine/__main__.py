@@ -33,7 +33,7 @@ from services.common.logging import set_up_logging
 from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineUnusable, encode
-from services.worker.vllm_engine.adapter import VllmAdapter
+from services.worker.vllm_engine.adapter import OpenedEngine, VllmAdapter
 
 EXIT_DEAD = 1
 SEND_TIMEOUT_MS = 10_000
@@ -62,15 +62,13 @@ def main() -> None:
 
 async def serve(config: WorkerConfig, address: str) -> None:
     """Open vLLM, and serve the frames of the servicer at `address`; exit if vLLM dies."""
-    from services.worker.vllm_engine.async_llm import open_engine
-
     context = zmq.asyncio.Context.instance()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
     socket.setsockopt(zmq.LINGER, SEND_TIMEOUT_MS)
     socket.connect(address)
     try:
-        opened = open_engine(config)
+        opened = opened_engine(config)
     except WorkerError as error:
         await socket.send(encode(EngineUnusable(str(error))))
         socket.close()
@@ -83,6 +81,17 @@ async def serve(config: WorkerConfig, address: str) -> None:
         log.error("vLLM's engine has died: %s", group.exceptions[0])
         # Exit immediately: vLLM is dead, so an orderly shutdown could hang.
         os._exit(EXIT_DEAD)
+
+
+def opened_engine(config: WorkerConfig) -> OpenedEngine:
+    """Open vLLM. Raises WorkerError if it cannot be used."""
+    try:
+        from services.worker.vllm_engine.async_llm import open_engine
+    except ImportError as error:
+        raise WorkerError(
+            f"the installed vLLM cannot be used: {error}; run `tideserve engine install vllm`"
+        ) from error
+    return open_engine(config)
 
 
 if __name__ == "__main__":

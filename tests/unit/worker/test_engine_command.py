@@ -49,6 +49,12 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
             {**VLLM, "host_weights_bytes": "1GiB"},
             "'host_weights_bytes' has no effect with vLLM",
         ),
+        ({"engine_args": {"enforce_eager": True}}, "'engine_args' requires `engine: vllm`"),
+        ({**VLLM, "engine_args": {"dtype": "half"}}, "'engine_args' has dtype, which the worker's"),
+        (
+            {**VLLM, "device": "cuda", "engine_args": {"tensor_parallel_size": 2}},
+            "set 'device' to the first of them, such as cuda:0",
+        ),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
         (
             {"scheduling": "fcfs", "packing": True},
@@ -80,3 +86,20 @@ def test_vllm_sees_the_gpu_of_its_worker(
     inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     found = engine_environment(config(**VLLM, device=device), inherited)
     assert found.get("CUDA_VISIBLE_DEVICES") == wanted
+
+
+@pytest.mark.parametrize(
+    ("device", "shown", "wanted"),
+    [
+        ("cuda:2", None, "2,3"),
+        ("cuda:2", "4,5,6,7", "6,7"),
+        ("cuda:1", "4,5", "1,2"),
+        ("cpu", None, None),
+    ],
+)
+def test_vllm_sees_all_gpus_of_its_worker(
+    device: str, shown: str | None, wanted: str | None
+) -> None:
+    inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    parallel = config(**VLLM, device=device, engine_args={"pipeline_parallel_size": 2})
+    assert engine_environment(parallel, inherited).get("CUDA_VISIBLE_DEVICES") == wanted

@@ -147,6 +147,13 @@ def test_vllm_gets_its_python_and_time_to_start() -> None:
         ({"worker": {"device": "cuda"}}, ["cuda:0", "cuda:1"]),
         ({"device": "cuda:3"}, ["cuda:3", "cuda:3"]),
         ({"device": "cuda", "engine": "vllm"}, ["cuda:0", "cuda:1"]),
+        (
+            {
+                **{"device": "cuda", "engine": "vllm"},
+                "worker": {"engine_args": {"tensor-parallel-size": 2}},
+            },
+            ["cuda:0", "cuda:2"],
+        ),
     ],
 )
 def test_each_worker_gets_a_gpu(chosen: dict[str, Any], devices: list[str]) -> None:
