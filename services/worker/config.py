@@ -153,7 +153,7 @@ class WorkerConfig(ServiceConfig):
     )
     slabs_at_once: int = number(
         4,
-        "Layers that a worker restores at the same time, at most two of them from the same worker.",
+        "Layers that a worker restores at the same time.",
         minimum=1,
         maximum=64,
         expert=True,

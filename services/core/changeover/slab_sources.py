@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 FAILURES_MAX = 3  # failed slabs per holder and attempt, after which it is not asked again
-PER_HOLDER_MAX = 2
-"""Slabs in progress from the same holder: while it sends one, the request for the next arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +81,4 @@ class SlabSources:
         ]
         if not usable:
             return None if used[FOLDER] else FOLDER
-        best = min(usable, key=used.__getitem__)
-        return best if used[best] < PER_HOLDER_MAX else None
+        return min(usable, key=used.__getitem__)

@@ -53,6 +53,7 @@ from services.worker.ipc import (
 
 IDLE_REPORT_MS = 500
 BUSY_WAIT_MS = 1
+TRANSFER_WAIT_MS = 20
 SEND_TIMEOUT_MS = 10_000
 COSTS_CHANGE_MIN = 0.2
 """Relative change of a predicted time that dispatch must know of."""
@@ -139,7 +140,13 @@ class EngineLoop:
         published = self._publish() or published
         if not (received or published or ran) and not self._profile_when_idle():
             with self._member.links.lane.attended():
-                self._poller.poll(BUSY_WAIT_MS if self._member.busy_changing else wait_ms)
+                self._poller.poll(self._wait_ms(wait_ms))
+
+    def _wait_ms(self, idle_ms: int) -> int:
+        """The longest wait for a frame; work of a group change needs turns without frames."""
+        if not self._member.busy_changing:
+            return idle_ms
+        return TRANSFER_WAIT_MS if self._member.awaits_transfers else BUSY_WAIT_MS
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
         """Return a predicate that is called before layers: True interrupts the iteration.

@@ -252,6 +252,12 @@ class Member:
         return changing or self._connections.introducing
 
     @property
+    def awaits_transfers(self) -> bool:
+        """Whether a preparation only waits for slabs of peers, which wake the engine."""
+        quiet = self._swept and not self._connections.introducing
+        return quiet and self._restoring.awaits_transfers
+
+    @property
     def trouble(self) -> str:
         """A human-readable reason why this member's group cannot continue; "" while it can."""
         joining = self.changeover.phase is MemberPhase.JOINING

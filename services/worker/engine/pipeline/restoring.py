@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -46,6 +47,15 @@ CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per
 CONNECT_TIMEOUT_S = 10.0
 
 PreparationEvent = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
+
+
+class Pause(Enum):
+    """Why slow work returns control to the engine before its end."""
+
+    TURN = auto()  # other work is due
+    TRANSFER = auto()  # a peer sends a slab; the mover wakes the engine
+
+
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +83,8 @@ class Restoring:
     now_s: Callable[[], float]
     failpoints: ChangeFailpoints
     restored: Counter[str] = field(default_factory=Counter)  # slabs since the start, by source
-    _steps: list[Iterator[PreparationEvent | None]] = field(default_factory=list)  # in progress
+    _steps: list[Iterator[PreparationEvent | Pause]] = field(default_factory=list)  # in progress
+    _waiting: int = 0  # of `_steps`, at the last `step`: those that wait for a transfer
     _fetches: dict[str, _SlabFetch] = field(default_factory=dict)  # in progress, by transfer
     _holders: dict[str, MemberPlan] = field(default_factory=dict)  # outside of the change
     _heard_s: dict[str, float] = field(default_factory=dict)  # arrival of a worker's last piece
@@ -85,19 +96,26 @@ class Restoring:
         """Whether slow work is in progress, so that `step` must be called."""
         return bool(self._steps)
 
+    @property
+    def awaits_transfers(self) -> bool:
+        """Whether all slow work in progress waits for slabs of peers."""
+        return 0 < len(self._steps) == self._waiting
+
     def step(self) -> list[PreparationEvent]:
         """Continue all slow work; returns the events of the work that has ended."""
-        ends, going = [], []
+        ends, going, waiting = [], [], 0
         for steps in self._steps:
             try:
                 end = next(steps)
             except WorkerError as error:
                 end = RestoreFailed(str(error))
-            if end is None:
+            if isinstance(end, Pause):
                 going.append(steps)
+                waiting += end is Pause.TRANSFER
             else:
                 ends.append(end)
         self._steps = going
+        self._waiting = waiting
         return ends
 
     # --- slow work
@@ -120,7 +138,7 @@ class Restoring:
 
     def _connect(
         self, attempt: str, members: dict[str, MemberPlan]
-    ) -> Iterator[PreparationEvent | None]:
+    ) -> Iterator[PreparationEvent | Pause]:
         # Dial or expect again in each step: a peer refuses until it expects this worker.
         own = members[self.links.worker_id]
         peers = [member for worker_id, member in members.items() if worker_id != own.worker_id]
@@ -130,7 +148,7 @@ class Restoring:
                 yield MembersConnected(attempt, waiting[0].worker_id)
             for member in waiting:
                 self.connections.open(own, member)
-            yield None
+            yield Pause.TURN
         yield MembersConnected(attempt)
 
     def shrink(self, command: ShrinkKv) -> None:
@@ -139,17 +157,17 @@ class Restoring:
         self.stage.runner.stage_memory.shrink_kv(command.blocks, used_blocks=command.used)
         self._steps = [self._sweep(command.attempt)]
 
-    def _sweep(self, attempt: str) -> Iterator[PreparationEvent | None]:
+    def _sweep(self, attempt: str) -> Iterator[PreparationEvent | Pause]:
         while True:
             with self.stage.lock:
                 swept = self.stage.runner.stage_memory.finish_drop()
-            yield KvShrunk(attempt) if swept else None
+            yield KvShrunk(attempt) if swept else Pause.TURN
 
     def restore(self, command: RestoreSlab) -> None:
         """Start to restore and verify a slab."""
         self._steps.append(self._restore(command))
 
-    def _restore(self, command: RestoreSlab) -> Iterator[PreparationEvent | None]:
+    def _restore(self, command: RestoreSlab) -> Iterator[PreparationEvent | Pause]:
         memory, slab = self.stage.runner.stage_memory, command.slab
         self.failpoints.hit_preparation("fetch")
         source = command.holder or ("the copy in host memory" if command.from_copy else "")
@@ -161,13 +179,13 @@ class Restoring:
                 yield from self._fetch(command)
             elif command.from_copy:
                 for _ in memory.copy_back(slab):
-                    yield None
+                    yield Pause.TURN
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
             # Verify the digest: a slab with any other byte must never run.
             while not memory.finish_layer(slab, CHECKED_BYTES_PER_TURN):
-                yield None
+                yield Pause.TURN
             self.failpoints.hit_preparation("verify")
             self.restored[
                 "peer" if command.holder else "host" if command.from_copy else "disk"
@@ -183,7 +201,7 @@ class Restoring:
                 memory.host_copies.remove(slab)
             yield SlabVerified(command.attempt, slab, intact=False)
 
-    def _fetch(self, command: RestoreSlab) -> Iterator[None]:
+    def _fetch(self, command: RestoreSlab) -> Iterator[Pause]:
         """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
         slab, holder = command.slab, self._holders.get(command.holder)
         if command.holder in self._silent:
@@ -191,7 +209,7 @@ class Restoring:
         while holder is not None and not self.connections.has(holder):
             if not self.connections.may_connect(holder):
                 raise _NotFetched("the worker is not connected")
-            yield None
+            yield Pause.TURN
         transfer_id = f"{command.attempt}/{self.links.worker_id}/{slab}/{command.holder}"
         memory = self.stage.runner.stage_memory
         size_bytes = memory.slabs[slab].layout.size_bytes
@@ -203,7 +221,7 @@ class Restoring:
             if is_lost or self._is_silent(fetching) or self.now_s() > fetching.until_s:
                 self.mover.cancel(transfer_id)
                 fetching.failed = True
-            yield None
+            yield Pause.TRANSFER
         del self._fetches[transfer_id]
         if fetching.failed:
             raise _NotFetched("it did not arrive")

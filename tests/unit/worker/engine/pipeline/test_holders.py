@@ -95,6 +95,20 @@ def test_a_survivor_reads_nothing_from_disk(pairs: EngineGroup) -> None:
     assert restored(pairs, "w0") == {"peer": 3}
 
 
+def test_an_engine_waits_while_a_holder_sends(pairs: EngineGroup) -> None:
+    """Turns without frames would only take time from the thread that stores the pieces."""
+    attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
+    survivor = member(pairs, "w0")
+    assert not survivor.awaits_transfers, "it connects"
+    pairs.run_until(lambda: survivor.links.lane.has("w3"))
+    with long_iteration(pairs, "w3"):
+        pairs.run_until(lambda: survivor.awaits_transfers)
+        assert survivor.busy_changing and survivor._restoring._fetches
+    pairs.run_until(lambda: pairs.answers(attempt))
+    assert not survivor.awaits_transfers
+    check_restored(pairs, attempt)
+
+
 def test_a_survivor_whose_holder_is_not_introduced_reads_from_disk(
     pairs: EngineGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
