@@ -67,7 +67,8 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
     try:
         settings = _arguments(config, room_bytes, parsed).create_engine_config()
     except ValueError as error:
-        raise VllmUnusable(f"vLLM rejected the model or a setting: {error}") from error
+        reason = _on_a_line(str(error))
+        raise VllmUnusable(f"vLLM rejected the model or a setting: {reason}") from error
     context_tokens = settings.model_config.max_model_len
     stats = StepStats()
     engine = AsyncLLM.from_vllm_config(
@@ -95,6 +96,12 @@ def to_params(arguments: Mapping[str, Any]) -> SamplingParams:
     if grammar is not None:
         parameters["structured_outputs"] = StructuredOutputsParams(**grammar)
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **parameters)
+
+
+def _on_a_line(text: str) -> str:
+    """An error of vLLM, which may be one of pydantic's with a link in its last line."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if not line.startswith("For further information"))
 
 
 class _Parser(FlexibleArgumentParser):
