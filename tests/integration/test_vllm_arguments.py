@@ -4,6 +4,7 @@ It needs the environment of `tideserve engine install vllm`, and takes some minu
 """
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -108,5 +109,27 @@ async def test_an_argument_takes_effect() -> None:
         (row,) = cluster.workers()
         # vLLM keeps a block for itself.
         assert row["kv_blocks_total"] == BLOCKS - 1
+        answer = await stream_completion(cluster.url, prompt="Hello", max_tokens=4)
+    assert answer.text
+
+
+async def test_a_worker_may_compute_tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it, vLLM wants a NUMA node for each process. The model has nine attention heads.
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(3))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    with Cluster(
+        workers=1,
+        memory="330MiB",
+        dtype="bfloat16",
+        engine="vllm",
+        max_batch_tokens=512,
+        ready_timeout=START_S,
+        threads=1,
+        worker={
+            "start_timeout_s": START_S,
+            "engine_args": {"tensor_parallel_size": 3, "enforce_eager": True},
+        },
+    ) as cluster:
         answer = await stream_completion(cluster.url, prompt="Hello", max_tokens=4)
     assert answer.text
