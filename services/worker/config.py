@@ -1,5 +1,6 @@
 """Configuration of a worker: model, engine, device, memory, limits."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,12 +27,18 @@ from services.core.setting import (
 )
 from services.worker.engine_args import devices_of, normalized
 
+# Scheme, host and port.
+UPSTREAM_URL = re.compile(r"https?://[^/?#\s]+/?")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
+# Options of `engine: openai`; each is empty or None if unset.
+UPSTREAM_OPTIONS = ("upstream_url", "upstream_model", "upstream_key_file", "upstream_kv_tokens")
+# An upstream server's own limits apply, and none of this machine's memory.
+UPSTREAM_DEFAULTS: Mapping[str, int] = {**GPU_LIMITS, "memory_bytes": 1}
 # vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
 VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
@@ -78,8 +85,9 @@ class WorkerConfig(ServiceConfig):
     engine: str = choice(
         "tideserve",
         EngineKind,
-        "Engine that runs the model: tideserve's own, or vLLM in its own Python environment. A"
-        " vLLM worker never merges or drops layers.",
+        "Engine that runs the model: tideserve's own, vLLM in its own Python environment, or"
+        " openai: a server with OpenAI's API that runs already, at `upstream_url`. Only workers"
+        " with tideserve's engine merge and drop layers.",
     )
     engine_python: Path | None = option(
         None,
@@ -90,6 +98,28 @@ class WorkerConfig(ServiceConfig):
     engine_args: dict[str, Any] = mapping(
         "Further engine arguments of vLLM by their names there, such as {tensor_parallel_size: 2,"
         " quantization: fp8}; vLLM's own parser checks them before the model is loaded."
+    )
+    upstream_url: str = option(
+        "",
+        "Address of the server for `engine: openai`, without a path, such as http://host:8000.",
+    )
+    upstream_model: str = option(
+        "", "Name of the model at that server; empty: `model_name`, or the server's only model."
+    )
+    upstream_key_file: Path | None = option(None, "File with the API key of that server.")
+    upstream_kv_tokens: int | None = number(
+        None,
+        "KV cache of that server, in tokens.",
+        minimum=1,
+        maximum=2**40,
+        default_text="what its /metrics export, else room for `max_running` requests of the"
+        " longest length",
+    )
+    upstream_wait_s: float = number(
+        180.0,
+        "Seconds that a request waits for a server that is gone or full.",
+        minimum=0,
+        maximum=86400,
     )
     location: str = option(
         "",
@@ -221,6 +251,8 @@ class WorkerConfig(ServiceConfig):
         defaults: dict[str, Any] = {}
         if given.get("engine") == EngineKind.VLLM:
             defaults = dict(VLLM_DEFAULTS)
+        elif given.get("engine") == EngineKind.OPENAI:
+            defaults = dict(UPSTREAM_DEFAULTS)
         elif given.get("device", "cpu") != "cpu":
             defaults = dict(GPU_LIMITS)
         usual = IterationConfig()
@@ -257,6 +289,7 @@ class WorkerConfig(ServiceConfig):
             self._check_vllm()
         else:
             self._refuse_vllm_options()
+        self._check_upstream()
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
@@ -274,6 +307,31 @@ class WorkerConfig(ServiceConfig):
             if getattr(self, name):
                 raise ConfigError(
                     f"'{name}' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
+                )
+
+    def _check_upstream(self) -> None:
+        if self.engine != EngineKind.OPENAI:
+            for name in UPSTREAM_OPTIONS:
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"'{name}' requires `engine: openai`; remove it, or set 'engine' to"
+                        " 'openai'"
+                    )
+            return
+        if not UPSTREAM_URL.fullmatch(self.upstream_url):
+            raise ConfigError(
+                f"'upstream_url' is '{self.upstream_url}', but with `engine: openai` must be the"
+                " address of a server without a path, such as http://host:8000"
+            )
+        self._check_own_options("an upstream server")
+
+    def _check_own_options(self, engine: str) -> None:
+        """Reject options that only tideserve's own engine supports."""
+        for name in OWN_ENGINE_OPTIONS:
+            if getattr(self, name) not in (None, 0):
+                raise ConfigError(
+                    f"'{name}' has no effect with {engine}; remove it, or set 'engine' to"
+                    " 'tideserve'"
                 )
 
     def _check_vllm(self) -> None:
@@ -296,8 +354,4 @@ class WorkerConfig(ServiceConfig):
             raise ConfigError(
                 "'dtype' is float64, which vLLM does not support; choose bfloat16 or float32"
             )
-        for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) not in (None, 0):
-                raise ConfigError(
-                    f"'{name}' has no effect with vLLM; remove it, or set 'engine' to 'tideserve'"
-                )
+        self._check_own_options("vLLM")

@@ -57,6 +57,8 @@ def engine_command(config: WorkerConfig) -> list[str]:
     if config.engine == EngineKind.VLLM:
         # -P: keep the script's folder off sys.path, so that its files shadow no modules.
         return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
+    if config.engine == EngineKind.OPENAI:
+        return [sys.executable, "-m", "services.worker.openai_engine"]
     return [sys.executable, "-m", "services.worker.engine"]
 
 
@@ -66,6 +68,8 @@ def engine_environment(
     """The environment variables of the engine process, based on the inherited variables."""
     # Remove tideserve's variables: the engine reads its configuration, without secrets, from stdin.
     kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    if config.engine == EngineKind.OPENAI:
+        return kept
     if config.engine == EngineKind.VLLM:
         assert config.engine_python is not None
         on_cpu = config.device == "cpu"

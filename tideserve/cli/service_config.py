@@ -59,9 +59,10 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "batch_store": placement.batch_dir and f"sqlite:///{placement.batch_dir}/batches.db",
         },
     }
-    for name in worker_names(options.workers):
+    for index, name in enumerate(worker_names(options.workers)):
         settled[name] = model | {
-            "memory_bytes": options.memory,
+            "memory_bytes": None if options.upstream else options.memory,
+            "upstream_url": options.upstream[index] if options.upstream else None,
             "threads": options.threads_per_worker,
             "worker_id": name,
             "metrics_port": ports.get(name),

@@ -33,6 +33,12 @@ def returned_by_drain(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, message, retryable=True, returned=True, leaving=True)
 
 
+def returned_by_outage(request_id: str) -> RefuseRequest:
+    """Return a request to the scheduler because the worker's upstream server is gone."""
+    message = "the server behind the worker is gone; resume the request on another worker"
+    return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
+
+
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:
     """Refusal of a sequence that exceeds the worker's capacity; None if it fits."""
     capacity = config.num_blocks * config.block_size

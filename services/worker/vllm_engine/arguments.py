@@ -62,3 +62,8 @@ def priority_of(service: Service) -> int:
     return 3 * RANK_MAX * list(ServiceClass).index(service.service_class) + max(
         -RANK_MAX, min(service.rank, RANK_MAX)
     )
+
+
+def class_of(priority: int) -> ServiceClass:
+    """The service class of a request with vLLM's `priority`, the inverse of `priority_of`."""
+    return list(ServiceClass)[round(priority / (3 * RANK_MAX))]
