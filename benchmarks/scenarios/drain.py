@@ -44,7 +44,8 @@ TEMPERATURE = 0.8
 DRAIN_TIMEOUT_S = 300.0
 GONE_MAX_S, GONE_PACED_MAX_S = 15.0, 10.0
 """Longest time from the signal to the end of a worker with `move`, and with a paced worker."""
-RESUMED = "tideserve_gateway_resumed_streams_total"
+CONTINUED = ("tideserve_gateway_resumed_streams_total", "tideserve_gateway_moved_streams_total")
+"""Streams that continue at another worker, without and with their KV."""
 MODES = ("move", "wait")
 
 
@@ -152,7 +153,7 @@ def roll(cluster: FaultCluster, seed: int, say: Say) -> Rollout:
 
 def replace_worker(cluster: FaultCluster, name: str, rollout: Rollout) -> None:
     """Stop a worker, and wait until its successor serves. Raises SystemUnavailable."""
-    pid, resumed = cluster.pids[name], cluster.metrics().get(RESUMED, 0.0)
+    pid, continued = cluster.pids[name], _continued(cluster)
     rows = cluster.status()["workers"]
     rollout.running += [row["running"] for row in rows if row["id"] == name]
     began_s = monotonic_s()
@@ -160,9 +161,14 @@ def replace_worker(cluster: FaultCluster, name: str, rollout: Rollout) -> None:
     if not await_true(lambda: not psutil.pid_exists(pid), DRAIN_TIMEOUT_S + WHOLE_TIMEOUT_S):
         raise SystemUnavailable(f"{name} does not end")
     rollout.gone_s.append(monotonic_s() - began_s)
-    rollout.resumed.append(int(cluster.metrics().get(RESUMED, 0.0) - resumed))
+    rollout.resumed.append(_continued(cluster) - continued)
     if not await_true(lambda: cluster.stable(cluster.workers, {pid}), WHOLE_TIMEOUT_S):
         raise SystemUnavailable(f"the successor of {name} does not serve")
+
+
+def _continued(cluster: FaultCluster) -> int:
+    metrics = cluster.metrics()
+    return int(sum(metrics.get(name, 0.0) for name in CONTINUED))
 
 
 def judge(

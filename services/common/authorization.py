@@ -24,6 +24,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
         "Prepare": (MEMMGR,),
         "Abort": (MEMMGR,),
         "Introduce": (MEMMGR,),
+        "ShipRequests": (MEMMGR,),
     },
     "tideserve.scheduler.v1.SchedulerService": {
         "Admit": (GATEWAY,),
@@ -39,6 +40,7 @@ _SERVICES: Mapping[str, Mapping[str, Collection[str]]] = {
         "GetCluster": (GATEWAY, ADMIN),
         "MergeGroups": (GATEWAY, ADMIN),
         "SplitGroup": (GATEWAY, ADMIN),
+        "MoveRequests": (GATEWAY, ADMIN),
     },
     "tideserve.gateway.v1.GatewayPeerService": {"EndRequest": (GATEWAY,)},
     "tideserve.common.v1.ProcessService": {"GetProcess": (GATEWAY, ADMIN)},

@@ -6,4 +6,4 @@ same group. Messages between services (gRPC, etcd records) are not versioned: fi
 which `buf breaking` checks.
 """
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5

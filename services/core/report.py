@@ -98,6 +98,20 @@ class DeadlineUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ShipmentCounts:
+    """Requests that changed workers with their KV, since the engine's start.
+
+    `shipped_total` requests moved away, `received_total` started here with KV of another worker,
+    and `kept_total` stayed because their move failed. `shipped_blocks_total` KV blocks were sent.
+    """
+
+    shipped_total: int = 0
+    received_total: int = 0
+    kept_total: int = 0
+    shipped_blocks_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
     """Report of an engine; times and counts are sums since the engine started.
 
@@ -132,6 +146,7 @@ class EngineReport:
     cost_model: str = ""
     deadlines: DeadlineUse = field(default_factory=DeadlineUse)
     preemption_s: Histogram = field(default_factory=Histogram)
+    shipments: ShipmentCounts = field(default_factory=ShipmentCounts)
     upstream: str = ""
     outage: str = ""
 

@@ -31,6 +31,7 @@ from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.presence import NAME, Presence
 from services.memmgr.servicer import MemmgrServicer
+from services.memmgr.shipper import Shipper
 from services.memmgr.worker_memory import MemoryView
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2_grpc
@@ -93,14 +94,16 @@ async def _serve(
         ["tideserve.memmgr.v1.MemmgrService"],
         transport=transport,
     )
-    servicer = MemmgrServicer(driver, memory, demand, watch)
+    shipper = Shipper(driver, memory, watch, drained=config.ship_drained)
+    servicer = MemmgrServicer(driver, memory, demand, watch, shipper)
     memmgr_pb2_grpc.add_MemmgrServiceServicer_to_server(servicer, server.services)
     metrics = service_registry(NAME, config, store.calls)
     metrics.register(MemmgrCollector(driver, memory, watch))
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            await _run(config, store, driver, (runner, watch), server, stop, incarnation)
+            parts = (runner, watch, shipper)
+            await _run(config, store, driver, parts, server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
             if event_log is not None:
@@ -132,7 +135,7 @@ async def _run(
     config: MemmgrConfig,
     store: Store,
     driver: Driver,
-    actions: tuple[ActionRunner, OverloadWatch],
+    actions: tuple[ActionRunner, OverloadWatch, Shipper],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,

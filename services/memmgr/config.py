@@ -56,6 +56,11 @@ class MemmgrConfig(ServiceConfig):
         " rather than from the model folder.",
         expert=True,
     )
+    ship_drained: bool = option(
+        True,
+        "Whether running requests of a worker that shuts down move to other workers with their KV"
+        " where that takes less time than to compute it again.",
+    )
     change_over_timeout_s: float = number(
         BOUNDS.change_over_timeout_s,
         "Seconds that a manual change waits for its members to change over.",

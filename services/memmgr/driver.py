@@ -46,6 +46,7 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.overload.shipping_pair import ShippingPair
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import MemoryReport
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
@@ -55,6 +56,7 @@ from services.memmgr.losses import Losses, LossLog
 from services.memmgr.member_client import MemberClient
 from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
+from tideserve.worker.v1 import worker_pb2
 
 TICK_S = 0.2  # interval of `TimePassed` events
 
@@ -216,6 +218,20 @@ class Driver:
     def call_off(self, targets: Targets, reason: str) -> None:
         """Cancel the change to `targets` unless its commit is in flight or done."""
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
+
+    async def ship(
+        self, pair: ShippingPair, requests_max: int = 0, *, if_cheaper: bool = False
+    ) -> worker_pb2.ShipRequestsResponse:
+        """Move running requests from a worker to another; only the leader may.
+
+        `if_cheaper`: only requests whose KV is sent in less time than it is computed.
+
+        Raises:
+            ShippingFailed: if the source refuses, or does not answer.
+        """
+        token = self._state.token
+        assert token is not None, "a standby moves nothing"
+        return await self._members.ship(pair, token, self._endpoints, requests_max, if_cheaper)
 
     def _group_of(self, worker_id: str) -> str:
         """The group id in the worker's assignment; the worker's id if it has no assignment."""

@@ -14,12 +14,23 @@ import grpc.aio
 from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, Member, PrepareMembers
-from services.memmgr.translate import to_abort_request, to_peer, to_prepare_request
+from services.core.overload.shipping_pair import ShippingPair
+from services.memmgr.translate import (
+    to_abort_request,
+    to_peer,
+    to_prepare_request,
+    to_ship_request,
+)
 from services.memmgr.translate_record import WorkerEndpoint
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 
 ABORT_TIMEOUT_S = 5.0
 NONCE_BYTES = 16
+ORDER_BYTES = 8
+INTRODUCED_S = 60.0
+"""Time for which workers stay connected to move requests."""
+SHIP_TIMEOUT_S = 330.0
+"""Longer than the workers' own limit."""
 CONNECTING = "last error:"
 """Appears in gRPC's error message if no connection could be established."""
 UNREACHABLE = WorkerEndpoint("", "", "")
@@ -29,8 +40,12 @@ Answered = Callable[[str, str, bool, str], None]
 """Callback: worker id, incarnation, whether it is ready, and the reason if not."""
 
 
+class ShippingFailed(Exception):
+    """Requests could not be moved; the message is a sentence."""
+
+
 class MemberClient:
-    """Sends Prepare, Abort and Introduce to workers."""
+    """Sends Prepare, Abort, Introduce and ShipRequests to workers."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
@@ -64,6 +79,42 @@ class MemberClient:
                 await stub.Abort(to_abort_request(command), timeout=ABORT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 log.info("%s did not accept Abort: %s", command.worker_id, error.code().name)
+
+    async def ship(
+        self,
+        pair: ShippingPair,
+        token: int,
+        endpoints: dict[str, WorkerEndpoint],
+        requests_max: int,
+        if_cheaper: bool,
+    ) -> worker_pb2.ShipRequestsResponse:
+        """Move requests of a worker to another; returns when no further request moves.
+
+        `if_cheaper`: only requests whose KV is sent in less time than it is computed.
+
+        Raises:
+            ShippingFailed: if the source refuses, or does not answer.
+        """
+        source, target = pair.source.members[0], pair.target.members[0]
+        peers = [_peer(member, endpoints) for member in (source, target)]
+        async with asyncio.TaskGroup() as tasks:
+            for member in (source, target):
+                introduction = worker_pb2.IntroduceRequest(
+                    token=token,
+                    incarnation=member.incarnation,
+                    peers=peers,
+                    timeout_s=INTRODUCED_S,
+                )
+                tasks.create_task(self._introduce(member.worker_id, introduction, endpoints))
+        order = secrets.token_hex(ORDER_BYTES)
+        request = to_ship_request(pair, token, order, endpoints, requests_max, if_cheaper)
+        address = endpoints.get(source.worker_id, UNREACHABLE).address
+        async with self._dial(address, "worker") as channel:
+            stub = worker_pb2_grpc.MemberServiceStub(channel)
+            try:
+                return await stub.ShipRequests(request, timeout=SHIP_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise ShippingFailed(f"{source.worker_id}: {reason_of(error)}") from error
 
     async def _introduce(
         self,

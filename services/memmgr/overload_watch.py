@@ -21,6 +21,7 @@ from services.core.overload.events import (
     Action,
     Cause,
     Decision,
+    DecisionReason,
     DemandReported,
     Event,
     GroupsSeen,
@@ -146,6 +147,11 @@ class OverloadWatch:
             return self._record(decision)
         return None
 
+    def note_move(self, model: str, group_ids: tuple[str, str], cause: Cause) -> LoggedDecision:
+        """Record that running requests move from a group to another."""
+        reason = DecisionReason(cause, 0, 0.0, 0.0, self._monitor.load(model))
+        return self._record(Decision(monotonic_s(), model, Action.MOVE, reason, 0, group_ids))
+
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
             logged = self._record(decision)
@@ -177,6 +183,7 @@ def text_of(decision: Decision) -> str:
         Action.SPLIT: f"split {names}",
         Action.CALL_OFF: f"do not split {names}",
         Action.EXHAUSTED: f"{decision.needed_tokens} tokens short after all merges",
+        Action.MOVE: f"move requests from {' to '.join(decision.group_ids)}",
     }[decision.action]
     return (
         f"{decision.model}: {change} ({reason.cause}): demand {load.demand_tokens}"

@@ -8,16 +8,20 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from services.common.clock import monotonic_s
 from services.common.report import InvalidReport, to_memory_report
 from services.common.timeouts import timeout
 from services.core.groups.coordinator import ChangePhase
 from services.core.overload.action_plan import Change
-from services.core.overload.events import Action
+from services.core.overload.events import Action, Cause
 from services.core.overload.manual_change import InvalidChange, merge_of, split_of
+from services.core.overload.shipping_pair import pair_of
 from services.memmgr.change_trace import manual_cause
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver
+from services.memmgr.member_client import ShippingFailed
 from services.memmgr.overload_watch import OverloadWatch
+from services.memmgr.shipper import Shipper
 from services.memmgr.translate import (
     to_demands,
     to_get_cluster,
@@ -38,12 +42,18 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
     """Receives reports of memory and demand, and serves queries and manual changes."""
 
     def __init__(
-        self, driver: Driver, memory: MemoryView, demand: DemandView, watch: OverloadWatch
+        self,
+        driver: Driver,
+        memory: MemoryView,
+        demand: DemandView,
+        watch: OverloadWatch,
+        shipper: Shipper,
     ) -> None:
         self._driver = driver
         self._memory = memory
         self._demand = demand
         self._watch = watch
+        self._shipper = shipper
 
     async def ReportMemory(
         self,
@@ -121,15 +131,44 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         async for step in self._steps(Action.SPLIT, change, context):
             yield memmgr_pb2.SplitGroupResponse(step=step)
 
-    async def _steps(
-        self, action: Action, find: Callable[[], Change], context: Context
-    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
-        """Execute the change that `find` returns; its commit is reported to the monitor."""
+    async def MoveRequests(
+        self, request: memmgr_pb2.MoveRequestsRequest, context: Context
+    ) -> memmgr_pb2.MoveRequestsResponse:
+        driver = self._driver
+        await self._check_leads(context)
+        try:
+            pair = pair_of(
+                driver.stable_groups,
+                driver.facts,
+                self._memory.fresh(monotonic_s()),
+                request.source_worker_id,
+                request.target_worker_id,
+            )
+        except InvalidChange as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            shipped = await self._shipper.ship(pair, max(0, request.requests_max), Cause.MANUAL)
+        except ShippingFailed as error:
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
+        return memmgr_pb2.MoveRequestsResponse(
+            target_worker_id=pair.target.members[0].worker_id,
+            moved=shipped.moved,
+            kept=shipped.kept,
+            reason=shipped.reason,
+        )
+
+    async def _check_leads(self, context: Context) -> None:
         if not self._driver.leads:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "this memory manager is a standby; send the request to the leader",
             )
+
+    async def _steps(
+        self, action: Action, find: Callable[[], Change], context: Context
+    ) -> AsyncIterator[memmgr_pb2.ReconfigurationStep]:
+        """Execute the change that `find` returns; its commit is reported to the monitor."""
+        await self._check_leads(context)
         try:
             change = find()
         except InvalidChange as error:

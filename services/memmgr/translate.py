@@ -13,6 +13,7 @@ from services.core.groups.coordinator import ChangePhase, ChangeStepped
 from services.core.groups.fence import PrepareCall
 from services.core.groups.vocabulary import AbortMember, Group, Member
 from services.core.overload.events import Action, Cause
+from services.core.overload.shipping_pair import ShippingPair
 from services.core.report import MemoryReport
 from services.memmgr.losses import GroupLoss
 from services.memmgr.overload_watch import LoggedDecision
@@ -26,6 +27,7 @@ _ACTIONS = {
     Action.SPLIT: memmgr_pb2.DECISION_ACTION_RESTORE,
     Action.CALL_OFF: memmgr_pb2.DECISION_ACTION_CALL_OFF,
     Action.EXHAUSTED: memmgr_pb2.DECISION_ACTION_EXHAUSTED,
+    Action.MOVE: memmgr_pb2.DECISION_ACTION_MOVE,
 }
 _CAUSES = {
     Cause.OVERLOAD: memmgr_pb2.DECISION_CAUSE_OVERLOAD,
@@ -91,6 +93,34 @@ def to_abort_request(command: AbortMember) -> worker_pb2.AbortRequest:
     """The Abort for a member."""
     return worker_pb2.AbortRequest(
         token=command.token, attempt=command.attempt, incarnation=command.incarnation
+    )
+
+
+def to_ship_request(
+    pair: ShippingPair,
+    token: int,
+    order: str,
+    endpoints: Mapping[str, WorkerEndpoint],
+    requests_max: int,
+    if_cheaper: bool,
+) -> worker_pb2.ShipRequestsRequest:
+    """The ShipRequests for the worker of `pair.source`."""
+    target = pair.target.members[0]
+    endpoint = endpoints.get(target.worker_id)
+    return worker_pb2.ShipRequestsRequest(
+        token=token,
+        incarnation=pair.source.members[0].incarnation,
+        group_id=pair.source.group_id,
+        epoch=pair.source.epoch,
+        order=order,
+        target=worker_pb2.GoTo(
+            worker_id=target.worker_id,
+            address=endpoint.address if endpoint is not None else "",
+            group_id=pair.target.group_id,
+            epoch=pair.target.epoch,
+        ),
+        requests_max=requests_max,
+        if_cheaper=if_cheaper,
     )
 
 

@@ -38,6 +38,8 @@ from services.worker.ipc import (
     Prepared,
     Progress,
     ReturnRequests,
+    Shipped,
+    ShipRequests,
     StartRequest,
     ToEngine,
     encode,
@@ -125,6 +127,7 @@ class EngineClient:
         self._hung = False
         self._stall = StallLimit(config.engine_unready_s / 2)
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}
+        self._shipping: dict[str, asyncio.Future[Shipped]] = {}
         self.report = EngineReport(Load(0, 0, 0, 0))
         self.cost_model: CostModel | None = None  # the last that the engine sent while it serves
         self.costs_learned = asyncio.Event()  # set with `cost_model`
@@ -263,6 +266,21 @@ class EngineClient:
         """Let workers of other groups connect to the engine."""
         await self._send(introduction)
 
+    async def ship(self, command: ShipRequests, timeout_s: float) -> Shipped:
+        """Move running requests to an introduced worker, and wait until no further one moves.
+
+        Raises:
+            TimeoutError: if there is no answer within `timeout_s`; requests may still move.
+        """
+        answer: asyncio.Future[Shipped] = asyncio.get_running_loop().create_future()
+        self._shipping[command.order] = answer
+        try:
+            async with timeout(timeout_s):
+                await self._send(command)
+                return await answer
+        finally:
+            del self._shipping[command.order]
+
     async def stop(self) -> None:
         """Kill the process and remove its sockets."""
         if self._process is not None and self._process.returncode is None:
@@ -291,6 +309,11 @@ class EngineClient:
                 answer = self._preparing.get(frame.attempt)
                 if answer is not None and not answer.done():
                     answer.set_result(frame)
+                continue
+            if isinstance(frame, Shipped):
+                ended = self._shipping.get(frame.order)
+                if ended is not None and not ended.done():
+                    ended.set_result(frame)
                 continue
             if isinstance(frame, CostsLearned):
                 self.cost_model = frame.cost_model

@@ -23,11 +23,15 @@ from services.worker.ipc import (
     MemberPlan,
     Prepare,
     Prepared,
+    Shipped,
+    ShipRequests,
 )
 from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 
 # Longer than the deadline of every caller, which then aborts the attempt.
 ANSWER_TIMEOUT_S = 3600.0
+SHIP_TIMEOUT_S = 300.0
+"""Time limit of an order to move requests; those that still move then go on moving."""
 ENGINE_SILENT_S = 3.0
 """If a group loses members while this worker's engine is silent for this long, the engine has
 failed.
@@ -51,6 +55,8 @@ class Engine(Protocol):
     async def abort_preparation(self, attempt: str) -> None: ...
 
     async def introduce(self, introduction: Introduce) -> None: ...
+
+    async def ship(self, command: ShipRequests, timeout_s: float) -> Shipped: ...
 
 
 class EngineParticipant:
@@ -100,6 +106,16 @@ class EngineParticipant:
 
     async def introduce(self, peers: tuple[SourceMember, ...], timeout_s: float) -> None:
         await self._engine.introduce(Introduce(await self._reachable(peers), timeout_s))
+
+    async def ship(self, command: ShipRequests) -> Shipped:
+        if not can_drop(self._facts):
+            raise PrepareRefused(f"{self._worker_id} cannot send KV to other workers")
+        try:
+            return await self._engine.ship(command, SHIP_TIMEOUT_S)
+        except TimeoutError as error:
+            raise PrepareRefused(
+                f"the engine has not ended the move within {SHIP_TIMEOUT_S:.0f} s"
+            ) from error
 
     async def abort(self, attempt: str) -> None:
         self._prepared = None

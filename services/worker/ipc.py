@@ -9,6 +9,7 @@ configurations, and an attempt is the id of a prepared change.
 import msgspec
 
 from services.core.cost.model import CostModel
+from services.core.destination import Destination
 from services.core.groups.layer_map import ModelShape
 from services.core.logprobs import LogprobRows
 from services.core.planner.events import EmitToken, RefuseRequest
@@ -225,9 +226,34 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-GroupCommand = ApplyConfiguration | Prepare | AbortAttempt | Introduce
+class ShipRequests(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: move running requests to an introduced worker; answered by `Shipped`.
+
+    At most `requests_max` requests, 0: all. `if_cheaper`: only those whose KV is sent in less time
+    than it is computed.
+    """
+
+    order: str
+    target: Destination
+    requests_max: int = 0
+    if_cheaper: bool = False
+
+
+class Shipped(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: the end of `order`. `moved` requests were returned to go on elsewhere.
+
+    `kept` ones were to move and stay; `reason`: why no further one moves.
+    """
+
+    order: str
+    moved: int
+    kept: int
+    reason: str
+
+
+GroupCommand = ApplyConfiguration | Prepare | AbortAttempt | Introduce | ShipRequests
 ToEngine = StartRequest | AbortRequest | ReturnRequests | GroupCommand
-FromEngine = EngineReady | EngineUnusable | Progress | Prepared | CostsLearned
+FromEngine = EngineReady | EngineUnusable | Progress | Prepared | Shipped | CostsLearned
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -86,6 +86,26 @@ RESTORED_SLABS = (
 )
 
 
+MOVED_REQUESTS = {
+    "shipped_total": (
+        "shipped_requests",
+        "Running requests that moved from this worker to another with their KV.",
+    ),
+    "received_total": (
+        "received_requests",
+        "Running requests that moved to this worker with their KV.",
+    ),
+    "kept_total": (
+        "kept_requests",
+        "Running requests that were to move with their KV, and stayed because that failed.",
+    ),
+    "shipped_blocks_total": (
+        "shipped_blocks",
+        "KV blocks that were sent for requests that move.",
+    ),
+}
+
+
 class WorkerCollector(Collector):
     """Computes the metrics at each scrape."""
 
@@ -224,6 +244,7 @@ class WorkerCollector(Collector):
             yield counter
         yield from self._class_tokens()
         yield self._restored_slabs()
+        yield from self._moved_requests(asdict(report.shipments))
         counts = asdict(engine.report.load)
         for name, text in INTERRUPTIONS.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
@@ -278,6 +299,12 @@ class WorkerCollector(Collector):
             for kind in ("online", "batch"):
                 labels = (self._worker_id, self._model_name, kind)
                 counter.add_metric(labels, counts[f"{kind}_{counter_name}_tokens_total"])
+            yield counter
+
+    def _moved_requests(self, counts: dict[str, int]) -> Iterable[Metric]:
+        for field, (name, text) in MOVED_REQUESTS.items():
+            counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
+            counter.add_metric((self._worker_id, self._model_name), counts[field])
             yield counter
 
     def _restored_slabs(self) -> Metric:

@@ -19,6 +19,7 @@ from tests.support.disturbed_streams import KINDS, OUTPUT_TOKENS, Answer, ask, c
 from tests.support.tiny_models import make_tiny_model
 
 RESUMED = "tideserve_gateway_resumed_streams_total"
+SHIPPED = "tideserve_gateway_moved_streams_total"
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_the_other_worker_may_die_meanwhile(cluster: Cluster, undisturbed: list[
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
     """Also those of drained engines, whose decisions are the same in a replay."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
-    assert metric(cluster, RESUMED) > 0, "no stream moved"
+    assert metric(cluster, SHIPPED) > 0, "no stream moved with its KV"
     audited = audit_logs(logs)
     assert audited.findings.violations == [] and audited.differing == []
     assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]

@@ -46,7 +46,7 @@ class EngineGateway:
     Unless it `resumes`, those with tokens are. It asks a random leader, or, if it `balances`, the
     one that streams the fewest requests, as the scheduler would. `asked` counts how often it has
     asked again, `resumed` for how many of these there were tokens, `returned` how many were given
-    back.
+    back, `shipped` how many of these went on at the worker that got their KV.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
@@ -56,6 +56,7 @@ class EngineGateway:
         self.asked = 0
         self.resumed = 0
         self.returned = 0
+        self.shipped = 0
         self._group = group
         self._lost: set[str] = set()  # to be asked for again
         self._unread: dict[Place, Unread] = {}
@@ -134,6 +135,9 @@ class EngineGateway:
             return known
         self.returned += 1
         self._lose(request_id)
+        if refusal.go_to is not None and refusal.go_to.worker_id in self._group.engines:
+            self.shipped += 1
+            self._start_at(request_id, refusal.go_to.worker_id)
         return True
 
     def moved(self, worker_id: str, moved: MovedRequest) -> None:
@@ -173,8 +177,13 @@ class EngineGateway:
         group = self._group
         if not group.groups:
             return False  # it waits until somebody serves
+        self._start_at(request_id, self._leader())
+        return True
+
+    def _start_at(self, request_id: str, leader: str) -> None:
+        """Start a request at a leader, with the tokens that it has."""
+        group = self._group
         self._lost.discard(request_id)
-        leader = self._leader()
         place = leader, request_id
         member = group.engines[leader].member
         unread = self._unread.pop(place, None)
@@ -188,7 +197,6 @@ class EngineGateway:
         self.resumed += bool(stream.tokens)
         request = resumed(self.told(stream.request), tuple(stream.tokens))
         member.handle(RequestArrived(group.now_s, request))
-        return True
 
     def _leader(self) -> str:
         group = self._group

@@ -26,6 +26,7 @@ from services.worker.ipc import (
     MemberPlan,
     Prepare,
     Prepared,
+    Shipped,
 )
 from services.worker.ipc import Lane as LanePlan
 from tests.support.engine_gateway import EngineGateway
@@ -95,6 +96,7 @@ class EngineGroup:
         self.owner: dict[str, str] = {}  # request id → the engine that streams it
         self.groups: list[list[Stage]] = []
         self.prepared: dict[tuple[str, str], Prepared] = {}
+        self.shipped: dict[str, Shipped] = {}
         self.violations: list[str] = []
         self.draining: set[str] = set()
         self.gateway = EngineGateway(self)
@@ -382,6 +384,8 @@ class EngineGroup:
         worker_id = engine.identity.worker_id
         for answer in news.prepared:
             self.prepared[answer.attempt, worker_id] = answer
+        for ended in news.shipped:
+            self.shipped[ended.order] = ended
         for adopted in news.adopted:
             if not self.gateway.adopted(worker_id, adopted):
                 self.take_over(worker_id, adopted)

@@ -15,6 +15,7 @@ from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
 from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.process import kv_layout
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig
@@ -72,7 +73,14 @@ def make_engine(
         **{"scheduling": Scheduling.FCFS, **(planner or {})},  # slo needs a cost model
     )
     memory, worker_id = runner.stage_memory, identity.worker_id
-    member_config = MemberConfig(worker_id, memory.num_layers, memory.tied_embeddings, made_with)
+    member_config = MemberConfig(
+        worker_id,
+        memory.num_layers,
+        memory.tied_embeddings,
+        made_with,
+        process=identity.incarnation,
+        kv_layout=kv_layout(runner),
+    )
     log = EventLog(event_logs, worker_id, member_config) if event_logs is not None else None
     changeover = machine.of(member_config)
     state = changeover.planner

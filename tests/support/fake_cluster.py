@@ -44,6 +44,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.class_waits: list[scheduler_pb2.ClassWait] = []
         self.wants_outcomes = False
         self.outcomes: list[scheduler_pb2.Outcome] = []
+        self.placed: list[scheduler_pb2.Placed] = []
         self.deaf = False
 
     async def Admit(
@@ -98,6 +99,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.loads.append((frame.load.worker_id, len(self.asks)))
         elif frame.HasField("outcome"):
             self.outcomes.append(frame.outcome)
+        elif frame.HasField("placed"):
+            self.placed.append(frame.placed)
         else:
             self.asks.append(frame.ask)
             for answer in self._answers(frame.ask):
@@ -158,6 +161,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
     kv_lost: bool = False
     leaving: bool = False
+    # Where requests that fail as RETURNED go on.
+    go_to: "FakeWorker | None" = None
     # The index after the last token that was emitted.
     emitted: int = 0
     # Where its requests go on, and the token before which they do.
@@ -326,11 +331,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             message=message,
             kv_lost=self.kv_lost and reason == worker_pb2.FINISH_REASON_RETURNED,
             leaving=self.leaving and reason == worker_pb2.FINISH_REASON_RETURNED,
+            go_to=self._go_to if reason == worker_pb2.FINISH_REASON_RETURNED else None,
             **self._told(start, first_index, token_ids),
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )
         outbox.put_nowait(event)
         self.emitted = max(self.emitted, first_index + len(token_ids))
+
+    @property
+    def _go_to(self) -> worker_pb2.GoTo | None:
+        if (to := self.go_to) is None:
+            return None
+        return worker_pb2.GoTo(
+            worker_id=to.worker_id,
+            address=to.address,
+            group_id=f"group-{to.worker_id}",
+            epoch=to.epoch,
+        )
 
     def _told(
         self, start: worker_pb2.Start, first_index: int, token_ids: Sequence[int]

@@ -15,6 +15,7 @@ from services.core.groups.fence import MemberState
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.worker.group_view import stored_groups
 from services.worker.identity import registration_conditions
+from services.worker.ipc import Shipped, ShipRequests
 from services.worker.member.participant import PrepareRefused, ProposedChange, SourceMember
 from services.worker.member.servicer import MemberServicer
 from tests.support.control_plane import registered, worker_record
@@ -42,6 +43,8 @@ class FakeEngine:
     preparations: list[ProposedChange] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     introduced: list[list[str]] = field(default_factory=list)
+    orders: list[ShipRequests] = field(default_factory=list)
+    running: int = 0
     tokens: list[int] = field(default_factory=list)
     blocks_total: int = 0
     blocks_free: int = 0
@@ -63,6 +66,15 @@ class FakeEngine:
 
     async def introduce(self, peers: tuple[SourceMember, ...], timeout_s: float) -> None:
         self.introduced.append([peer.worker_id for peer in peers])
+
+    async def ship(self, command: ShipRequests) -> Shipped:
+        self.orders.append(command)
+        await self.go.wait()
+        if self.refuse:
+            raise PrepareRefused(self.refuse)
+        moved = min(self.running, command.requests_max or self.running)
+        self.running -= moved
+        return Shipped(command.order, moved, 0, "no further request can move now")
 
     async def abort(self, attempt: str) -> None:
         self.staged.pop(attempt, None)
@@ -178,6 +190,7 @@ async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
                     kv_block_bytes=BLOCK_TOKENS * SHAPE.kv_bytes * LAYERS,
                     kv_blocks_total=one.engine.blocks_total,
                     kv_blocks_free=one.engine.blocks_free,
+                    running=one.engine.running,
                 )
             )
             await asyncio.sleep(0.1)

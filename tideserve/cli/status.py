@@ -51,6 +51,7 @@ def decision_text(row: Mapping[str, Any]) -> str:
         "restore": "split " + ", ".join(groups),
         "call_off": "do not split " + ", ".join(row["group_ids"]),
         "exhausted": f"{row['needed_tokens']:,} short after all merges",
+        "move": "move requests from " + " to ".join(row["group_ids"]),
     }
     cause = CAUSES.get(row["cause"], row["cause"])
     return f"{change.get(row['action'], row['action'])} ({cause})"
@@ -70,7 +71,7 @@ def _demand(row: Mapping[str, Any]) -> str:
 
 
 def _reason(row: Mapping[str, Any]) -> str:
-    if row["cause"] == "manual":
+    if row["cause"] == "manual" or row["action"] == "move":
         return ""
     for_s = f"for {row['held_s']:.1f} s (needed: {row['dwell_s']:g} s)"
     if row["cause"] == "relief":

@@ -23,6 +23,7 @@ from services.core.scheduler.vocabulary import (
     LoadLost,
     LoadReported,
     OutcomeReported,
+    RequestPlaced,
     SendAssignment,
     SendProceed,
     SendRefusal,
@@ -34,7 +35,7 @@ from services.core.scheduler.vocabulary import (
 
 _SCHEDULER = (
     *(Asked, Withdrawn, GatewayGone, GroupJoined, GroupLeft, LoadReported, LoadLost),
-    *(ShortfallsReported, OutcomeReported, Ticked),
+    *(ShortfallsReported, OutcomeReported, RequestPlaced, Ticked),
     *(SendTicket, SendAssignment, SendRefusal, SendProceed),
 )
 

@@ -11,6 +11,7 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.events import BlocksFreed, Event
 from services.core.planner.sequence_ids import AnsweringSequences
 from services.core.planner.state import PlannerState
+from services.core.shipments.vocabulary import ShipmentFrame
 
 
 @dataclass(slots=True)
@@ -55,9 +56,13 @@ class MemberContext:
         """The leader of the present group."""
         return self.stages[0].worker_id
 
-    def send(self, peer: str, frame: MemberFrame) -> None:
+    def send(self, peer: str, frame: MemberFrame | ShipmentFrame) -> None:
         """Send a frame of the present epoch."""
         self.commands.append(SendFrame(peer, frame))
+
+    def emit(self, command: Command) -> None:
+        """Queue a command for the driver."""
+        self.commands.append(command)
 
     def send_along(self, frame: MemberFrame) -> None:
         """Send a frame to the next stage, in order with microbatches; the last stage has none."""

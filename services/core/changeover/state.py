@@ -45,7 +45,7 @@ from services.core.changeover.move_window import LINK_BLOCKS_PER_S
 from services.core.changeover.orphaned_kv import OrphanedKv
 from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
-from services.core.changeover.transfer_outcome import TransferOutcome
+from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import serves
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
@@ -72,6 +72,8 @@ from services.core.planner.events import (
 from services.core.planner.refusal import duplicate_id
 from services.core.planner.sequence_ids import AnsweringSequences, request_id_of
 from services.core.planner.state import PlannerState
+from services.core.shipments.shipping import Shipping
+from services.core.shipments.vocabulary import ShipmentFrame, ShippingAsked, ShippingPeerLost
 
 DRAIN_TIMEOUT_S = 5.0
 """After this time, a leader discards the microbatches in flight."""
@@ -117,6 +119,8 @@ class MemberConfig:
     planner: IterationConfig
     link_blocks_per_s: float = LINK_BLOCKS_PER_S  # minimum bandwidth, in KV blocks of a layer
     slabs_at_once: int = 1  # slabs that a preparation restores at the same time
+    process: str = ""  # a unique name of the engine process
+    kv_layout: str = ""  # model, code and format of its KV; "": it ships none
 
 
 class Changeover:
@@ -131,6 +135,8 @@ class Changeover:
         tied_embeddings: bool = False,
         link_blocks_per_s: float = LINK_BLOCKS_PER_S,
         slabs_at_once: int = 1,
+        process: str = "",
+        kv_layout: str = "",
     ) -> None:
         answering = AnsweringSequences()
         self._context = MemberContext(worker_id, num_layers, tied_embeddings, planner, answering)
@@ -156,6 +162,11 @@ class Changeover:
             self._lost,
             self._abort,
         )
+        self._shipping = Shipping(
+            *(self._context, self._context.emit, process, kv_layout),
+            *(link_blocks_per_s, num_layers),
+        )
+        self._leaving = False  # this worker shuts down
         self._next: Configuration | None = None  # committed; this member has yet to switch to it
         self._leads_all_layers = True  # this worker leads a group that has all layers
         self._drain_until_s = 0.0  # deadline of DRAINING
@@ -172,6 +183,8 @@ class Changeover:
             tied_embeddings=config.tied_embeddings,
             link_blocks_per_s=config.link_blocks_per_s,
             slabs_at_once=config.slabs_at_once,
+            process=config.process,
+            kv_layout=config.kv_layout,
         )
 
     # --- queries
@@ -240,7 +253,12 @@ class Changeover:
     def needs_turn(self, now_s: float) -> bool:
         """Whether a `TurnTaken` has work to do now."""
         due_s = self.parked_due_s
-        return self.busy or (due_s is not None and due_s <= now_s)
+        return self.busy or self.shipping.active or (due_s is not None and due_s <= now_s)
+
+    @property
+    def shipping(self) -> Shipping:
+        """The shipments of running requests from and to other groups; read-only for callers."""
+        return self._shipping
 
     @property
     def draining(self) -> bool:
@@ -283,6 +301,12 @@ class Changeover:
     def kv_blocks_for(self, transfer_id: str, seq_id: str) -> tuple[int, ...]:
         """Block ids for the KV of an incoming transfer; () if the transfer is not expected."""
         return self._kv.blocks_for(transfer_id, seq_id)
+
+    def landing_blocks(
+        self, transfer_id: str, pin: str, first: int, blocks: int
+    ) -> tuple[int, ...]:
+        """Block ids for KV of a shipment, blocks `first` on; () if the KV is not expected."""
+        return self._shipping.incoming.blocks_for(transfer_id, pin, first, blocks)
 
     def check_invariants(self) -> None:
         """Raise AssertionError on inconsistent state; tests call it after every event."""
@@ -365,9 +389,11 @@ class Changeover:
             self._handover.send(seq_id, context.leader)
 
     def _continue_drain(self, event: DrainContinued) -> None:
+        self._leaving = True
         # During a change, sequences are on their way to their leaders, and KV is in transit.
         if self.settled and self.leads:
-            self._context.apply(event)
+            shipped = self._shipping.outgoing.held_back(event.now_s)
+            self._context.apply(replace(event, shipped=shipped))
 
     def _abort_request(self, event: RequestAborted) -> None:
         self._abort(self._context.answering.seq_id_of(event.request_id))
@@ -383,6 +409,33 @@ class Changeover:
             self._aborted.append(seq_id)
             return
         self._context.apply(RequestAborted(self._context.now_s, seq_id))
+
+    # --- shipments to and from workers of other groups
+
+    def _ask_shipping(self, event: ShippingAsked) -> None:
+        self._shipping.ask(event, self._shipping_obstacle)
+
+    def _receive(self, event: vocabulary.FrameReceived[Any]) -> None:
+        peer, frame = event.peer, event.frame
+        if type(frame) in _SHIPMENT_FRAMES:
+            obstacle = self._shipping_obstacle
+            if self._leaving:
+                obstacle = obstacle or "it shuts down"
+            self._shipping.receive(peer, frame, event.now_s, obstacle)
+        else:
+            self._frames.receive(peer, frame)
+
+    def _note_outcome(self, outcome: TransferOutcome) -> None:
+        intact = outcome.status is not TransferStatus.FAILED
+        if not self._shipping.note_transfer(outcome.transfer_id, intact):
+            self._kv.note_outcome(outcome)
+
+    @property
+    def _shipping_obstacle(self) -> str:
+        """Why requests can neither leave nor arrive now with their KV; "" if they can."""
+        if not (self.settled and self.may_plan) or self._preparation.running:
+            return "its group changes"
+        return "its group has several workers" if self.planner.stages > 1 else ""
 
     # --- changes
 
@@ -424,6 +477,8 @@ class Changeover:
                 self._orphaned_kv.announce(self._lost.unreachable)
         self._capacity.answer_waiting()
         self._kv.sweep()
+        if self._shipping.active:
+            self._shipping.advance(event.now_s)
 
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
         """Whether this member may leave the present configuration.
@@ -458,6 +513,7 @@ class Changeover:
         if old is not None:
             for peer in sorted(old.own.workers - new.members):
                 context.send(peer, frames.MemberRemoved())
+        self._shipping.end_all("the groups of workers change")
         if context.planner.in_flight:
             context.apply(FlightDiscarded())  # microbatches that missed the timeout run again
         self._handover.end_aborted()
@@ -553,6 +609,7 @@ class Changeover:
         return serves(configuration.stages, self._context.num_layers)
 
 
+_SHIPMENT_FRAMES = frozenset(get_args(ShipmentFrame))
 _PLANNER_EVENTS = (
     *(IterationFinished, IterationDropped, IterationSuspended),
     *(CostModelLearned, BlocksBorrowed),
@@ -563,11 +620,13 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     DrainContinued: Changeover._continue_drain,
     vocabulary.ConfigurationCommitted: Changeover._commit,
     vocabulary.TurnTaken: Changeover._take_turn,
-    vocabulary.FrameReceived: lambda self, event: self._frames.receive(event.peer, event.frame),
+    vocabulary.FrameReceived: Changeover._receive,
     vocabulary.PeersLost: lambda self, event: self._lost.note_lost(event),
     vocabulary.StageSwitched: Changeover._enter_configuration,
     vocabulary.DepartedReleased: lambda self, event: self._kv.note_released(event),
-    TransferOutcome: lambda self, event: self._kv.note_outcome(event),
+    TransferOutcome: Changeover._note_outcome,
+    ShippingAsked: Changeover._ask_shipping,
+    ShippingPeerLost: lambda self, event: self._shipping.note_lost(event.worker_id),
     vocabulary.PreparationAsked: lambda self, event: self._preparation.queue(event, self.draining),
     vocabulary.PreparationAborted: lambda self, event: self._preparation.abort(event.attempt),
     vocabulary.MembersConnected: lambda self, event: self._preparation.note_connected(event),

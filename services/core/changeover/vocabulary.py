@@ -31,6 +31,12 @@ from services.core.planner.events import (
     RequeueChecked,
 )
 from services.core.planner.sequence import SequenceState
+from services.core.shipments.vocabulary import (
+    ShipmentFrame,
+    ShippingAsked,
+    ShippingCommand,
+    ShippingPeerLost,
+)
 
 FrameT = TypeVar("FrameT")
 
@@ -57,7 +63,10 @@ class TurnTaken:
 
 @dataclass(frozen=True, slots=True)
 class FrameReceived(Generic[FrameT]):
-    """A frame of the present epoch from `peer`, in sending order."""
+    """A frame of the present epoch from `peer`, in sending order.
+
+    Frames of shipments are valid in any epoch.
+    """
 
     now_s: float
     peer: str
@@ -189,6 +198,8 @@ Event = (
     | KvMapped
     | RestoreFailed
     | RestoreUndone
+    | ShippingAsked
+    | ShippingPeerLost
 )
 
 # --- commands
@@ -362,6 +373,7 @@ Command = (
     | NoteAborted
     | NoteAdopted
     | NoteMoved
+    | ShippingCommand
 )
 
 
@@ -382,7 +394,7 @@ def _logged_types() -> dict[str, Any]:
     kinds = {kind for kind in (*get_args(Event), *get_args(Command), Planned) if not get_args(kind)}
     named: dict[str, Any] = {kind.__name__: kind for kind in kinds}
     for carrier in (FrameReceived, SendFrame):
-        for frame in get_args(MemberFrame):
+        for frame in (*get_args(MemberFrame), *get_args(ShipmentFrame)):
             named[f"{carrier.__name__}[{frame.__name__}]"] = carrier[frame]
     return named
 

@@ -243,7 +243,12 @@ class CoordinatorState:
     @property
     def leads(self) -> bool:
         """Whether this coordinator is the leader."""
-        return self._groups.token is not None
+        return self.token is not None
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token of the leadership; None for a standby."""
+        return self._groups.token
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:

@@ -21,6 +21,8 @@ class Action(StrEnum):
     CALL_OFF = "call_off"
     # Report that all possible merges together cannot meet the demand: add workers.
     EXHAUSTED = "exhausted"
+    # Move running requests between two groups with their KV; no group changes.
+    MOVE = "move"
 
 
 class OverloadPolicy(StrEnum):

@@ -122,13 +122,14 @@ class OverloadMonitor:
 
     def load(self, model: str) -> ModelLoad:
         """Demand and capacity of a served model, as of the last events."""
-        groups = self._counted(model)
+        groups, state = self._counted(model), self._models.get(model)
+        lookahead_s = self.config.lookahead_s
         demand = self._demands.get(model) or ModelDemand(model)
         used = sum(group.used_tokens for group in groups)
         waiting_tokens = sum(group.waiting_tokens for group in groups)
         return ModelLoad(
             demand_tokens=used + waiting_tokens + demand.queued_tokens + demand.refused_tokens,
-            forecast_tokens=self._models[model].forecast_tokens(self.config.lookahead_s),
+            forecast_tokens=0 if state is None else state.forecast_tokens(lookahead_s),
             capacity_tokens=sum(group.capacity_tokens for group in groups),
             undropped_tokens=sum(m.unmerged_tokens for group in groups for m in group.members),
             used_tokens=used,

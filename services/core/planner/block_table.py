@@ -102,6 +102,26 @@ class StageTable:
             self.pool.share(blocks)
             self.tables[seq_id] = blocks
 
+    def extend(self, seq_id: str, blocks: tuple[int, ...]) -> None:
+        """Share further blocks: `blocks` begins with those that the table has."""
+        have = self.tables.get(seq_id, ())
+        assert blocks[: len(have)] == have, f"{seq_id} has other blocks"
+        self.pool.share(blocks[len(have) :])
+        self.tables[seq_id] = blocks
+
+    def replace(self, seq_id: str, place: int, block: int) -> None:
+        """Share a registered block instead of the block at `place`, which is released."""
+        have = self.tables[seq_id]
+        self.pool.share((block,))
+        self.tables[seq_id] = (*have[:place], block, *have[place + 1 :])
+        self.pool.release((have[place],))
+
+    def truncate(self, seq_id: str, count: int) -> None:
+        """Free all blocks from the `count`-th on; `count` is at least 1."""
+        have = self.tables[seq_id]
+        self.tables[seq_id] = have[:count]
+        self.pool.release(reversed(have[count:]))
+
     def adopt(self, seq_id: str, count: int) -> tuple[int, ...]:
         """Extend the table of a sequence to `count` blocks.
 

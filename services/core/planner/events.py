@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from services.core.cost.model import CostModel
+from services.core.destination import Destination
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_table import BlockMove
 from services.core.planner.configuration_events import ConfigurationEvent
+from services.core.planner.pin_events import PinEvent
 from services.core.report import OtherRoom
 from services.core.request import FinishReason, Request
 
@@ -75,10 +77,14 @@ class RequeueChecked:
 
 @dataclass(frozen=True, slots=True)
 class DrainContinued:
-    """The worker shuts down: return requests for which other groups have room, see `drain.py`."""
+    """The worker shuts down: return requests for which other groups have room, see `drain.py`.
+
+    Sequences in `shipped` move with their KV.
+    """
 
     now_s: float
     room: OtherRoom
+    shipped: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class BlocksBorrowed:
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended
 RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked | DrainContinued
 MeasurementEvent = CostModelLearned | BlocksBorrowed
-Event = RequestEvent | MeasurementEvent | ConfigurationEvent
+Event = RequestEvent | MeasurementEvent | ConfigurationEvent | PinEvent
 
 
 class EmitToken(NamedTuple):
@@ -128,7 +134,7 @@ class RefuseRequest:
     `retryable`: a later attempt may succeed. `returned`: the request has not started here, or
     continues elsewhere; the gateway asks the scheduler again under the same id. `kv_lost`: the
     worker's group lost a member, and with it the KV of the request. `leaving`: the worker shuts
-    down.
+    down. `go_to`: the worker that has the KV of the returned request, or gets it.
     """
 
     request_id: str
@@ -137,6 +143,7 @@ class RefuseRequest:
     returned: bool = False
     kv_lost: bool = False
     leaving: bool = False
+    go_to: Destination | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Creates the planner's refusals; ids are sequence ids, see `sequence_ids.py`."""
 
+from services.core.destination import Destination
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import RefuseRequest
 from services.core.planner.sequence import Sequence
@@ -37,6 +38,12 @@ def returned_by_outage(request_id: str) -> RefuseRequest:
     """Return a request to the scheduler because the worker's upstream server is gone."""
     message = "the server behind the worker is gone; resume the request on another worker"
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
+
+
+def shipped(request_id: str, go_to: Destination) -> RefuseRequest:
+    """Return a request to its gateway, which resumes it where its KV was shipped."""
+    message = f"the request moves to {go_to.worker_id}; resume it there"
+    return RefuseRequest(request_id, message, retryable=True, returned=True, go_to=go_to)
 
 
 def too_large(sequence: Sequence, config: IterationConfig) -> RefuseRequest | None:

@@ -96,6 +96,8 @@ class Sequence:
     sample_due: bool = False  # preempted while its next token is being sampled
     last_microbatch: int = 0  # number of the microbatch that ran it last
     begun: bool = field(init=False)  # it has started before, here or at another leader
+    pin: str = ""  # the pin with its KV, until it starts or ends, see `pins.py`
+    awaits_kv: bool = False  # it may not start yet: its KV is still being shipped
     overtaken: int = 0  # later requests that started before it here, see `overtaking.py`
     sampler_outputs: int | None = None  # output tokens that the sampler has; None: no state there
     logprobs: list[LogprobRows] = field(default_factory=list)  # of its output, if requested

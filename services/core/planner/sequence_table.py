@@ -17,9 +17,11 @@ from itertools import chain
 from services.core.overtaking import count_overtaken, next_to_start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
+from services.core.planner.pins import Pins
 from services.core.planner.plan import Plan
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
+from services.core.planner.sequence_ids import request_id_of
 from services.core.planner.token_meter import TokenMeter
 from services.core.planner.victims import PRECEDENCES, Precedence, newest_batch
 from services.core.queue_order import QueueKey, Scheduling
@@ -40,6 +42,7 @@ class SequenceTable:
     precedence: Precedence = PRECEDENCES[Scheduling.FCFS]  # queue order and choice of victims
     ledger: BlockLedger = field(init=False)  # counts of blocks at all stages
     prefixes: PrefixCache = field(init=False)  # cached prefixes at all stages
+    pins: Pins = field(init=False)  # blocks of shipments
     sequences: dict[str, Sequence] = field(default_factory=dict)  # all, by sequence id
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
     waiting: deque[Sequence] = field(default_factory=deque)  # for admission, in queue order
@@ -55,6 +58,7 @@ class SequenceTable:
     def __post_init__(self) -> None:
         self.ledger = BlockLedger(self.table.pool)
         self.prefixes = PrefixCache(self.block_size, self.table, self.ledger, self.prefix_caching)
+        self.pins = Pins(self.table)
 
     @property
     def prefill_tokens(self) -> int:
@@ -114,6 +118,7 @@ class SequenceTable:
         """End a sequence and free its blocks."""
         self._leave(sequence)
         sequence.move(Phase.ENDED)
+        self._drop_pin(sequence)
         self._free(sequence)
         self._remove(sequence)
 
@@ -140,8 +145,8 @@ class SequenceTable:
 
         def fits(sequence: Sequence) -> bool:
             nonlocal yielding
-            if sequence.sample_due:
-                return False  # it may restart once the token in flight has been appended
+            if sequence.sample_due or sequence.awaits_kv:
+                return False  # it may start once the token in flight, or its KV, is here
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
@@ -156,7 +161,7 @@ class SequenceTable:
         queue: Iterable[Sequence] = self.waiting
         if online is not None:
             queue = [sequence for sequence in queue if sequence.online is online]
-        return next_to_start(queue, fits, overtaken_max)
+        return next_to_start(queue, fits, overtaken_max, _competes)
 
     def admit(self, sequence: Sequence, running_max: int) -> Sequence:
         """Admit a sequence returned by `next_to_admit`, and allocate blocks for all its tokens.
@@ -165,10 +170,11 @@ class SequenceTable:
         """
         if self._may_preempt_batch:
             self._preempt_batch_for(sequence, running_max)
-        count_overtaken(self.waiting, sequence)
+        count_overtaken(self.waiting, sequence, _competes)
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
+        self._drop_pin(sequence)  # only now: the sequence shares its blocks
         sequence.begun = True
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
@@ -186,7 +192,13 @@ class SequenceTable:
         # The victim may be the sequence itself: then it stops running and the loop ends.
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
             victims = self.precedence.victims
-            self.preempt(victims(self.running, self.held, self.ledger.full_stages))
+            victim = victims(self.running, self.held, self.ledger.full_stages)
+            # The loss of a pin costs a computation at most, as a preemption does, but of a request
+            # that does not run yet.
+            if self.pins and (pin := self.pins.least(victim.online)):
+                self.release_pin(pin)
+                continue
+            self.preempt(victim)
             preempted = True
         if sequence.phase is Phase.RUNNING:
             self.add_block(sequence)
@@ -198,6 +210,18 @@ class SequenceTable:
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
         self.ledger.take(1)
+
+    def release_pin(self, name: str) -> None:
+        """Release a pin, if it exists; a sequence that waits for its KV may start without it."""
+        waiting = self.sequences.get(self.pins.release(name))
+        if waiting is not None:
+            waiting.pin, waiting.awaits_kv = "", False
+
+    def await_kv(self, sequence: Sequence) -> None:
+        """Let a sequence that has just arrived wait for the KV that is shipped for it, if any."""
+        pin = self.pins.fill_for(request_id_of(sequence.seq_id))
+        if pin is not None and not pin.seq_id:
+            pin.seq_id, sequence.pin, sequence.awaits_kv = sequence.seq_id, pin.name, not pin.filled
 
     def yield_batch(self, stage: int, blocks: int) -> None:
         """Preempt batch sequences, if the policy allows, until `stage` uses at most `blocks`."""
@@ -335,6 +359,7 @@ class SequenceTable:
         """Blocks, phases, queues and counts agree."""
         self.table.check_invariants()
         self.ledger.check_invariants()
+        self.pins.check_invariants()
         # Queues hold the right phases in the right order.
         for phase, members in (
             (Phase.WAITING, self.waiting),
@@ -413,6 +438,10 @@ class SequenceTable:
             sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
 
+    def _drop_pin(self, sequence: Sequence) -> None:
+        if sequence.pin:
+            self.release_pin(sequence.pin)
+
     def _clear_pipeline_prefixes(self) -> None:
         """Clear the prefix cache of a pipeline, because blocks change outside of microbatches.
 
@@ -471,6 +500,11 @@ def _insert(row: list[Sequence], sequence: Sequence) -> None:
         row.append(sequence)
     else:
         insort(row, sequence, key=_age)
+
+
+def _competes(sequence: Sequence) -> bool:
+    """Whether a waiting sequence holds back those behind it: not while its KV is under way."""
+    return not sequence.awaits_kv
 
 
 def _age(sequence: Sequence) -> Age:

@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
+from services.core.planner import pin_events
 from services.core.planner.batch import Batch, Microbatch, SampleNotes, new_tuple
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
@@ -48,6 +49,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
+from services.core.planner.pin_handlers import PinHandlers
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import (
@@ -100,6 +102,7 @@ class PlannerState:
     _feedback: Feedback | None = field(init=False)  # None under policies without deadlines
     _flight: Flight = field(default_factory=Flight)  # microbatches in flight
     _changes: ConfigurationHandlers = field(init=False)  # handles change-over events
+    _pins: PinHandlers = field(init=False)  # handles events of shipments
     _arrivals: int = 0  # requests accepted so far: the ordinal of the newest
     _newest_s: float = float("-inf")  # latest arrival time so far
     _requeue: RequeueTimers = field(default_factory=RequeueTimers)  # of requests not yet started
@@ -122,6 +125,7 @@ class PlannerState:
         self._changes = ConfigurationHandlers(
             config, self.sequence_table, self._flight, self._feedback
         )
+        self._pins = PinHandlers(self.sequence_table)
 
     @property
     def pool(self) -> BlockPool:
@@ -215,7 +219,9 @@ class PlannerState:
             prompt_tokens_total=self.sequence_table.prompt_tokens_total,
             batch_running=len(batch) - batch_waiting,
             batch_waiting=batch_waiting,
-            kv_blocks_batch=self.table.count_exclusive(self.sequence_table.batch),
+            kv_blocks_batch=self.table.count_exclusive(
+                [*self.sequence_table.batch, *self.sequence_table.pins.batch_names]
+            ),
             batch_yields=yields,
             prefill_tokens=self.sequence_table.prefill_tokens,
             prefix_queries_total=prefixes.queries_total,
@@ -342,6 +348,9 @@ class PlannerState:
     def _change(self, event: changes.ConfigurationEvent) -> list[Command]:
         return self._changes.handle(event)
 
+    def _ship(self, event: pin_events.PinEvent) -> list[Command]:
+        return self._pins.handle(event)
+
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
         commands = self._changes.handle(event)
         if self._feedback is not None:
@@ -419,7 +428,7 @@ class PlannerState:
         candidates = [
             Candidate.of(sequence)
             for sequence in self.sequences.values()
-            if sequence.phase is not Phase.HELD
+            if sequence.phase is not Phase.HELD and sequence.seq_id not in event.shipped
         ]
         chosen = self._drain.choose(candidates, event.room, event.now_s)
         leaving = [self.sequences[candidate.seq_id] for candidate in chosen]
@@ -446,6 +455,8 @@ class PlannerState:
         if self._feedback is not None:
             self._feedback.note_arrival(sequence, event.now_s)
         self.sequence_table.add(sequence)
+        if self.sequence_table.pins:
+            self.sequence_table.await_kv(sequence)
         self._requeue.note(sequence, event.now_s, self.sequences)
         return []
 
@@ -558,6 +569,7 @@ _HARMLESS_EVENTS = (
     RequeueChecked,
     DrainContinued,  # its handler discards the microbatch if needed
     CostModelLearned,
+    *get_args(pin_events.PinEvent),
 )
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     RequestArrived: PlannerState._arrive,
@@ -576,3 +588,4 @@ _HANDLERS |= {
     for change in get_args(changes.ConfigurationEvent)
     if change is not changes.StagesConfigured
 }
+_HANDLERS |= dict.fromkeys(get_args(pin_events.PinEvent), PlannerState._ship)

@@ -4,7 +4,7 @@ The queue orders the requests, `overtaking` bounds how often later ones start be
 and `ModelGroups.pick` ranks the groups.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from services.core.overtaking import count_overtaken, next_to_start
@@ -17,7 +17,12 @@ from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.lengths import keys_of
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
-from services.core.scheduler.vocabulary import Asked, SendAssignment, ServingGroup
+from services.core.scheduler.vocabulary import (
+    Asked,
+    RequestPlaced,
+    SendAssignment,
+    ServingGroup,
+)
 from services.core.service import ServiceClass
 
 REQUEUES_MAX = 3
@@ -129,6 +134,19 @@ class Assigner:
                 self.groups.forget_report(load)
         self.forget(ask.request_id)
         return None
+
+    def place(self, placed: RequestPlaced) -> None:
+        """Note that a request runs at another group now; no effect if it is not remembered.
+
+        Otherwise its earlier assignment would be repeated if it fails at that group.
+        """
+        assigned = self.assignments.get(placed.request_id)
+        if assigned is not None:
+            self.groups.release(assigned.group_id, placed.request_id)
+            self.assignments.replace(
+                placed.request_id,
+                replace(assigned, group_id=placed.group_id, epoch=placed.epoch),
+            )
 
     def suspend_failed_group(self, ask: Asked) -> None:
         """Stop dispatch to the group whose worker lost a request, until its next load report.

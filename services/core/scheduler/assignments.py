@@ -61,6 +61,10 @@ class Assignments:
             self._recent.popitem(last=False)
         self._recent[request_id] = assigned
 
+    def replace(self, request_id: str, assigned: Assigned) -> None:
+        """Replace the assignment of a request, which keeps its age."""
+        self._recent[request_id] = assigned
+
     def forget(self, request_id: str) -> Assigned | None:
         """Remove the assignment of a request and return it; None if there is none."""
         return self._recent.pop(request_id, None)

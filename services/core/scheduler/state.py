@@ -45,6 +45,7 @@ from services.core.scheduler.vocabulary import (
     LoadLost,
     LoadReported,
     OutcomeReported,
+    RequestPlaced,
     SendProceed,
     SendRefusal,
     SendTicket,
@@ -142,8 +143,8 @@ class SchedulerState:
                 return [] if load is None else self._dispatch(load.group.model, event.now_s)
             case Ticked():
                 return self._tick(event.now_s)
-            case Withdrawn() | GatewayGone():
-                self._cancel(event)
+            case Withdrawn() | GatewayGone() | RequestPlaced():
+                self._note_request(event)
             case GroupJoined():
                 self._groups.join(event.group, event.now_s)
             case GroupLeft():
@@ -302,8 +303,11 @@ class SchedulerState:
         model = self._groups.of_model(ask.model)
         return None if model is None or self.rules.is_batch(ask.service) else model.meter
 
-    def _cancel(self, event: Withdrawn | GatewayGone) -> None:
-        """Withdraw a request, or the waiting requests of a lost gateway."""
+    def _note_request(self, event: Withdrawn | GatewayGone | RequestPlaced) -> None:
+        """Withdraw a request or the waiting requests of a lost gateway, or note a move."""
+        if isinstance(event, RequestPlaced):
+            self._assigner.place(event)
+            return
         if isinstance(event, Withdrawn):
             self._withdraw(event.request_id)
             return

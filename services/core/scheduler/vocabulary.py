@@ -62,6 +62,16 @@ class Withdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestPlaced:
+    """A request has moved to another group, without an ask."""
+
+    now_s: float
+    request_id: str
+    group_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayGone:
     """A gateway's stream has ended, and its grace time for a new stream is over."""
 
@@ -148,6 +158,7 @@ Event = (
     | LoadLost
     | ShortfallsReported
     | OutcomeReported
+    | RequestPlaced
     | Ticked
 )
 

@@ -34,6 +34,8 @@ SENTENCES = {
         "Demand fell to {wanted:,} tokens of KV cache, below the threshold of"
         " {threshold_tokens:,}: {names} splits and restores its parameters."
     ),
+    "move manual": "Manual move: requests move with their KV cache, {moves}.",
+    "move": "A worker is draining, so its requests move with their KV cache, {moves}.",
     "exhausted": (
         "Requests need {needed_tokens:,} more tokens of KV cache than any merge can provide."
         " Add workers."
@@ -55,7 +57,8 @@ def sentence(row: Mapping[str, Any]) -> str:
         f"{name} (into {parts[name]})" if name in parts else name for name in row["group_ids"]
     ]
     names = ", ".join(groups) or "a group"
-    return text.format_map({**row, "wanted": wanted, "names": names})
+    moves = "from " + " to ".join(row["group_ids"])
+    return text.format_map({**row, "wanted": wanted, "names": names, "moves": moves})
 
 
 WINDOW_S = 2.0

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -123,7 +124,7 @@ class _FeedResponse(Response):
 
 
 def _groups(groups: GroupClient) -> APIRouter:
-    """Manual merge and split; each step is sent as a server-sent event."""
+    """Manual changes; each step of a merge or split is sent as a server-sent event."""
     routes = APIRouter()
 
     @routes.post("/tideserve/v1/groups/merge", response_class=StreamingResponse)
@@ -138,6 +139,15 @@ def _groups(groups: GroupClient) -> APIRouter:
     ) -> Response:
         """Split a group; default: the only merged group, into single workers."""
         return await _streamed(groups.split(group, parts))
+
+    @routes.post("/tideserve/v1/requests/move", response_class=JSONResponse)
+    async def move(
+        source: Annotated[str, Query(max_length=256)],
+        target: Annotated[str | None, Query(max_length=256)] = None,
+        requests: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
+    ) -> Response:
+        """Move running requests from a worker; default: all, to the one with the most free KV."""
+        return JSONResponse(asdict(await groups.move(source, target, requests)))
 
     return routes
 

@@ -17,6 +17,7 @@ from services.common.frames import TAKES_MANY, unpacked
 from services.common.grpc_client import Dial
 from services.common.timeouts import timeout
 from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
+from services.core.destination import Destination
 from services.core.service import ServiceClass
 from services.gateway.cluster import translate
 from services.gateway.cluster.outbox import Outbox
@@ -163,6 +164,10 @@ class AdmissionClient:
             self._outcomes.append(
                 translate.outcome_frame(request_id, ttft_s, output_tokens, cut_off)
             )
+
+    def report_placed(self, request_id: str, destination: Destination) -> None:
+        """Report that a request goes on at another worker, without an ask."""
+        self._send(translate.placed_frame(request_id, destination))
 
     def forward_load(self, load: load_pb2.WorkerLoad) -> None:
         """Forward a worker's load to the scheduler, ahead of all later asks."""

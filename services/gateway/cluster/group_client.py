@@ -9,7 +9,7 @@ from services.common.grpc_client import Dial
 from services.gateway.cluster import translate
 from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.vocabulary.errors import BadRequest, GatewayError, ServiceUnavailable
-from services.gateway.vocabulary.message import GroupStep
+from services.gateway.vocabulary.message import GroupStep, RequestsMoved
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 
 # Longer than any timeout of the memory manager.
@@ -40,6 +40,24 @@ class GroupClient:
         """
         request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "", parts=parts or 0)
         return self._change(lambda stub: stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S))
+
+    async def move(
+        self, source: str, target: str | None, requests_max: int | None
+    ) -> RequestsMoved:
+        """Move running requests from a worker to another, None: to that with the most free KV.
+
+        `requests_max`: None for all that can move. Raises as `merge`.
+        """
+        request = memmgr_pb2.MoveRequestsRequest(
+            source_worker_id=source, target_worker_id=target or "", requests_max=requests_max or 0
+        )
+        async with self._dial(self._address(), "memmgr") as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+            try:
+                answer = await stub.MoveRequests(request, timeout=CHANGE_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                raise _to_gateway_error(error) from error
+        return RequestsMoved(answer.target_worker_id, answer.moved, answer.kept, answer.reason)
 
     async def _change(self, call: Callable[[Any], AsyncIterator[Any]]) -> AsyncIterator[GroupStep]:
         async with self._dial(self._address(), "memmgr") as channel:

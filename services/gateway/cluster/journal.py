@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.core.destination import Destination
 from services.core.request import TokenLogprobs
 from services.gateway.vocabulary.message import Finish, TokenEvent
 
@@ -27,6 +28,7 @@ class Journal:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     finish: Finish | None = None
     message: str = ""
+    go_to: Destination | None = None  # where the request continues, if its worker returned it
 
     def apply(self, event: TokenEvent) -> int:
         """Append new tokens, ignore duplicates, and return the number of new tokens.
@@ -53,11 +55,12 @@ class Journal:
         if event.finish is not None:
             self.finish = event.finish
             self.message = event.message
+            self.go_to = event.go_to
         return len(new_ids)
 
     def reopen(self) -> None:
         """Clear `finish`, because another worker resumes the request after these tokens."""
-        self.finish, self.message = None, ""
+        self.finish, self.message, self.go_to = None, "", None
 
     def take_logprobs(self) -> Sequence[TokenLogprobs]:
         """Return and remove the log probabilities since the last call."""

@@ -6,6 +6,7 @@ worker continues it; the epoch numbers the states of a group.
 
 import asyncio
 
+from services.core.destination import Destination
 from services.gateway.cluster.journal import Journal
 from services.gateway.records.request_record import ChoiceRecord
 from services.gateway.vocabulary.errors import (
@@ -23,6 +24,14 @@ class StaleEpoch(Exception):
 
 class Returned(Exception):
     """The worker returned the request for another assignment, for example for lack of memory."""
+
+
+class GoneOn(Returned):
+    """The worker returned the request, whose KV it has shipped to `destination`."""
+
+    def __init__(self, destination: Destination) -> None:
+        super().__init__(destination.worker_id)
+        self.destination = destination
 
 
 class KvLost(Returned):
@@ -162,7 +171,7 @@ class TokenStream:
             case Finish.STALE_EPOCH:
                 raise StaleEpoch
             case Finish.RETURNED:
-                raise Returned
+                raise Returned if journal.go_to is None else GoneOn(journal.go_to)
             case Finish.KV_LOST:
                 raise KvLost
             case Finish.LEAVING:

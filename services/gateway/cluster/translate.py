@@ -10,6 +10,7 @@ from services.common.report import Codec, unchecked_memory_report
 from services.common.slo import service_message, to_class
 from services.common.wire_enum import value_names
 from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
+from services.core.destination import Destination
 from services.gateway.vocabulary.message import (
     ClassWait,
     ClusterStatus,
@@ -67,6 +68,14 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
 def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
     """The frame that withdraws an ask from the scheduler's queue."""
     return scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id=request_id))
+
+
+def placed_frame(request_id: str, destination: Destination) -> scheduler_pb2.AdmitRequest:
+    """The frame that reports where a request goes on without an assignment."""
+    group_id, epoch = destination.group_id, destination.epoch
+    return scheduler_pb2.AdmitRequest(
+        placed=scheduler_pb2.Placed(request_id=request_id, group_id=group_id, epoch=epoch)
+    )
 
 
 def load_frame(load: load_pb2.WorkerLoad) -> scheduler_pb2.AdmitRequest:

@@ -11,6 +11,7 @@ from typing import overload
 from services.common.slo import service_message
 from services.common.wire_enum import value_names
 from services.core.ask import Assignment
+from services.core.destination import Destination
 from services.core.request import (
     Grammar,
     GrammarKind,
@@ -148,6 +149,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             logprobs=tuple(map(_token_logprobs, event.logprobs)) if event.logprobs else (),
             prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
             cached_tokens=event.cached_tokens,
+            go_to=_go_to(event.go_to) if event.HasField("go_to") else None,
         )
 
 
@@ -178,6 +180,10 @@ class _Logprobs(Sequence[TokenLogprobs]):
 def _token_logprobs(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     top = tuple(zip(message.top_ids, message.top_logprobs, strict=False))
     return TokenLogprobs(message.logprob, message.rank, top)
+
+
+def _go_to(go_to: worker_pb2.GoTo) -> Destination:
+    return Destination(go_to.worker_id, go_to.address, go_to.group_id, go_to.epoch)
 
 
 def _moved(moved: worker_pb2.Moved) -> Moved:

@@ -18,10 +18,21 @@ from services.core.ask import AVOIDED_MAX, Ask, Assignment
 from services.core.request import FinishReason, Request
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.journal import Journal
-from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, TokenStream
+from services.gateway.cluster.token_stream import (
+    GoneOn,
+    KvLost,
+    Returned,
+    StaleEpoch,
+    TokenStream,
+)
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.records.metrics import Metrics
-from services.gateway.records.request_record import ChoiceRecord, StreamRecord, WorkerSegment
+from services.gateway.records.request_record import (
+    ChoiceRecord,
+    RequestMove,
+    StreamRecord,
+    WorkerSegment,
+)
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import OutputPiece, OutputText
 from services.gateway.serving.prepared import PreparedChoice
@@ -29,7 +40,7 @@ from services.gateway.serving.request_meter import RequestMeter, measured
 from services.gateway.serving.retry import Failure, RetryState, resumed, resumed_ask, retry_ask
 from services.gateway.text.tokenizer import TextPool, Tokenizer
 from services.gateway.vocabulary.errors import GatewayError, QueueFull, WorkerLost
-from services.gateway.vocabulary.message import UnreadTokens
+from services.gateway.vocabulary.message import Moved, UnreadTokens
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +100,7 @@ class ChoiceRunner:
         request = resumed(choice.request, tuple(record.output_ids))
         request = replace(request, resumable=self._resumes)
         ask = resumed_ask(ask_for(choice), request, len(record.output_ids))
-        retries = RetryState(self._resumes)
+        retries, placed = RetryState(self._resumes), None
         with (
             self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
@@ -98,7 +109,7 @@ class ChoiceRunner:
             for piece in _noted(_earlier(state), note_finish, meter, held):
                 yield piece
             while meter.reason is None:
-                assignment = await self._admit(ask, began_s, record)
+                assignment = placed or await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
                 started = resumed(request, tuple(record.output_ids))
@@ -117,6 +128,7 @@ class ChoiceRunner:
                     retries.fail(failure, len(record.output_ids), request.limits.max_tokens)
                     last = _failed_at(assignment, record.segments[segments:], failure)
                     ask = self._retried(ask, request, last, failure, began_s, record, retries)
+                    placed = self._place(failure, request, last, record)
             for piece in self._released(held, request, record):
                 yield piece
 
@@ -187,11 +199,31 @@ class ChoiceRunner:
         age_s = monotonic_s() - began_s
         return retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
 
+    def _place(
+        self,
+        failure: Failure,
+        request: Request,
+        last: Assignment | WorkerSegment,
+        record: ChoiceRecord,
+    ) -> Assignment | None:
+        """Where the request goes on without an ask, with its KV; None if it has to ask."""
+        if not isinstance(failure, GoneOn):
+            return None
+        to = failure.destination
+        moved = Moved(to.worker_id, to.address, to.group_id, to.epoch)
+        record.moves.append(RequestMove(monotonic_s(), last.worker_id, moved))
+        self._metrics.count_moved_stream()
+        failpoint.hit("gateway.placed")
+        self._admission.report_placed(request.request_id, to)
+        return Assignment(request.request_id, to.group_id, to.epoch, to.worker_id, to.address)
+
     def _record_failure(
         self, failure: Failure, request: Request, output: int, worker_id: str, record: ChoiceRecord
     ) -> None:
         request_id = request.request_id
-        if output:
+        if isinstance(failure, GoneOn):
+            log.info("request %s moves to %s", request_id, failure.destination.worker_id)
+        elif output:
             failpoint.hit("gateway.resumed")
             log.info(
                 "request %s cannot continue on %s; it resumes after %d output tokens",

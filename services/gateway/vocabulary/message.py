@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from services.core.ask import Assignment, Proceed, Refusal
+from services.core.destination import Destination
 from services.core.groups.vocabulary import Group
 from services.core.report import MemoryReport
 from services.core.request import TokenLogprobs
@@ -24,6 +25,16 @@ class GroupStep:
     phase: str
     epoch: int
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsMoved:
+    """Running requests have moved to the worker `target`; `reason`: why no further one did."""
+
+    target: str
+    moved: int
+    kept: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     if requested; they may be many, so they are decoded lazily. `moved` is set in the
     last event of a worker whose request another worker has adopted, `times` in the last event of a
     worker that reports times. `cached_tokens`, set with the first output token, is the number of
-    prompt tokens from the prefix cache.
+    prompt tokens from the prefix cache. `go_to` may be set if the worker returns the request.
     """
 
     request_id: str
@@ -127,6 +138,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     cached_tokens: int = 0
+    go_to: Destination | None = None
 
 
 class UnreadTokens(msgspec.Struct, frozen=True):

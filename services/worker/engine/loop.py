@@ -45,6 +45,7 @@ from services.worker.ipc import (
     Prepare,
     Progress,
     ReturnRequests,
+    ShipRequests,
     StartRequest,
     ToEngine,
     encode,
@@ -145,7 +146,7 @@ class EngineLoop:
     def _wait_ms(self, idle_ms: int) -> int:
         """The longest wait for a frame; work of a group change needs turns without frames."""
         if not self._member.busy_changing:
-            return idle_ms
+            return TRANSFER_WAIT_MS if self._member.shipping else idle_ms
         return TRANSFER_WAIT_MS if self._member.awaits_transfers else BUSY_WAIT_MS
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
@@ -263,6 +264,8 @@ class EngineLoop:
                 self._member.prepare(command)
             case AbortAttempt(attempt=attempt):
                 self._member.abort(attempt)
+            case ShipRequests():
+                self._member.ship(command)
             case Introduce(peers=peers, timeout_s=timeout_s):
                 self._member.introduce(peers, timeout_s)
 
@@ -311,7 +314,8 @@ class EngineLoop:
         self._published_status = status
         self._published_s = now_s
 
-        for answer in outbox.prepared:
+        answers: list[FromEngine] = [*outbox.prepared, *outbox.shipped]
+        for answer in answers:
             send(self._socket, answer)
         self._publish_costs()
         received, self._received = self._received, []
@@ -348,6 +352,7 @@ class EngineLoop:
             member.cost_origin,
             member.state.deadline_use,
             self._preemption_s.histogram,
+            member.shipments,
         )
 
     def _publish_costs(self) -> None:

@@ -75,7 +75,7 @@ def build_engine() -> EngineLoop:
         runner = ModelRunner.load(runner_config(config))
         cost_model, cost_origin = cost_model_of(runner, config, pacer)
         planner = planner_config(runner, config, cost_model)
-        member_config = _member_config(config, runner, planner)
+        member_config = _member_config(config, runner, planner, identity.incarnation)
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
     except (WorkerError, ServiceError) as error:
@@ -99,7 +99,7 @@ def build_engine() -> EngineLoop:
 
 
 def _member_config(
-    config: WorkerConfig, runner: ModelRunner, planner: IterationConfig
+    config: WorkerConfig, runner: ModelRunner, planner: IterationConfig, process: str
 ) -> MemberConfig:
     memory = runner.stage_memory
     return MemberConfig(
@@ -109,7 +109,15 @@ def _member_config(
         planner,
         config.link_bytes_per_s / memory.kv_ranges[0].shape.size_bytes,
         config.slabs_at_once,
+        process,
+        kv_layout(runner),
     )
+
+
+def kv_layout(runner: ModelRunner) -> str:
+    """Identifies model and format of the KV; the memory manager compares the versions of code."""
+    block_bytes = runner.stage_memory.kv_ranges[0].shape.size_bytes
+    return f"{runner.model_digest}:{runner.block_size}:{block_bytes}"
 
 
 def _bind_to_parent(parent: int) -> None:

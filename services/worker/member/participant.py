@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.groups.vocabulary import Group
-from services.worker.ipc import PREPARE_TIMEOUT_S
+from services.worker.ipc import PREPARE_TIMEOUT_S, Shipped, ShipRequests
 
 
 class PrepareRefused(Exception):
@@ -51,8 +51,8 @@ class ProposedChange:
 class Participant(Protocol):
     """Prepares and applies change-overs on the engine side.
 
-    Calls never overlap, except of `introduce`. A running `prepare` may be cancelled. After a
-    cancelled or refused `prepare`, `abort` or `commit` is called.
+    Calls never overlap, except of `introduce` and `ship`. A running `prepare` may be cancelled.
+    After a cancelled or refused `prepare`, `abort` or `commit` is called.
     """
 
     async def prepare(self, preparation: ProposedChange) -> None:
@@ -66,6 +66,12 @@ class Participant(Protocol):
         """Let workers of other groups connect, to fetch layers; `peers` includes this worker.
 
         `timeout_s` is the time limit of their change, with which the connections end.
+        """
+
+    async def ship(self, command: ShipRequests) -> Shipped:
+        """Move running requests to an introduced worker; returns when no further one moves.
+
+        Raises PrepareRefused if the engine does not answer in time.
         """
 
     async def abort(self, attempt: str) -> None:

@@ -19,6 +19,7 @@ from services.common.clock import monotonic_s
 from services.common.etcd import RELIST_S
 from services.common.records import to_group
 from services.common.timeouts import timeout
+from services.core.destination import Destination
 from services.core.groups.fence import (
     AbortCall,
     AbortPreparation,
@@ -28,7 +29,7 @@ from services.core.groups.fence import (
     Verdict,
 )
 from services.core.groups.vocabulary import StoredGroup
-from services.worker.ipc import PREPARE_TIMEOUT_S
+from services.worker.ipc import PREPARE_TIMEOUT_S, ShipRequests
 from services.worker.member.participant import (
     Participant,
     PrepareRefused,
@@ -121,6 +122,7 @@ FUTURE_WAIT_S = RELIST_S + 1.0
 
 IntroduceContext = grpc.aio.ServicerContext[pb.IntroduceRequest, pb.IntroduceResponse]
 PrepareContext = grpc.aio.ServicerContext[pb.PrepareRequest, pb.PrepareResponse]
+ShipContext = grpc.aio.ServicerContext[pb.ShipRequestsRequest, pb.ShipRequestsResponse]
 AbortContext = grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
 
 
@@ -212,7 +214,8 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         self, request: pb.IntroduceRequest, context: IntroduceContext
     ) -> pb.IntroduceResponse:
         peers = to_members(request.peers)
-        if self._is_stale(request) or self._refuses_all:
+        # A worker that shuts down still ships its requests.
+        if self._is_stale(request):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Introduce, or an Introduce for another incarnation",
@@ -226,7 +229,46 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
         return pb.IntroduceResponse()
 
-    def _is_stale(self, request: pb.AbortRequest | pb.IntroduceRequest) -> bool:
+    async def ShipRequests(
+        self, request: pb.ShipRequestsRequest, context: ShipContext
+    ) -> pb.ShipRequestsResponse:
+        if self._is_stale(request):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a stale ShipRequests, or a ShipRequests for another incarnation",
+            )
+        if (refusal := self._ship_refusal(request)) is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        target = request.target
+        place = Destination(target.worker_id, target.address, target.group_id, target.epoch)
+        failpoint.hit("worker.ship.asked")
+        try:
+            shipped = await self._participant.ship(
+                ShipRequests(request.order, place, max(0, request.requests_max), request.if_cheaper)
+            )
+        except PrepareRefused as refused:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))
+        return pb.ShipRequestsResponse(
+            moved=shipped.moved, kept=shipped.kept, reason=shipped.reason
+        )
+
+    def _ship_refusal(self, request: pb.ShipRequestsRequest) -> str | None:
+        """Why requests cannot be shipped for this order; None if they can."""
+        if not request.order or not request.target.worker_id:
+            return "order and target must be set"
+        served = [
+            stored.group
+            for stored in self._records()
+            if (stored.group.group_id, stored.group.epoch) == (request.group_id, request.epoch)
+        ]
+        alone = any([m.worker_id for m in g.members] == [self._state.worker_id] for g in served)
+        if alone:
+            return None
+        return f"{self._state.worker_id} is not alone in {request.group_id} at {request.epoch}"
+
+    def _is_stale(
+        self, request: pb.AbortRequest | pb.IntroduceRequest | pb.ShipRequestsRequest
+    ) -> bool:
         """Whether a call is from an earlier coordinator, or for another process."""
         state = self._state
         return request.incarnation != state.incarnation or request.token < state.token

@@ -32,14 +32,18 @@ OFFERED_BY_EVERY_SERVER = ("tideserve.common.v1.ProcessService", "grpc.")
 
 # The methods that each role may call. The code lists the roles of each method.
 HEALTH = {"Health.Check", "Health.List", "Health.Watch"}
-GROUPS = {f"MemmgrService.{m}" for m in ("ListGroups", "GetCluster", "MergeGroups", "SplitGroup")}
+GROUPS = {
+    f"MemmgrService.{m}"
+    for m in ("ListGroups", "GetCluster", "MergeGroups", "SplitGroup", "MoveRequests")
+}
 ALLOWED = {
     "gateway": HEALTH
     | GROUPS
     | {"WorkerService.Generate", "SchedulerService.Admit", "ProcessService.GetProcess"}
     | {"SchedulerService.ListRefusals", "GatewayPeerService.EndRequest"},
     "scheduler": HEALTH | {"MemmgrService.ReportDemand", "MemmgrService.WatchShortfalls"},
-    "memmgr": HEALTH | {"MemberService.Prepare", "MemberService.Abort", "MemberService.Introduce"},
+    "memmgr": HEALTH
+    | {f"MemberService.{m}" for m in ("Prepare", "Abort", "Introduce", "ShipRequests")},
     "worker": HEALTH
     | {"SchedulerService.ReportLoad", "SchedulerService.FindRoom", "MemmgrService.ReportMemory"},
     "admin": HEALTH

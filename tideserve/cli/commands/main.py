@@ -154,6 +154,37 @@ def restore(
 
 @app.command(
     epilog="Examples:\n\n"
+    "  tideserve move --from worker-0\n\n"
+    "  tideserve move --from worker-0 --to worker-1 --requests 3"
+)
+def move(
+    source: Annotated[str, typer.Option("--from", help="Worker that the requests leave.")],
+    target: Annotated[
+        str | None,
+        typer.Option("--to", help="Worker that gets them.", show_default="that with most free KV"),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of requests.", show_default="all that can move"),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    admin_url: AdminUrl = None,
+    admin_key: AdminKey = None,
+    cluster_dir: ClusterDir = None,
+) -> None:
+    """Move running requests to another worker, with their KV; their streams continue.
+
+    Both workers must be alone in their groups and run the same model and code. Requests move from
+    their first output token on.
+    """
+    from tideserve.cli.cluster_folder import find_admin_url
+    from tideserve.cli.move import move as run
+
+    run(find_admin_url(admin_url, url, cluster_dir), admin_key, source, target, requests)
+
+
+@app.command(
+    epilog="Examples:\n\n"
     "  tideserve chat\n\n"
     "  tideserve chat 'What is the capital of France?' --temperature 0\n\n"
     "  git diff | tideserve chat --system 'Summarise this change.'"

@@ -36,6 +36,8 @@ class _DecisionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisi
     """The demand exceeds what all merges together can provide."""
     DECISION_ACTION_CALL_OFF: _DecisionAction.ValueType  # 4
     """A split under preparation is cancelled, since load has returned."""
+    DECISION_ACTION_MOVE: _DecisionAction.ValueType  # 5
+    """Running requests move from the first of two groups to the second, with their KV."""
 
 class DecisionAction(_DecisionAction, metaclass=_DecisionActionEnumTypeWrapper):
     """Action of a decision."""
@@ -50,6 +52,8 @@ DECISION_ACTION_EXHAUSTED: DecisionAction.ValueType  # 3
 """The demand exceeds what all merges together can provide."""
 DECISION_ACTION_CALL_OFF: DecisionAction.ValueType  # 4
 """A split under preparation is cancelled, since load has returned."""
+DECISION_ACTION_MOVE: DecisionAction.ValueType  # 5
+"""Running requests move from the first of two groups to the second, with their KV."""
 Global___DecisionAction: _TypeAlias = DecisionAction  # noqa: Y015
 
 class _DecisionCause:
@@ -163,6 +167,10 @@ class WorkerMemory(_message.Message):
     DISCARDED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SLOWEST_ITERATION_S_FIELD_NUMBER: _builtins.int
     ENGINE_HUNG_FIELD_NUMBER: _builtins.int
+    SHIPPED_TOTAL_FIELD_NUMBER: _builtins.int
+    RECEIVED_TOTAL_FIELD_NUMBER: _builtins.int
+    KEPT_TOTAL_FIELD_NUMBER: _builtins.int
+    SHIPPED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     COST_MODEL_FIELD_NUMBER: _builtins.int
     OUTAGE_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
@@ -248,6 +256,14 @@ class WorkerMemory(_message.Message):
     """
     engine_hung: _builtins.bool
     """Whether the worker's engine hangs; all other fields are then the last known values."""
+    shipped_total: _builtins.int
+    """Requests that have moved from this worker to another with their KV since its start."""
+    received_total: _builtins.int
+    """Requests that have moved here with their KV."""
+    kept_total: _builtins.int
+    """Requests that stayed because their move failed."""
+    shipped_blocks_total: _builtins.int
+    """KV blocks that were sent for requests that move."""
     cost_model: _builtins.str
     """Origin of the worker's cost model: "paced", "profile" (stored), "start" (measured at the start),
     "idle" (measured while idle), "load" (refined under load), or "none: REASON". Empty from engines
@@ -305,13 +321,17 @@ class WorkerMemory(_message.Message):
         discarded_tokens_total: _builtins.int = ...,
         slowest_iteration_s: _builtins.float = ...,
         engine_hung: _builtins.bool = ...,
+        shipped_total: _builtins.int = ...,
+        received_total: _builtins.int = ...,
+        kept_total: _builtins.int = ...,
+        shipped_blocks_total: _builtins.int = ...,
         cost_model: _builtins.str = ...,
         outage: _builtins.str = ...,
         upstream: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -921,3 +941,67 @@ class ReconfigurationStep(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReconfigurationStep: _TypeAlias = ReconfigurationStep  # noqa: Y015
+
+@_typing.final
+class MoveRequestsRequest(_message.Message):
+    """Moves running requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    TARGET_WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_MAX_FIELD_NUMBER: _builtins.int
+    source_worker_id: _builtins.str
+    """The worker that they leave."""
+    target_worker_id: _builtins.str
+    """The worker to which they move; empty: the one with the most free KV."""
+    requests_max: _builtins.int
+    """Maximum number of requests; 0: all that can move."""
+    def __init__(
+        self,
+        *,
+        source_worker_id: _builtins.str = ...,
+        target_worker_id: _builtins.str = ...,
+        requests_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests_max", b"requests_max", "source_worker_id", b"source_worker_id", "target_worker_id", b"target_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequestsRequest: _TypeAlias = MoveRequestsRequest  # noqa: Y015
+
+@_typing.final
+class MoveRequestsResponse(_message.Message):
+    """How many requests have moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_WORKER_ID_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    target_worker_id: _builtins.str
+    """The worker to which they have moved."""
+    moved: _builtins.int
+    """Requests that were returned to their gateways, to go on at the target."""
+    kept: _builtins.int
+    """Requests that were to move, and stay."""
+    reason: _builtins.str
+    """Why no further request moves, as text."""
+    def __init__(
+        self,
+        *,
+        target_worker_id: _builtins.str = ...,
+        moved: _builtins.int = ...,
+        kept: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "moved", b"moved", "reason", b"reason", "target_worker_id", b"target_worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveRequestsResponse: _TypeAlias = MoveRequestsResponse  # noqa: Y015

@@ -70,6 +70,11 @@ class MemmgrServiceStub:
                 request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.SerializeToString,
                 response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.FromString,
                 _registered_method=True)
+        self.MoveRequests = channel.unary_unary(
+                '/tideserve.memmgr.v1.MemmgrService/MoveRequests',
+                request_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class MemmgrServiceServicer:
@@ -128,6 +133,15 @@ class MemmgrServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveRequests(self, request, context):
+        """Moves running requests between two workers that are each alone in their group; responds when no
+        further request moves. Refused with INVALID_ARGUMENT if they cannot, and with FAILED_PRECONDITION
+        by an instance that does not lead.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MemmgrServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +179,11 @@ def add_MemmgrServiceServicer_to_server(servicer, server):
                     servicer.SplitGroup,
                     request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.FromString,
                     response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.SerializeToString,
+            ),
+            'MoveRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveRequests,
+                    request_deserializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsRequest.FromString,
+                    response_serializer=tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -357,6 +376,33 @@ class MemmgrService:
             '/tideserve.memmgr.v1.MemmgrService/SplitGroup',
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupRequest.SerializeToString,
             tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.SplitGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.memmgr.v1.MemmgrService/MoveRequests',
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsRequest.SerializeToString,
+            tideserve_dot_memmgr_dot_v1_dot_memmgr__pb2.MoveRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

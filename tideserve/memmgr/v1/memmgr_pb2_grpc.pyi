@@ -53,6 +53,11 @@ class MemmgrServiceStub:
     """Splits a group manually into one group per member, each with all layers; responses as of
     MergeGroups.
     """
+    MoveRequests: _grpc.UnaryUnaryMultiCallable[_memmgr_pb2.MoveRequestsRequest, _memmgr_pb2.MoveRequestsResponse]
+    """Moves running requests between two workers that are each alone in their group; responds when no
+    further request moves. Refused with INVALID_ARGUMENT if they cannot, and with FAILED_PRECONDITION
+    by an instance that does not lead.
+    """
 
 @_typing.type_check_only
 class MemmgrServiceAsyncStub(MemmgrServiceStub):
@@ -78,6 +83,11 @@ class MemmgrServiceAsyncStub(MemmgrServiceStub):
     SplitGroup: _aio.UnaryStreamMultiCallable[_memmgr_pb2.SplitGroupRequest, _memmgr_pb2.SplitGroupResponse]  # type: ignore[assignment]
     """Splits a group manually into one group per member, each with all layers; responses as of
     MergeGroups.
+    """
+    MoveRequests: _aio.UnaryUnaryMultiCallable[_memmgr_pb2.MoveRequestsRequest, _memmgr_pb2.MoveRequestsResponse]  # type: ignore[assignment]
+    """Moves running requests between two workers that are each alone in their group; responds when no
+    further request moves. Refused with INVALID_ARGUMENT if they cannot, and with FAILED_PRECONDITION
+    by an instance that does not lead.
     """
 
 class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -143,6 +153,17 @@ class MemmgrServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_memmgr_pb2.SplitGroupResponse], _abc.AsyncIterator[_memmgr_pb2.SplitGroupResponse]]:
         """Splits a group manually into one group per member, each with all layers; responses as of
         MergeGroups.
+        """
+
+    @_abc_1.abstractmethod
+    def MoveRequests(
+        self,
+        request: _memmgr_pb2.MoveRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_memmgr_pb2.MoveRequestsResponse, _abc.Awaitable[_memmgr_pb2.MoveRequestsResponse]]:
+        """Moves running requests between two workers that are each alone in their group; responds when no
+        further request moves. Refused with INVALID_ARGUMENT if they cannot, and with FAILED_PRECONDITION
+        by an instance that does not lead.
         """
 
 def add_MemmgrServiceServicer_to_server(servicer: MemmgrServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,6 +70,7 @@ class AdmitRequest(_message.Message):
     ASK_FIELD_NUMBER: _builtins.int
     WITHDRAW_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -85,6 +86,10 @@ class AdmitRequest(_message.Message):
         """Passes on the load that a worker reported with the end of a request, unchanged, so that it is
         known before later asks on this stream: the worker's own report may arrive later.
         """
+
+    @_builtins.property
+    def placed(self) -> Global___Placed:
+        """Reports that a request runs at another worker than its assignment says."""
 
     @_builtins.property
     def outcome(self) -> Global___Outcome:
@@ -104,14 +109,15 @@ class AdmitRequest(_message.Message):
         ask: Global___Ask | None = ...,
         withdraw: Global___Withdraw | None = ...,
         load: _load_pb2.WorkerLoad | None = ...,
+        placed: Global___Placed | None = ...,
         outcome: Global___Outcome | None = ...,
         more: _abc.Iterable[Global___AdmitRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "outcome", b"outcome", "withdraw", b"withdraw"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "outcome", b"outcome", "placed", b"placed", "withdraw", b"withdraw"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "more", b"more", "outcome", b"outcome", "withdraw", b"withdraw"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "body", b"body", "load", b"load", "more", b"more", "outcome", b"outcome", "placed", b"placed", "withdraw", b"withdraw"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load", "outcome"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["ask", "withdraw", "load", "placed", "outcome"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -293,6 +299,38 @@ class Outcome(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
+@_typing.final
+class Placed(_message.Message):
+    """A request has moved to a worker without an ask. If it fails there, the scheduler does not repeat the
+    earlier assignment.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id of the request."""
+    group_id: _builtins.str
+    """The group that runs it."""
+    epoch: _builtins.int
+    """Epoch of that group."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placed: _TypeAlias = Placed  # noqa: Y015
 
 @_typing.final
 class Withdraw(_message.Message):

@@ -75,8 +75,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_OVERLOADED: _FinishReason.ValueType  # 6
     """The worker's queue is full; the request could be served later or elsewhere."""
     FINISH_REASON_RETURNED: _FinishReason.ValueType  # 7
-    """The request was `returnable` and had not begun, or was `resumable` and lost its KV or its
-    worker shuts down, possibly after some tokens: ask the scheduler again.
+    """The request was `returnable` and had not begun, or was `resumable` and lost its KV, moves to
+    another worker, or its worker shuts down, possibly after some tokens: ask the scheduler again,
+    unless `go_to` names a worker.
     """
     FINISH_REASON_ENGINE_DIED: _FinishReason.ValueType  # 8
     """The engine's process ended, or was killed because it was unresponsive."""
@@ -103,8 +104,9 @@ FINISH_REASON_ERROR: FinishReason.ValueType  # 5
 FINISH_REASON_OVERLOADED: FinishReason.ValueType  # 6
 """The worker's queue is full; the request could be served later or elsewhere."""
 FINISH_REASON_RETURNED: FinishReason.ValueType  # 7
-"""The request was `returnable` and had not begun, or was `resumable` and lost its KV or its
-worker shuts down, possibly after some tokens: ask the scheduler again.
+"""The request was `returnable` and had not begun, or was `resumable` and lost its KV, moves to
+another worker, or its worker shuts down, possibly after some tokens: ask the scheduler again,
+unless `go_to` names a worker.
 """
 FINISH_REASON_ENGINE_DIED: FinishReason.ValueType  # 8
 """The engine's process ended, or was killed because it was unresponsive."""
@@ -319,6 +321,122 @@ class IntroduceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
+
+@_typing.final
+class GoTo(_message.Message):
+    """A worker to which requests move, and the group that it leads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    address: _builtins.str
+    """host:port of its gRPC server."""
+    group_id: _builtins.str
+    """The group that it leads."""
+    epoch: _builtins.int
+    """Epoch of that group."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GoTo: _TypeAlias = GoTo  # noqa: Y015
+
+@_typing.final
+class ShipRequestsRequest(_message.Message):
+    """Moves running requests to another worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    REQUESTS_MAX_FIELD_NUMBER: _builtins.int
+    IF_CHEAPER_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    """As in PrepareRequest."""
+    incarnation: _builtins.str
+    """The receiver's incarnation."""
+    group_id: _builtins.str
+    """The receiver's group, of which it is the only member."""
+    epoch: _builtins.int
+    """Epoch of that group."""
+    order: _builtins.str
+    """Id of the order."""
+    requests_max: _builtins.int
+    """Maximum number of requests; 0: all that can move."""
+    if_cheaper: _builtins.bool
+    """Move only requests whose KV is sent in less time than it is computed."""
+    @_builtins.property
+    def target(self) -> Global___GoTo:
+        """The worker to which they move."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        order: _builtins.str = ...,
+        target: Global___GoTo | None = ...,
+        requests_max: _builtins.int = ...,
+        if_cheaper: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "if_cheaper", b"if_cheaper", "incarnation", b"incarnation", "order", b"order", "requests_max", b"requests_max", "target", b"target", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShipRequestsRequest: _TypeAlias = ShipRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ShipRequestsResponse(_message.Message):
+    """How many requests have moved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOVED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    moved: _builtins.int
+    """Requests that were returned to their gateways, to go on at the target."""
+    kept: _builtins.int
+    """Requests that were to move, and stay."""
+    reason: _builtins.str
+    """Why no further request moves, as text."""
+    def __init__(
+        self,
+        *,
+        moved: _builtins.int = ...,
+        kept: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "moved", b"moved", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShipRequestsResponse: _TypeAlias = ShipRequestsResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -866,6 +984,7 @@ class RequestEvent(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_LOST_FIELD_NUMBER: _builtins.int
+    GO_TO_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
@@ -909,6 +1028,12 @@ class RequestEvent(_message.Message):
         only.
         """
 
+    @_builtins.property
+    def go_to(self) -> Global___GoTo:
+        """With RETURNED: the worker that has the request's KV, or gets it. The gateway starts the request
+        there without an assignment, or asks the scheduler if that fails.
+        """
+
     def __init__(
         self,
         *,
@@ -923,11 +1048,12 @@ class RequestEvent(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         cached_tokens: _builtins.int = ...,
         kv_lost: _builtins.bool = ...,
+        go_to: Global___GoTo | None = ...,
         leaving: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["go_to", b"go_to", "moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "kv_lost", b"kv_lost", "leaving", b"leaving", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "go_to", b"go_to", "kv_lost", b"kv_lost", "leaving", b"leaving", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

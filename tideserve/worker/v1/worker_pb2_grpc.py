@@ -128,6 +128,11 @@ class MemberServiceStub:
                 request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.SerializeToString,
                 response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.FromString,
                 _registered_method=True)
+        self.ShipRequests = channel.unary_unary(
+                '/tideserve.worker.v1.MemberService/ShipRequests',
+                request_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsRequest.SerializeToString,
+                response_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class MemberServiceServicer:
@@ -154,8 +159,19 @@ class MemberServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Introduce(self, request, context):
-        """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
-        own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+        """Lets members of other groups connect, to fetch layers that this worker runs or to ship KV. No
+        effect on its own group. Refused with FAILED_PRECONDITION if it is stale or meant for another
+        process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ShipRequests(self, request, context):
+        """Moves running requests to a worker that both were introduced to: ships their KV there, then ends
+        each with RETURNED and `go_to`. The response comes when no further request moves. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or if the worker does not lead
+        the group at that epoch alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +194,11 @@ def add_MemberServiceServicer_to_server(servicer, server):
                     servicer.Introduce,
                     request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.FromString,
                     response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.SerializeToString,
+            ),
+            'ShipRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShipRequests,
+                    request_deserializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsRequest.FromString,
+                    response_serializer=tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +284,33 @@ class MemberService:
             '/tideserve.worker.v1.MemberService/Introduce',
             tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceRequest.SerializeToString,
             tideserve_dot_worker_dot_v1_dot_worker__pb2.IntroduceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShipRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tideserve.worker.v1.MemberService/ShipRequests',
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsRequest.SerializeToString,
+            tideserve_dot_worker_dot_v1_dot_worker__pb2.ShipRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

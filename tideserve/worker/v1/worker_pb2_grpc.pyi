@@ -83,8 +83,15 @@ class MemberServiceStub:
     FAILED_PRECONDITION if it is stale or meant for another process.
     """
     Introduce: _grpc.UnaryUnaryMultiCallable[_worker_pb2.IntroduceRequest, _worker_pb2.IntroduceResponse]
-    """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
-    own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+    """Lets members of other groups connect, to fetch layers that this worker runs or to ship KV. No
+    effect on its own group. Refused with FAILED_PRECONDITION if it is stale or meant for another
+    process.
+    """
+    ShipRequests: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ShipRequestsRequest, _worker_pb2.ShipRequestsResponse]
+    """Moves running requests to a worker that both were introduced to: ships their KV there, then ends
+    each with RETURNED and `go_to`. The response comes when no further request moves. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or if the worker does not lead
+    the group at that epoch alone.
     """
 
 @_typing.type_check_only
@@ -105,8 +112,15 @@ class MemberServiceAsyncStub(MemberServiceStub):
     FAILED_PRECONDITION if it is stale or meant for another process.
     """
     Introduce: _aio.UnaryUnaryMultiCallable[_worker_pb2.IntroduceRequest, _worker_pb2.IntroduceResponse]  # type: ignore[assignment]
-    """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
-    own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+    """Lets members of other groups connect, to fetch layers that this worker runs or to ship KV. No
+    effect on its own group. Refused with FAILED_PRECONDITION if it is stale or meant for another
+    process.
+    """
+    ShipRequests: _aio.UnaryUnaryMultiCallable[_worker_pb2.ShipRequestsRequest, _worker_pb2.ShipRequestsResponse]  # type: ignore[assignment]
+    """Moves running requests to a worker that both were introduced to: ships their KV there, then ends
+    each with RETURNED and `go_to`. The response comes when no further request moves. Refused with
+    FAILED_PRECONDITION if it is stale, meant for another process, or if the worker does not lead
+    the group at that epoch alone.
     """
 
 class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -142,8 +156,21 @@ class MemberServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.IntroduceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.IntroduceResponse, _abc.Awaitable[_worker_pb2.IntroduceResponse]]:
-        """Lets members of other groups connect, to fetch layers that this worker runs. No effect on its
-        own group. Refused with FAILED_PRECONDITION if it is stale or meant for another process.
+        """Lets members of other groups connect, to fetch layers that this worker runs or to ship KV. No
+        effect on its own group. Refused with FAILED_PRECONDITION if it is stale or meant for another
+        process.
+        """
+
+    @_abc_1.abstractmethod
+    def ShipRequests(
+        self,
+        request: _worker_pb2.ShipRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ShipRequestsResponse, _abc.Awaitable[_worker_pb2.ShipRequestsResponse]]:
+        """Moves running requests to a worker that both were introduced to: ships their KV there, then ends
+        each with RETURNED and `go_to`. The response comes when no further request moves. Refused with
+        FAILED_PRECONDITION if it is stale, meant for another process, or if the worker does not lead
+        the group at that epoch alone.
         """
 
 def add_MemberServiceServicer_to_server(servicer: MemberServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -115,6 +115,15 @@ class Connections:
             for introduction in self._introductions.values()
         )
 
+    def reaches(self, worker_id: str) -> bool | None:
+        """Whether a worker of another group is connected; None: not yet, but it may be in time."""
+        introduction = self._introductions.get(worker_id)
+        if introduction is None:
+            return False
+        if self.has(introduction.peer):
+            return True
+        return None if self.may_connect(introduction.peer) else False
+
     def may_connect(self, peer: MemberPlan) -> bool:
         """Whether an introduced worker is connected, or may be in time."""
         introduction = self._introductions.get(peer.worker_id)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from services.common import failpoint
 from services.core.changeover import frames
 from services.core.changeover.configuration import Configuration, GroupStages
+from services.core.shipments.vocabulary import ShipmentSealed
 
 _FRAMES = {
     frames.Drained: "drained",
@@ -26,6 +27,8 @@ _FRAMES = {
     frames.FreeKv: "free_kv",
     frames.KvFreed: "kv_freed",
 }
+SHIP_PART, SHIP_LANDED = "engine.ship.part", "engine.ship.landed"
+_SHIP_SEALED = "engine.ship.sealed"
 
 
 class ChangeFailpoints:
@@ -58,6 +61,8 @@ class ChangeFailpoints:
 
     def hit_frame(self, frame: object) -> None:
         """Hit the failpoint of a frame that is about to be sent, if its type has a failpoint."""
+        if isinstance(frame, ShipmentSealed):
+            failpoint.hit(_SHIP_SEALED)
         place = _FRAMES.get(type(frame))
         if place is not None:
             self.hit_change(place)

@@ -1,4 +1,4 @@
-"""The frames of the activation lane: those of `core.changeover`, and two that request slabs.
+"""The frames of the activation lane: those of `services.core`, and two that request slabs.
 
 A slab is the memory with the parameters of a layer, or of the embeddings.
 """
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.changeover import frames as core
+from services.core.shipments import vocabulary as shipments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class SlabRefused:
     transfer_id: str
 
 
-LaneFrame = core.MemberFrame | SlabRequest | SlabRefused
+LaneFrame = core.MemberFrame | shipments.ShipmentFrame | SlabRequest | SlabRefused
 KINDS: dict[int, type[Any]] = {
     0x200: core.Activations,
     0x201: core.Samples,
@@ -50,5 +51,10 @@ KINDS: dict[int, type[Any]] = {
     0x213: core.EpochAbandoned,
     0x214: core.AllMoved,
     0x215: core.MemberRemoved,
+    0x216: shipments.ShipmentOffered,
+    0x217: shipments.ShipmentOpened,
+    0x218: shipments.ShipmentRefused,
+    0x219: shipments.ShipmentSealed,
+    0x21A: shipments.ShipmentEnded,
 }
 """Frame types by their number on the wire."""

@@ -15,10 +15,11 @@ present epoch, so this member does not wait for any frame that it leaves on the 
 import logging
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from services.core.changeover.configuration import GroupStages
 from services.core.changeover.epoch_fence import EpochFence
+from services.core.shipments.vocabulary import ShipmentFrame
 from services.worker.engine.pipeline.frames import LaneFrame, SlabRefused, SlabRequest
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown
 from services.worker.engine.transfer.frame import Frame, as_bytes
@@ -33,8 +34,8 @@ UNSENT_MAX = 65_536
 
 log = logging.getLogger(__name__)
 
-_UNFENCED = (SlabRequest, SlabRefused)
-"""Slab requests are valid in any epoch: the digest identifies the parameters."""
+_UNFENCED = (SlabRequest, SlabRefused, *get_args(ShipmentFrame))
+"""Valid in any epoch: digests identify parameters, and a shipment's tokens its KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,15 @@ from services.core.planner.events import (
     RequeueChecked,
 )
 from services.core.planner.sequence_ids import SequenceIdSource
+from services.core.report import ShipmentCounts
+from services.core.shipments.vocabulary import (
+    CancelShipping,
+    ShipBlocks,
+    ShippingAsked,
+    ShippingOver,
+    ShippingPeerLost,
+    part_of,
+)
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
@@ -56,12 +65,26 @@ from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
 from services.worker.engine.pipeline.serving import EngineOutbox, Interrupts, Serving
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.frame import Bytes
-from services.worker.engine.transfer.lane import Identity, Lane, PeerConnected, PeerLost
+from services.worker.engine.transfer.lane import (
+    Identity,
+    Lane,
+    LaneEvent,
+    PeerConnected,
+    PeerLost,
+)
 from services.worker.engine.transfer.mover import Mover
 from services.worker.engine.transfer.pieces import BulkPiece, KvPiece
 from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from services.worker.errors import InvalidBlocks, WorkerError
-from services.worker.ipc import ApplyConfiguration, GroupPlan, MemberPlan, Prepare, Prepared
+from services.worker.ipc import (
+    ApplyConfiguration,
+    GroupPlan,
+    MemberPlan,
+    Prepare,
+    Prepared,
+    Shipped,
+    ShipRequests,
+)
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +140,7 @@ class Member:
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
         self._preparations: dict[str, Prepare] = {}  # in progress, by attempt
+        self._orders: list[ShipRequests] = []  # to move requests to workers not connected yet
         self._reported_lost: frozenset[str] = frozenset()  # members, in this configuration
         self._payload: Any = b""  # of the frame that is being handled
         self._due_stages: list[vocabulary.RunStage] = []  # commanded, not run yet
@@ -139,6 +163,9 @@ class Member:
             vocabulary.NoteAborted: self._note_aborted,
             vocabulary.NoteAdopted: self._serving.note_adopted,
             vocabulary.NoteMoved: self._note_moved,
+            ShipBlocks: self._transfers.ship,
+            CancelShipping: lambda command: self.mover.cancel(command.transfer_id),
+            ShippingOver: self._note_shipped,
             LendBlocks: self._note_lent,
             EmitToken: self._serving.deliver,
             RefuseRequest: self._serving.deliver,
@@ -188,6 +215,26 @@ class Member:
         own = plans.pop(self.links.worker_id, None)
         if own is not None:
             self._connections.introduce(own, plans.values(), timeout_s)
+
+    def ship(self, command: ShipRequests) -> None:
+        """Move running requests to another worker; the answer comes in `EngineOutbox.shipped`."""
+        self._orders.append(command)
+        self._begin_orders()
+
+    def _begin_orders(self) -> None:
+        """Begin to move requests to the workers that are connected by now."""
+        orders, self._orders = self._orders, []
+        for order in orders:
+            target = order.target
+            reached = self._connections.reaches(target.worker_id)
+            if reached is None:
+                self._orders.append(order)
+            elif reached:
+                name, most, cheaper = order.order, order.requests_max, order.if_cheaper
+                self._apply(ShippingAsked(self._now_s(), name, target, most, cheaper))
+            else:
+                reason = f"{target.worker_id} is not connected"
+                self._note_shipped(ShippingOver(order.order, 0, 0, reason))
 
     def abort(self, attempt: str) -> None:
         """Abort a preparation; unknown attempts are ignored."""
@@ -243,7 +290,18 @@ class Member:
         configuration = self.configuration
         stages = configuration.stages if configuration is not None else ()
         # The last survivor of a merged group is its only stage, but may not plan: it lacks layers.
-        return len(stages) <= 1 and self.changeover.may_plan and not self.busy_changing
+        idle = not (self.busy_changing or self.shipping)
+        return len(stages) <= 1 and self.changeover.may_plan and idle
+
+    @property
+    def shipping(self) -> bool:
+        """Whether KV of running requests is on its way from or to another group."""
+        return self.changeover.shipping.active
+
+    @property
+    def shipments(self) -> ShipmentCounts:
+        """Requests that changed workers with their KV."""
+        return self.changeover.shipping.counts
 
     @property
     def busy_changing(self) -> bool:
@@ -311,6 +369,8 @@ class Member:
         if self.configuration is not None and self._connections.any_lost:
             self._handle_lost_peers(self.configuration)
         self._connections.advance()
+        if self._orders:
+            self._begin_orders()
         for end in self._restoring.step():
             self._apply(end)
         if self.changeover.needs_turn(now_s := self._now_s()):
@@ -370,19 +430,27 @@ class Member:
     def _handle_events(self) -> bool:
         for lane_event in self.links.events():
             self._connections.note_activations(lane_event)
+            self._note_lost(lane_event)
         events = self.mover.events()
         for event in events:
             match event:
                 case PeerConnected() | PeerLost():
                     self._connections.note_bulk(event)
+                    self._note_lost(event)
                 case TransferOutcome():
                     self._note_outcome(event)
         return bool(events)
 
+    def _note_lost(self, event: LaneEvent) -> None:
+        """End the shipments with a lost worker."""
+        if isinstance(event, PeerLost) and self.shipping:
+            self._apply(ShippingPeerLost(event.peer.worker_id))
+
     def _note_outcome(self, outcome: TransferOutcome) -> None:
         """Pass the end of a transfer to the preparation (parameters) or the state machine (KV)."""
         transfer_id, status = outcome.transfer_id, outcome.status
-        if status is TransferStatus.FAILED:
+        # Requests that are moved end and are aborted at any time, with parts on their way.
+        if status is TransferStatus.FAILED and part_of(transfer_id) is None:
             peer, reason = outcome.peer or "no peer", outcome.reason
             log.warning("transfer %s with %s failed: %s", transfer_id, peer, reason)
         if status is not TransferStatus.SENT:
@@ -493,6 +561,16 @@ class Member:
         self._preparations.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.outbox.prepared.append(answer)
+
+    def _note_shipped(self, command: ShippingOver) -> None:
+        log.info(
+            "order %s: %d requests moved, %d stay%s",
+            *(command.order, command.moved, command.kept),
+            f" ({command.reason})" if command.reason else "",
+        )
+        self._serving.outbox.shipped.append(
+            Shipped(command.order, command.moved, command.kept, command.reason)
+        )
 
     def _note_aborted(self, command: vocabulary.NoteAborted) -> None:
         self._preparations.pop(command.attempt, None)

@@ -32,7 +32,7 @@ from services.core.planner.state import PlannerState
 from services.core.request import Request
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
-from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes
+from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes, Shipped
 
 PREEMPTION_TIMES_MAX = 32  # per sequence; times of later preemptions are not reported
 # Entries are pruned when there are more than twice the planner's sequences, plus this margin.
@@ -138,11 +138,13 @@ class EngineOutbox:
     adopted: list[AdoptedRequest] = field(default_factory=list)
     moved: list[MovedRequest] = field(default_factory=list)
     prepared: list[Prepared] = field(default_factory=list)
+    shipped: list[Shipped] = field(default_factory=list)
     times: dict[str, RequestTimes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         # `times` belong to requests that ended (a token or refusal) or moved.
-        return bool(self.tokens or self.refusals or self.adopted or self.moved or self.prepared)
+        answers = self.prepared or self.shipped
+        return bool(self.tokens or self.refusals or self.adopted or self.moved or answers)
 
 
 Interrupts = Callable[[Microbatch], Callable[[], bool] | None]

@@ -79,13 +79,17 @@ class OutgoingPiece:
 
 @dataclass(frozen=True, slots=True)
 class KvCut:
-    """The KV of a sequence to send, not empty; `block_bytes` is a block's size in one layer."""
+    """The KV of a sequence to send, not empty; `block_bytes` is a block's size in one layer.
+
+    `num_blocks` logical blocks are sent, from `first_block` on.
+    """
 
     transfer_id: str
     seq_id: str
     layers: Sequence[int]
     num_blocks: int
     block_bytes: int
+    first_block: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers or self.num_blocks < 1 or self.block_bytes < 1:
@@ -112,12 +116,12 @@ def kv_pieces(
 
     `chunk_bytes` is called for each piece, so that the size adapts to the link.
     """
-    piece = 0
+    piece, end = 0, cut.first_block + cut.num_blocks
     for layer in cut.layers:
-        first = 0
-        while first < cut.num_blocks:
-            count = min(cut.num_blocks - first, max(1, chunk_bytes() // cut.block_bytes))
-            last = layer == cut.layers[-1] and first + count == cut.num_blocks
+        first = cut.first_block
+        while first < end:
+            count = min(end - first, max(1, chunk_bytes() // cut.block_bytes))
+            last = layer == cut.layers[-1] and first + count == end
             header = KvPiece(cut.transfer_id, piece, last, cut.seq_id, layer, first, count)
             size = count * cut.block_bytes
             yield OutgoingPiece(header, size, partial(pack, layer, first, count))

@@ -29,6 +29,7 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadLost,
     LoadReported,
+    RequestPlaced,
     SendAssignment,
     SendRefusal,
     SendTicket,
@@ -463,6 +464,20 @@ class TestReturns:
         assert placed(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
         assert scheduler.state.snapshot(0.3).returned_total == 1
+
+    def test_a_request_that_was_moved_is_not_sent_back_to_where_it_came_from(self) -> None:
+        """Without the report, its first assignment would be repeated, as it has not failed."""
+        for moved in (False, True):
+            scheduler = self.two_groups()
+            scheduler.ask("r1")
+            place = placed(scheduler.report("w0", free=3))
+            scheduler.report("w0", free=0, received=("r1",))
+            if moved:
+                scheduler(RequestPlaced(0.2, "r1", "group-w1", 1))
+                scheduler(RequestPlaced(0.2, "unknown", "group-w1", 1))
+            failed = FailedAssignment("group-w1", 1, returned=True)
+            answer = scheduler.ask(place.request_id, now_s=0.3, failed=failed)
+            assert kinds(answer) == ([SendTicket] if moved else [SendAssignment])
 
     def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
         scheduler = self.two_groups(queue_limit=1)

@@ -1,0 +1,376 @@
+"""Shipments from this worker: which requests move, and when; see `vocabulary.py`.
+
+    OFFERED → OPEN → SEALED → over
+
+A shipment is over at any time if the target refuses or is lost, the request ends or is preempted, a
+part fails, or a time limit passes. Before SEALED the request then runs on here; afterwards it is at
+its gateway, and only parts that are still on their way are lost.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from services.core.destination import Destination
+from services.core.planner.pin_events import BlocksShared, PinReleased, SequenceShipped
+from services.core.planner.sequence import Phase, Sequence
+from services.core.planner.sequence_ids import request_id_of
+from services.core.shipments.vocabulary import (
+    CancelShipping,
+    Emit,
+    ShipBlocks,
+    ShipmentEnded,
+    ShipmentOffered,
+    ShipmentOpened,
+    ShipmentSealed,
+    ShippingAsked,
+    ShippingOver,
+    ShippingPort,
+    incoming_pin,
+    outgoing_pin,
+    transfer_id_of,
+)
+
+AT_ONCE = 4
+"""Shipments of an order that are under way at the same time."""
+GROWTH_BLOCKS = 16
+"""Blocks that a request may fill while it is shipped; what it computes beyond runs again."""
+PART_BLOCKS = 32
+"""Maximum number of blocks of a part."""
+PART_MIN_BLOCKS = 4
+"""New blocks of a running request from which a further part is sent."""
+STOP_BLOCKS = 2
+"""Blocks that may be missing at the target when the request stops here."""
+ANSWER_S = 5.0
+"""Time limit of the target's answer to an offer; it answers between its iterations."""
+SHIP_S = 5.0
+"""Time after which a shipment is given up: the request grows faster than the link carries."""
+SEALED_S = 10.0
+"""Time limit of the parts that are under way when the request has stopped."""
+MOVE_INTERVAL_S = 2.0
+"""Time for which a request stays that has run at another worker before, so that it progresses."""
+ORDERS_MAX = 16
+"""Maximum number of orders at a time."""
+
+
+class _Step(Enum):
+    OFFERED = auto()
+    OPEN = auto()
+    SEALED = auto()
+
+
+@dataclass(slots=True)
+class _Order:
+    """Requests that move to the worker at `target`."""
+
+    name: str
+    target: Destination
+    left: float  # requests that may still be chosen
+    if_cheaper: bool  # only those whose KV is sent in less time than it is computed
+    moved: int = 0
+    kept: int = 0
+    reason: str = ""  # why the last request stays
+    tried: set[str] = field(default_factory=set)  # sequence ids
+
+
+@dataclass(slots=True)
+class _Shipment:
+    """A shipment; counts are of blocks from the start of the request."""
+
+    shipment_id: str
+    seq_id: str
+    order: _Order
+    until_s: float  # time limit of the step
+    offered: int  # blocks whose tokens the target knows
+    room: int  # blocks that the target has room for
+    step: _Step = _Step.OFFERED
+    sent: int = 0  # handed over for sending, or at the target before
+    parts: set[str] = field(default_factory=set)  # transfers under way
+
+    @property
+    def peer(self) -> str:
+        return self.order.target.worker_id
+
+    @property
+    def pin(self) -> str:
+        return outgoing_pin(self.shipment_id)
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """The shipments from this worker. `source` is a unique name of this engine process."""
+
+    port: ShippingPort
+    emit: Emit
+    source: str
+    kv_layout: str
+    layer_blocks_per_s: float  # least bandwidth, in blocks of a layer
+    num_layers: int
+    shipped_total: int = 0  # requests that moved away with KV
+    shipped_blocks_total: int = 0  # blocks that were sent
+    kept_total: int = 0  # shipments that failed before the request had moved
+    _shipments: dict[str, _Shipment] = field(default_factory=dict)
+    _orders: dict[str, _Order] = field(default_factory=dict)
+    _made: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether `advance` has work to do, now or later."""
+        return bool(self._orders or self._shipments)
+
+    # --- events
+
+    def begin(self, event: ShippingAsked, obstacle: str) -> None:
+        """Begin an order; a repeated one has no effect. `obstacle`: why nothing can move now."""
+        if event.order in self._orders:
+            return
+        if len(self._orders) >= ORDERS_MAX:
+            obstacle = obstacle or f"{ORDERS_MAX} orders to move requests are under way"
+        if not self.port.planner.config.prefix_caching:
+            obstacle = obstacle or "requests move with their KV only with prefix_caching: true"
+        if obstacle:
+            self.emit(ShippingOver(event.order, 0, 0, obstacle))
+            return
+        order = _Order(event.order, event.target, event.requests_max or inf, event.if_cheaper)
+        self._orders[event.order] = order
+        self.advance(event.now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Continue all shipments, and choose further requests; call it between iterations."""
+        for shipment in list(self._shipments.values()):
+            self._advance(shipment, now_s)
+        for order in list(self._orders.values()):
+            self._choose(order, now_s)
+
+    def note_opened(self, peer: str, frame: ShipmentOpened, now_s: float) -> None:
+        """Send the first parts."""
+        shipment = self._shipment(peer, frame.shipment_id)
+        if shipment is not None and shipment.step is _Step.OFFERED:
+            shipment.step, shipment.until_s = _Step.OPEN, now_s + SHIP_S
+            shipment.sent = frame.have
+            self._advance(shipment, now_s)
+
+    def note_refused(self, peer: str, shipment_id: str, reason: str) -> None:
+        """The target cannot take a request: choose no further ones for it."""
+        shipment = self._shipment(peer, shipment_id)
+        if shipment is not None and shipment.step is _Step.OFFERED:
+            shipment.order.left = 0
+            self._keep(shipment, reason, notify=False)
+
+    def note_part(self, shipment_id: str, transfer_id: str, intact: bool) -> None:
+        """The transfer of a part has ended."""
+        shipment = self._shipments.get(shipment_id)
+        if shipment is None or transfer_id not in shipment.parts:
+            return
+        shipment.parts.discard(transfer_id)
+        if not intact and shipment.step is not _Step.SEALED:
+            self._keep(shipment, "a transfer failed")
+
+    def note_lost(self, worker_id: str) -> None:
+        """The connection to a worker was lost."""
+        for order in list(self._orders.values()):
+            if order.target.worker_id == worker_id:
+                order.left = 0
+        self._end_all(f"{worker_id} is lost", lambda shipment: shipment.peer == worker_id)
+
+    def end_all(self, reason: str) -> None:
+        """End all shipments and orders."""
+        for order in self._orders.values():
+            order.left = 0
+        self._end_all(reason, lambda _shipment: True)
+        for order in list(self._orders.values()):
+            self._end_if_over(order, reason)
+
+    # --- steps of a shipment
+
+    def _advance(self, shipment: _Shipment, now_s: float) -> None:
+        if shipment.step is _Step.SEALED:
+            if not shipment.parts or now_s > shipment.until_s:
+                self._drop(shipment)
+            return
+        planner = self.port.planner
+        sequence = planner.sequences.get(shipment.seq_id)
+        if sequence is None:
+            self._keep(shipment, "the request has ended")
+        elif self._lost_kv(shipment, sequence):
+            self._keep(shipment, "the request was preempted")
+        elif now_s > shipment.until_s:
+            offered = shipment.step is _Step.OFFERED
+            late = "did not answer" if offered else "got no parts in time"
+            self._keep(shipment, f"{shipment.peer} {late}")
+        elif shipment.step is _Step.OPEN:
+            self._send_parts(shipment, sequence)
+            # A suspended sequence is part of an iteration that has not ended.
+            if sequence in planner.running and self._is_at_target(shipment, sequence):
+                self._seal(shipment, sequence, now_s)
+
+    def _lost_kv(self, shipment: _Shipment, sequence: Sequence) -> bool:
+        table, pin = self.port.planner.table, shipment.pin
+        if sequence.phase is not Phase.RUNNING:
+            return True
+        pinned = table.block_ids(pin)
+        # It may have been preempted and started again; or the pin was released for lack of room.
+        if shipment.parts and not pinned:
+            return True
+        return pinned != table.block_ids(sequence.seq_id)[: len(pinned)]
+
+    def _shippable(self, shipment: _Shipment, sequence: Sequence) -> int:
+        """Blocks from the start of the sequence that can be at the target at its end here."""
+        return min(sequence.registered, shipment.room)
+
+    def _is_at_target(self, shipment: _Shipment, sequence: Sequence) -> bool:
+        missing = self._shippable(shipment, sequence) - shipment.sent
+        return not shipment.parts and missing <= STOP_BLOCKS
+
+    def _send_parts(self, shipment: _Shipment, sequence: Sequence) -> None:
+        ready = self._shippable(shipment, sequence)
+        if ready - shipment.sent < (PART_MIN_BLOCKS if shipment.parts else STOP_BLOCKS + 1):
+            return
+        self.port.apply(BlocksShared(shipment.pin, shipment.seq_id))
+        self._send_until(shipment, ready)
+
+    def _send_until(self, shipment: _Shipment, end: int) -> None:
+        """Send all blocks before `end` that were not sent, in parts."""
+        while (blocks := min(end - shipment.sent, PART_BLOCKS)) > 0:
+            transfer_id = transfer_id_of(shipment.shipment_id, shipment.sent, blocks)
+            shipment.parts.add(transfer_id)
+            self.emit(
+                ShipBlocks(
+                    transfer_id,
+                    shipment.peer,
+                    shipment.pin,
+                    incoming_pin(shipment.shipment_id),
+                    shipment.sent,
+                    blocks,
+                )
+            )
+            shipment.sent += blocks
+            self.shipped_blocks_total += blocks
+
+    def _seal(self, shipment: _Shipment, sequence: Sequence, now_s: float) -> None:
+        """Send the rest, and end the sequence here: the only moment at which it changes hands."""
+        end = self._shippable(shipment, sequence)
+        size = self.port.planner.config.block_size
+        token_ids = tuple(sequence.token_ids[shipment.offered * size : end * size])
+        self.port.apply(SequenceShipped(shipment.pin, shipment.seq_id, shipment.order.target))
+        self._send_until(shipment, end)
+        self.port.send(shipment.peer, ShipmentSealed(shipment.shipment_id, token_ids))
+        shipment.step, shipment.until_s = _Step.SEALED, now_s + SEALED_S
+        shipment.order.moved += 1
+        self.shipped_total += 1
+
+    def _keep(self, shipment: _Shipment, reason: str, notify: bool = True) -> None:
+        """End a shipment whose request stays here."""
+        if notify:
+            self.port.send(shipment.peer, ShipmentEnded(shipment.shipment_id, reason))
+        shipment.order.kept += 1
+        shipment.order.reason = reason
+        self.kept_total += 1
+        self._drop(shipment)
+
+    def _drop(self, shipment: _Shipment) -> None:
+        del self._shipments[shipment.shipment_id]
+        for transfer_id in sorted(shipment.parts):
+            self.emit(CancelShipping(transfer_id))
+        self.port.apply(PinReleased(shipment.pin))
+
+    def _end_all(self, reason: str, which: Callable[[_Shipment], bool]) -> None:
+        for shipment in [entry for entry in self._shipments.values() if which(entry)]:
+            if shipment.step is _Step.SEALED:
+                self._drop(shipment)
+            else:
+                self._keep(shipment, reason)
+
+    def _shipment(self, peer: str, shipment_id: str) -> _Shipment | None:
+        shipment = self._shipments.get(shipment_id)
+        return shipment if shipment is not None and shipment.peer == peer else None
+
+    # --- orders
+
+    def _choose(self, order: _Order, now_s: float) -> None:
+        """Offer further requests of an order, and end it if there are none."""
+        under_way = sum(
+            shipment.order is order and shipment.step is not _Step.SEALED
+            for shipment in self._shipments.values()
+        )
+        while under_way < AT_ONCE and order.left > 0:
+            sequence = next(self._candidates(order, now_s), None)
+            if sequence is None:
+                break
+            order.left -= 1
+            order.tried.add(sequence.seq_id)
+            self._offer(order, sequence, now_s)
+            under_way += 1
+        if not under_way:
+            self._end_if_over(order, "no further request can move now")
+
+    def _candidates(self, order: _Order, now_s: float) -> Iterator[Sequence]:
+        """Sequences that may move, batch first, then newest first."""
+        shipped = {shipment.seq_id for shipment in self._shipments.values()}
+        for online in (False, True):
+            for sequence in reversed(self.port.planner.running):
+                if (
+                    sequence.online is online
+                    and sequence.seq_id not in shipped
+                    and sequence.seq_id not in order.tried
+                    and may_move(sequence, now_s)
+                    and (self._is_cheaper(sequence) or not order.if_cheaper)
+                ):
+                    yield sequence
+
+    def _is_cheaper(self, sequence: Sequence) -> bool:
+        """Whether the KV of a sequence is sent in less time than it is computed."""
+        costs = self.port.planner.config.cost_model
+        if costs is None or not sequence.registered:
+            return sequence.registered > 0
+        sent_s = sequence.registered * self.num_layers / self.layer_blocks_per_s
+        return sent_s < costs.chunk_s(0, sequence.computed)
+
+    def held_back(self, now_s: float) -> frozenset[str]:
+        """Sequences that are being shipped, or that orders will choose."""
+        ids = {shipment.seq_id for shipment in self._shipments.values()}
+        for order in self._orders.values():
+            if order.left > 0:
+                ids.update(sequence.seq_id for sequence in self._candidates(order, now_s))
+        return frozenset(ids)
+
+    def _offer(self, order: _Order, sequence: Sequence, now_s: float) -> None:
+        self._made += 1
+        size = self.port.planner.config.block_size
+        shipment_id = f"{self.source}.{self._made}"
+        blocks = sequence.registered
+        room = min(blocks + GROWTH_BLOCKS, -(-sequence.tokens_max // size))
+        self._shipments[shipment_id] = _Shipment(
+            shipment_id, sequence.seq_id, order, now_s + ANSWER_S, blocks, room
+        )
+        self.port.send(
+            order.target.worker_id,
+            ShipmentOffered(
+                shipment_id,
+                self.kv_layout,
+                request_id_of(sequence.seq_id),
+                tuple(sequence.token_ids[: blocks * size]),
+                room,
+                sequence.tokens_max,
+                sequence.request.cache_salt,
+                sequence.online,
+            ),
+        )
+
+    def _end_if_over(self, order: _Order, reason: str) -> None:
+        """Report the end of an order; its sealed shipments continue."""
+        if self._orders.pop(order.name, None) is not None:
+            self.emit(ShippingOver(order.name, order.moved, order.kept, order.reason or reason))
+
+
+def may_move(sequence: Sequence, now_s: float) -> bool:
+    """Whether a running sequence decodes, its gateway resumes it, and it has not just moved here.
+
+    A sequence without output is not moved: it would start over at no loss.
+    """
+    request = sequence.request
+    decodes = sequence.output_count > 0 and sequence.remaining == 1
+    if not (decodes and request.resumable):
+        return False
+    return not request.output_ids or now_s - sequence.arrival_s >= MOVE_INTERVAL_S

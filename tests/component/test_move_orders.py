@@ -1,0 +1,144 @@
+"""Orders to move requests: real etcd, memory manager and member services, engines that remember."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from services.common.etcd import Store
+from services.common.grpc_client import open_channel
+from services.memmgr.app import serve
+from services.memmgr.config import MemmgrConfig
+from tests.support.control_plane import LEASE_TTL_S, service_address, serving
+from tests.support.member import FakeMember, all_serve, member, reporting
+from tests.support.waiting import DEADLINE_S, eventually
+from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
+
+ALIKE = {"model_digest": "weights", "protocol_version": 5, "code_digest": "code"}
+
+
+@asynccontextmanager
+async def cluster(
+    store: Store, *records: dict[str, Any], **options: Any
+) -> AsyncIterator[tuple[str, list[FakeMember]]]:
+    """A memory manager's address, and a member for each of `records`, which serve alone."""
+    config = MemmgrConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, **options)
+    async with serving(serve, config), AsyncExitStack() as stack:
+        members = [
+            await stack.enter_async_context(member(store, f"w{number}", **(ALIKE | record)))
+            for number, record in enumerate(records)
+        ]
+        address = await service_address(store, "memmgr")
+        await stack.enter_async_context(reporting(address, *members))
+        await all_serve(address, *members)
+        yield address, members
+
+
+async def move(
+    address: str, source: str, target: str = "", requests: int = 0
+) -> memmgr_pb2.MoveRequestsResponse:
+    request = memmgr_pb2.MoveRequestsRequest(
+        source_worker_id=source, target_worker_id=target, requests_max=requests
+    )
+    async with open_channel(address) as channel:
+        stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+        return await stub.MoveRequests(request, timeout=DEADLINE_S)
+
+
+async def test_both_workers_are_introduced_and_the_source_gets_the_order(store: Store) -> None:
+    async with cluster(store, {}, {}, {}) as (address, members):
+        one, two, three = (one.engine for one in members)
+        one.running, two.blocks_free, three.blocks_free = 5, 3, 9
+        two.blocks_total = three.blocks_total = 10
+
+        async def sees_room() -> bool:
+            return (await move(address, "w0", requests=1)).target_worker_id == "w2"
+
+        await eventually(sees_room)
+        (order, *_) = one.orders
+        assert (order.target.worker_id, order.target.group_id) in (
+            ("w1", "group-w1"),
+            ("w2", "group-w2"),
+        )
+        assert order.target.address and order.target.epoch == 1 and not order.if_cheaper
+        answer = await move(address, "w0", "w1", 2)
+        assert (answer.target_worker_id, answer.moved) == ("w1", 2)
+        assert "no further request" in answer.reason
+        assert one.introduced[-1] == two.introduced[-1] == ["w0", "w1"]
+        assert len({order.order for order in one.orders}) == len(one.orders)
+        assert not (two.orders or three.orders)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("w9", "", "no group with worker 'w9' serves"),
+        ("w0", "w0", "the same worker"),
+        ("w0", "w1", "do not run the same weights"),
+        ("w0", "w2", "do not run the same version of the code"),
+        ("w0", "w3", "w3 is leaving"),
+        ("w0", "", "no other worker can take requests of w0"),
+    ],
+)
+async def test_an_impossible_move_is_refused_with_the_reason(
+    store: Store, source: str, target: str, message: str
+) -> None:
+    others = ({"model_digest": "other"}, {"code_digest": "other"}, {"draining": True})
+    async with cluster(store, {}, *others) as (address, members):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await move(address, source, target)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert message in (raised.value.details() or "")
+        assert not any(one.engine.orders for one in members)
+
+
+async def test_a_worker_checks_fence_and_group(store: Store) -> None:
+    async with cluster(store, {}, {}) as (_, members):
+        one = members[0]
+        await move_directly(one, epoch=1)
+        for changes in ({"incarnation": "other"}, {"epoch": 2}, {"group_id": "g"}):
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await move_directly(one, **changes)
+            assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        one.servicer.refuse_all()
+        await move_directly(one, epoch=1)  # a worker that shuts down moves its requests
+        assert len(one.engine.orders) == 2
+
+
+async def move_directly(one: FakeMember, **changes: Any) -> worker_pb2.ShipRequestsResponse:
+    fields: dict[str, Any] = {
+        "token": 2**40,
+        "incarnation": one.record.incarnation,
+        "group_id": "group-w0",
+        "epoch": 1,
+        "order": "o",
+        "target": worker_pb2.GoTo(worker_id="w1", address="x:1", group_id="group-w1", epoch=1),
+    }
+    async with open_channel(one.record.address) as channel:
+        request = worker_pb2.ShipRequestsRequest(**(fields | changes))
+        return await one.stub(channel).ShipRequests(request, timeout=DEADLINE_S)
+
+
+async def test_a_worker_that_leaves_is_told_to_move_its_requests(store: Store) -> None:
+    async with cluster(store, {"draining": True}, {}, {}) as (_, members):
+        one, *others = members
+        one.servicer.refuse_all()
+        one.engine.running = 5
+        await eventually(lambda: one.engine.running == 0)
+        orders = one.engine.orders
+        assert orders[0].requests_max == 3, "an even share for each of the others"
+        assert all(order.if_cheaper for order in orders)
+        assert not any(other.engine.orders for other in others)
+
+
+async def test_a_refused_order_is_repeated_later(store: Store) -> None:
+    async with cluster(store, {"draining": True}, {}) as (_, members):
+        one = members[0]
+        one.engine.refuse, one.engine.running = "not now", 2
+        await eventually(lambda: len(one.engine.orders) == 1)
+        one.engine.refuse = ""
+        await eventually(lambda: one.engine.running == 0)
+        assert len(one.engine.orders) >= 2

@@ -1,0 +1,217 @@
+"""Running requests are moved between real workers: their streams show nothing of it.
+
+Streams of every kind of sampling, at several moments, with other parts of the cluster suspended or
+killed meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.audit_logs import audit_logs
+from services.gateway.admin.guard import ADMIN_HEADER
+from tests.support.cluster import Cluster
+from tests.support.disturbed_streams import KINDS, OUTPUT_TOKENS, Answer, ask, check_answers
+from tests.support.tiny_models import make_tiny_model
+from tideserve.cli.move import move
+
+MOVED = "tideserve_gateway_moved_streams_total"
+PATH = "/tideserve/v1/requests/move"
+MOVES = 1000
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("events")
+
+
+@pytest.fixture(scope="module")
+def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
+    with Cluster(
+        model_dir=folder,
+        memory="32MiB",
+        dtype="float64",
+        services={"event_log": str(logs)},
+        chunk_size="64KiB",
+        overload_policy="recompute",  # groups do not change
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster) -> list[Answer]:
+    return stream_all(cluster, lambda _: None)
+
+
+def stream_all(cluster: Cluster, note: Callable[[int], None]) -> list[Answer]:
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+
+    return asyncio.run(run())
+
+
+def metric(cluster: Cluster, name: str) -> float:
+    """A metric of the gateway."""
+    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+
+def both_serve(cluster: Cluster) -> None:
+    cluster.eventually(
+        lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, deadline_s=120
+    )
+
+
+def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
+    """Move all running requests; returns the answer, which may be an error."""
+    found: dict[str, Any] = httpx.post(
+        f"{cluster.admin_url}{PATH}",
+        params={"source": source, "target": target},
+        headers={ADMIN_HEADER: "1"},
+        timeout=120,
+    ).json()
+    return found
+
+
+def disturbed(
+    cluster: Cluster, at: int, *actions: Callable[[], object]
+) -> tuple[list[Answer], float]:
+    """Run `actions` beside the streams at token `at`; returns the answers and the moves."""
+    both_serve(cluster)
+    moved, threads = metric(cluster, MOVED), list[Thread]()
+
+    def note(tokens: int) -> None:
+        if tokens >= at and not threads:
+            threads.extend(Thread(target=action) for action in actions)
+            for thread in threads:
+                thread.start()
+
+    answers = stream_all(cluster, note)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return answers, metric(cluster, MOVED) - moved
+
+
+@pytest.mark.parametrize("at", [1, 40, 150])
+def test_no_answer_shows_that_requests_moved(
+    at: int, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    told: list[dict[str, Any]] = []
+    answers, moved = disturbed(
+        cluster, at, lambda: told.append(asked_to_move(cluster, "worker-0", "worker-1"))
+    )
+    check_answers(answers, undisturbed)
+    assert moved == told[0]["moved"], told
+
+
+def test_requests_move_both_ways_at_once(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    told: list[dict[str, Any]] = []
+    answers, moved = disturbed(
+        cluster,
+        40,
+        lambda: told.append(asked_to_move(cluster, "worker-0", "worker-1")),
+        lambda: told.append(asked_to_move(cluster, "worker-1", "worker-0")),
+    )
+    check_answers(answers, undisturbed)
+    assert moved == sum(one["moved"] for one in told), told
+
+
+def test_the_command_says_why_nothing_moves(cluster: Cluster) -> None:
+    both_serve(cluster)
+    with pytest.raises(Exception, match="no further request can move now"):
+        move(cluster.admin_url, None, "worker-0", None, None)
+    with pytest.raises(Exception, match="no group with worker 'worker-7' serves"):
+        move(cluster.admin_url, None, "worker-7", None, None)
+
+
+@pytest.mark.parametrize("killed", ["worker-0", "worker-1"])
+def test_a_worker_may_die_meanwhile(
+    killed: str, cluster: Cluster, undisturbed: list[Answer]
+) -> None:
+    pids: list[int] = []
+    answers, _ = disturbed(
+        cluster,
+        40,
+        lambda: asked_to_move(cluster, "worker-0", "worker-1"),
+        lambda: pids.append(cluster.kill(killed)),
+    )
+    check_answers(answers, undisturbed)
+    cluster.wait_for_restart(killed, pids[0])
+
+
+def test_streams_move_without_a_scheduler(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    process = psutil.Process(cluster.pids()["scheduler"])
+
+    def suspend_and_move() -> None:
+        process.suspend()
+        asked_to_move(cluster, "worker-0", "worker-1")
+
+    try:
+        answers, moved = disturbed(cluster, 60, suspend_and_move)
+    finally:
+        process.resume()
+    check_answers(answers, undisturbed)
+    assert moved > 0
+
+
+def test_the_memory_manager_may_die_meanwhile(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    pid = cluster.pids()["memmgr"]
+    answers, _ = disturbed(
+        cluster,
+        40,
+        lambda: asked_to_move(cluster, "worker-0", "worker-1"),
+        lambda: cluster.kill("memmgr"),
+    )
+    check_answers(answers, undisturbed)
+    cluster.wait_for_restart("memmgr", pid)
+
+
+def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
+    cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
+    assert metric(cluster, MOVED) > 0, "no stream moved"
+    audited = audit_logs(logs)
+    assert audited.findings.violations == [] and audited.differing == []
+    assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_moves_between_two_workers(cluster: Cluster, undisturbed: list[Answer]) -> None:
+    """Memory grows by less than 1 KiB a move, and all blocks are free afterwards."""
+    both_serve(cluster)
+    begun, held = metric(cluster, MOVED), list[tuple[float, int]]()
+
+    def engines_bytes() -> int:
+        pids = [pid for row in cluster.workers() for pid in row["pids"]]
+        return sum(psutil.Process(pid).memory_info().rss for pid in pids)
+
+    def move_to_and_fro(ended: Event) -> None:
+        while not ended.is_set():
+            asked_to_move(cluster, "worker-0", "worker-1")
+            asked_to_move(cluster, "worker-1", "worker-0")
+
+    while (moved := metric(cluster, MOVED) - begun) < MOVES:
+        if moved >= MOVES / 10 and not held:
+            held.append((moved, engines_bytes()))
+        ended = Event()
+        mover = Thread(target=move_to_and_fro, args=(ended,))
+        mover.start()
+        try:
+            answers = stream_all(cluster, lambda _: None)
+        finally:
+            ended.set()
+            mover.join(120)
+        check_answers(answers, undisturbed)
+    ((moved_then, bytes_then),) = held
+    assert engines_bytes() - bytes_then < 1024 * (moved - moved_then)
+    cluster.eventually(
+        lambda: all(row["kv_blocks_free"] == row["kv_blocks_total"] for row in cluster.workers())
+    )

@@ -1,0 +1,154 @@
+"""Shipments between workers: KV that is right, blocks that are free afterwards, one owner."""
+
+import pytest
+
+from services.core.service import ServiceClass
+from services.core.shipments.outgoing import AT_ONCE
+from tests.support.shipping_world import BLOCK_SIZE, VOCABULARY, ShippingWorld, output_of
+
+CLASSES = (ServiceClass.STANDARD, ServiceClass.BATCH)
+
+
+def prompt(world: ShippingWorld, tokens: int) -> tuple[int, ...]:
+    return tuple(world.rng.randrange(VOCABULARY) for _ in range(tokens))
+
+
+def test_a_request_moves_and_runs_at_most_a_block_and_a_token_again() -> None:
+    world = ShippingWorld(1)
+    client = world.start("a", prompt(world, 40), 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 10)
+    order = world.ship("w0", "w1")
+    world.run_until(lambda: order in world.answers and client.worker == "w1")
+    ran = len(client.request.prompt_ids) + len(client.tokens) - 1
+    assert world.answers[order].moved == 1 and not world.answers[order].kept
+    world.finish()
+    assert client.tokens == output_of(client.request)
+    nodes = world.nodes
+    assert nodes["w0"].ran <= ran
+    assert nodes["w0"].ran + nodes["w1"].ran <= 40 + 60 - 1 + BLOCK_SIZE + 1
+    counts = nodes["w0"].machine.shipping.counts
+    assert (counts.shipped_total, counts.kept_total) == (1, 0)
+    assert counts.shipped_blocks_total >= 40 // BLOCK_SIZE
+    assert nodes["w1"].machine.shipping.counts.received_total == 1
+
+
+def test_blocks_that_the_target_has_are_not_sent() -> None:
+    world = ShippingWorld(2)
+    common = prompt(world, 40)
+    earlier = world.start("earlier", common, 1, "w1")
+    world.run_until(lambda: earlier.over)
+    client = world.start("a", common, 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    world.ship("w0", "w1")
+    world.run_until(lambda: client.worker == "w1")
+    assert world.nodes["w0"].machine.shipping.counts.shipped_blocks_total <= 60 // BLOCK_SIZE
+    world.finish()
+    assert client.tokens == output_of(client.request)
+
+
+def test_no_kv_is_shared_between_salts() -> None:
+    world = ShippingWorld(3)
+    common = prompt(world, 40)
+    client = world.start("a", common, 40, "w0", salt="one")
+    world.run_until(lambda: len(client.tokens) > 2)
+    world.ship("w0", "w1")
+    world.run_until(lambda: client.worker == "w1")
+    other = world.start("b", common, 10, "w1", salt="other")
+    world.finish()
+    assert other.tokens == output_of(other.request)
+
+
+def test_another_layout_is_refused_and_the_request_runs_on() -> None:
+    world = ShippingWorld(4, layouts=("one", "other"))
+    client = world.start("a", prompt(world, 40), 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    order = world.ship("w0", "w1")
+    world.run_until(lambda: order in world.answers)
+    answer = world.answers[order]
+    assert answer.moved == 0 and "another model" in answer.reason
+    world.finish()
+    assert client.worker == "w0" and client.tokens == output_of(client.request)
+
+
+def test_a_full_target_takes_none() -> None:
+    world = ShippingWorld(5, num_blocks=40)
+    world.start("there", prompt(world, 100), 50, "w1")
+    client = world.start("a", prompt(world, 60), 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 2 and world.clients["there"].tokens != [])
+    order = world.ship("w0", "w1")
+    world.run_until(lambda: order in world.answers)
+    assert "lacks free KV blocks" in world.answers[order].reason
+    assert client.worker == "w0"
+    world.finish()
+
+
+def test_a_request_moves_ten_times() -> None:
+    world = ShippingWorld(6, num_blocks=600)
+    client = world.start("a", prompt(world, 20), 1800, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    for turn in range(20_000):
+        if turn % 50 == 0 and client.moves < 10:
+            world.ship(client.worker, {"w0": "w1", "w1": "w0"}[client.worker])
+        world.turn()
+    assert client.moves == 10
+    world.finish()
+    assert client.tokens == output_of(client.request)
+
+
+def test_a_request_that_has_just_moved_stays_for_a_while() -> None:
+    world = ShippingWorld(7)
+    client = world.start("a", prompt(world, 20), 220, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    world.ship("w0", "w1")
+    world.run_until(lambda: client.worker == "w1")
+    arrived = len(client.tokens)
+    world.run_until(lambda: len(client.tokens) > arrived)
+    order = world.ship("w1", "w0")
+    assert world.answers[order].moved == 0 and client.worker == "w1"
+    world.finish()
+
+
+def test_an_order_moves_a_few_requests_at_a_time() -> None:
+    world = ShippingWorld(8, num_blocks=1200)
+    clients = [world.start(f"r{n}", prompt(world, 30), 400, "w0") for n in range(7)]
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    world.ship("w0", "w1", 6)
+    assert len(world.frames["w0", "w1"]) == AT_ONCE
+    world.run_until(lambda: "order-1" in world.answers)
+    answer = world.answers["order-1"]
+    assert answer.moved == sum(one.worker == "w1" for one in clients) == 6, answer
+    world.finish()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_moves_losses_aborts_and_pressure(seed: int) -> None:
+    world = ShippingWorld(seed, workers=3, num_blocks=(34, 48, 120)[seed % 3])
+    rng, names = world.rng, list(world.nodes)
+    begins = [prompt(world, 30), prompt(world, 24)]
+    for number in range(14):
+        begin = rng.choice(begins)[: rng.randrange(30)]
+        tokens = (*begin, *prompt(world, rng.randint(1, 20)))
+        salt = rng.choice(["", "", "s"])
+        world.start(f"r{number}", tokens, rng.randint(1, 60), rng.choice(names), salt, CLASSES)
+        for _ in range(rng.randrange(120)):
+            world.turn()
+        source, target = rng.sample(names, 2)
+        if rng.random() < 0.8:
+            world.ship(source, target, rng.randrange(3))
+        if rng.random() < 0.2:
+            world.part(*rng.sample(names, 2))
+        if rng.random() < 0.15:
+            world.abort(rng.choice([name for name in world.clients]))
+    world.finish()
+
+
+def test_random_worlds_do_move_requests() -> None:
+    """The property test above is about something."""
+    world = ShippingWorld(11, workers=3, num_blocks=120)
+    for number in range(10):
+        world.start(f"r{number}", prompt(world, 30), 60, f"w{number % 3}")
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    for source, target in (("w0", "w1"), ("w1", "w2"), ("w2", "w0")):
+        world.ship(source, target)
+    world.finish()
+    assert sum(client.moves for client in world.clients.values()) >= 5
