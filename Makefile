@@ -38,7 +38,7 @@ help:
 	@echo '                TESTS=       only these folders, files or tests'
 	@echo '                PYTEST_ARGS= more arguments for pytest   PYTEST_WORKERS=3'
 	@echo 'make trace-store-test  downloads a trace store, sends it traces of a cluster and reads them back'
-	@echo 'make client-tours  tests of clients of other projects, each in its own environment;'
+	@echo 'make client-tours  tests with clients and servers of other projects, each in its own environment;'
 	@echo '                downloads about 6 GiB in all. CLIENTS= only these: see docs/clients.md'
 	@echo 'make check    formatting, lint, types, import rules, contracts, generated files'
 	@echo 'make boards-check  queries of the Grafana boards on a loaded cluster and a real Prometheus'
@@ -76,7 +76,7 @@ trace-store-test:
 
 client-tours:
 	$(SETUP) test
-	@exec $(PYTHON) -m pytest -s tests/clients/test_clients.py -k "$(subst $(space), or ,$(strip $(CLIENTS)))"
+	@exec $(PYTHON) -m pytest -s tests/clients/test_clients.py tests/clients/test_upstreams.py -k "$(subst $(space), or ,$(strip $(CLIENTS)))"
 
 check:
 	$(SETUP) test --no-model

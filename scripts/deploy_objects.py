@@ -49,7 +49,10 @@ class Variant:
 
 
 CPU = Variant()
-FEATURES = ("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys", "batches")
+FEATURES = (
+    *("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys", "batches"),
+    "upstream",
+)
 VARIANTS = (
     CPU,
     Variant(device="gpu"),

@@ -23,6 +23,7 @@ Line = Sequence[str]
 MODELS = {
     EngineKind.TIDESERVE: f"{len(FAMILIES)} architectures, see below",
     EngineKind.VLLM: "text generation, as supported by vLLM",
+    EngineKind.OPENAI: "text generation, as served there; needs its tokenizer here",
 }
 STATES = {
     (EngineKind.TIDESERVE, "cpu"): "tested",
@@ -30,10 +31,11 @@ STATES = {
     (EngineKind.VLLM, "cpu"): "tested",
     (EngineKind.VLLM, "cuda"): "not run yet",
 }
+UPSTREAM_STATE = "see [upstreams](upstreams.md)"
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
     ("workers of tideserve's engine on GPUs", "first version: not run as a cluster yet"),
-    ("workers with vLLM", "never"),
+    ("workers with vLLM or in front of upstream servers", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
@@ -49,15 +51,19 @@ INTRODUCTION = (
 
 
 def engines() -> list[Line]:
-    """A line per engine and device."""
-    return [
+    """A line per engine and device, and a line for upstream servers."""
+    upstream = EngineKind.OPENAI
+    own = [kind for kind in EngineKind if kind is not upstream]
+    server = ("the server's", "the server's")
+    lines: list[Line] = [
         (
             *(f"`{kind}`", f"`{device}`", ", ".join(_dtypes(kind))),
             *(MODELS[kind], STATES[kind, device]),
         )
-        for kind in EngineKind
+        for kind in own
         for device in DEVICES
     ]
+    return [*lines, (f"`{upstream}`", *server, MODELS[upstream], UPSTREAM_STATE)]
 
 
 def _dtypes(kind: EngineKind) -> Iterator[str]:
@@ -113,7 +119,7 @@ def http_routes() -> list[Line]:
         *(("OpenAI", router) for router in batches_routes.routers(part, part, part)),
         ("Anthropic", messages.router(part, part)),
         ("vLLM", tokens.router(part, part, part)),
-        ("tideserve", operations.router(part, part, part, False)),
+        ("tideserve", operations.router(part, part, part, False, lambda: 0)),
     )
     return [
         (api, f"`{' '.join(sorted(route.methods or ()))} {route.path}`", _first_sentence(route))

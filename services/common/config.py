@@ -187,12 +187,12 @@ def build(cls: type[T], given: Mapping[str, SourcedValue], missing: Callable[[st
         ConfigError: on a missing key, a wrong type or a value out of range.
     """
     values = read_values(cls, given)
-    for key, setting in settings_of(cls).items():
-        if key not in given and setting.required:
-            raise ConfigError(f"configuration key '{key}' is {missing(key)}")
     # Explicit values take precedence over derived defaults.
     if (defaults_for := getattr(cls, "defaults_for", None)) is not None:
         values = defaults_for(values) | values
+    for key, setting in settings_of(cls).items():
+        if key not in values and setting.required:
+            raise ConfigError(f"configuration key '{key}' is {missing(key)}")
     try:
         return cls(**_arguments(cls, None, values))
     except ValueError as error:  # a dataclass of core rejects its values

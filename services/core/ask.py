@@ -44,7 +44,8 @@ class Ask:
     tokenized, `prompt_tokens` is an estimate, and the answer is a `Proceed` or a `Refusal`.
     `expected_tokens` is the client's estimate of its output tokens, 0 without. `fingerprint` is a
     hash of the client's request, by which its retries are recognised, 0 if unknown; `choice` is the
-    index among the choices of that request.
+    index among the choices of that request. `affinity` is a hash of the client's session, 0
+    without one: its requests prefer the same group among groups that are equal otherwise.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class Ask:
     expected_tokens: int = 0
     fingerprint: int = 0
     choice: int = 0
+    affinity: int = 0
 
 
 @dataclass(frozen=True, slots=True)

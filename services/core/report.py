@@ -45,7 +45,8 @@ class Load:
     started, `prefix_hits_total` those found. `preempted_iterations_total` counts batch-only
     iterations that were interrupted between layers, `resumed_iterations_total` how often such an
     iteration continued at its layer. `discarded_tokens_total` counts the tokens of interrupted
-    iterations that had to run again from the first layer.
+    iterations that had to run again from the first layer. `sequences_max`: most sequences that may
+    run and wait at once; 0: no limit but KV blocks.
     """
 
     running: int
@@ -65,6 +66,7 @@ class Load:
     preempted_iterations_total: int = 0
     resumed_iterations_total: int = 0
     discarded_tokens_total: int = 0
+    sequences_max: int = 0
     tokens: ClassTokens = field(default_factory=ClassTokens)
 
     @property
@@ -126,6 +128,8 @@ class EngineReport:
     of an online request until a batch-only iteration yielded to it.
     `cost_model` is the origin of its cost model: `paced`, `profile` (stored), `start` (measured at
     the start), `idle` (while idle), `load` (refined), or `none: REASON`; "" if it does not report.
+    `upstream` describes the server that runs the model instead of this worker, "" without one.
+    `outage`: human-readable reason why that server computes nothing; "" if it does.
     """
 
     load: Load
@@ -143,6 +147,8 @@ class EngineReport:
     deadlines: DeadlineUse = field(default_factory=DeadlineUse)
     preemption_s: Histogram = field(default_factory=Histogram)
     shipments: ShipmentCounts = field(default_factory=ShipmentCounts)
+    upstream: str = ""
+    outage: str = ""
 
 
 @dataclass(frozen=True, slots=True)

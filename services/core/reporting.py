@@ -180,12 +180,12 @@ def _is_tight(load: Load) -> bool:
 _BLOCK_FIELDS = attrgetter("kv_blocks_free", "kv_blocks_batch")
 _DISPATCH_FIELDS = attrgetter(
     *("running", "waiting", "kv_blocks_wanted", "kv_blocks_total", "batch_running"),
-    *("batch_waiting", "batch_yields", "prefill_tokens"),
+    *("batch_waiting", "batch_yields", "prefill_tokens", "sequences_max"),
     *("prefix_queries_total", "prefix_hits_total"),
 )
 """Fields of a load by which the scheduler assigns requests, except the blocks in use."""
 _GROUP_CHANGE_FIELDS = attrgetter(
-    *("incarnation", "pids", "engine_hung", "engine.epoch", "engine.unsettled"),
+    *("incarnation", "pids", "engine_hung", "engine.epoch", "engine.unsettled", "engine.outage"),
     *("engine.trouble", "engine.parameter_bytes", "engine.load.running", "engine.load.waiting"),
     *("engine.load.kv_blocks_wanted", "engine.load.kv_blocks_total"),
     *("engine.load.batch_running", "engine.load.batch_waiting", "engine.load.batch_yields"),

@@ -19,7 +19,6 @@ from services.common.open_files import open_files_max
 from services.common.process_metrics import service_registry
 from services.common.tracing import Tracer, tracing
 from services.common.transport import transport_of
-from services.core.service import ServiceClass
 from services.gateway.admin.port import AdminPort
 from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.connections import ClientConnections, limits_of
@@ -42,7 +41,7 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
 from services.gateway.model.served_model import ServedModel
-from services.gateway.parts import open_batches, open_model
+from services.gateway.parts import open_batches, open_cluster_metrics, open_model, service_policy
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder
@@ -51,11 +50,9 @@ from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.running import RunningRequests, internal_server
-from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.serving.serving import RequestServing
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
-from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
 # Maximum entries of the idempotency cache: cached responses and requests that still run.
@@ -239,7 +236,7 @@ class _Gateway:
                 lambda: self._view.max_model_len or model.context_tokens,
                 self._checker,
                 self._prefix_block_size,
-                ServicePolicy(class_targets(config.classes), ServiceClass(config.default_class)),
+                service_policy(config),
                 EarlyAsks(self._admission, config.model_name) if config.early_asks else None,
             ),
             choices=ChoiceRunner(
@@ -250,6 +247,7 @@ class _Gateway:
                 self._metrics,
                 stream_record,
                 config.resume_streams,
+                self._view.resumes_grammars,
             ),
             drain=self._drain,
             bodies=self._bodies,
@@ -286,6 +284,10 @@ class _Gateway:
             self._config.public_metrics,
             origins_of(self._config.cors_origins),
             self._batches,
+            open_cluster_metrics(
+                self._config, self._view, self._admission, self._transport.dial, self._store
+            ),
+            self._config.overloaded_status,
         )
         return HttpServer(app, self._tls, self._config.keep_alive_s, self._connections, "http")
 

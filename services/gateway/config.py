@@ -20,12 +20,18 @@ from services.core.setting import (
 )
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
-from services.gateway.tools.format import AUTO, ReasoningFormat, ToolFormat
+from services.gateway.tools.format import (
+    AUTO,
+    REASONING_FORMAT_ALIASES,
+    TOOL_FORMAT_ALIASES,
+    ReasoningFormat,
+    ToolFormat,
+)
 from services.gateway.vocabulary.class_targets import class_targets
 
 ADMIN_KEY_MIN = 16
-TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat))
-REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat))
+TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat), *TOOL_FORMAT_ALIASES)
+REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat), *REASONING_FORMAT_ALIASES)
 
 
 def exposure_warning(http_host: str, grpc_host: str | None, keyed: bool) -> str | None:
@@ -174,6 +180,28 @@ class GatewayConfig(ServiceConfig):
         (service_class.value for service_class in ServiceClass),
         "Service class of requests that do not select a class.",
     )
+    fairness_header: bool = option(
+        False,
+        "Whether the header x-gateway-inference-fairness-id, or llm-d's"
+        " x-llm-d-inference-fairness-id, names the tenant of requests without an API key, among"
+        " which the scheduler is fair. Only behind a proxy that sets it.",
+    )
+    session_affinity: bool = option(
+        True,
+        "Whether requests of the same session (prompt_cache_key, session_id or the header"
+        " x-session-id) prefer the same group among groups that are equal otherwise.",
+    )
+    messages_529: bool = option(
+        True,
+        "Whether /v1/messages answers overload with 529, as Anthropic does, instead of 503.",
+    )
+    cluster_metrics: bool = option(
+        False,
+        "Whether /metrics at the HTTP port also has sums over the workers of the model:"
+        " vllm:num_requests_running, vllm:num_requests_waiting, vllm:kv_cache_usage_perc and"
+        " vllm:cache_config_info with engine cluster. For scrapers that read this port only, as"
+        " they would count twice beside the workers' own metrics.",
+    )
     inflight_max: int = number(
         4096,
         "Maximum concurrent requests of the gateway; further requests get 503.",
@@ -283,6 +311,11 @@ class GatewayConfig(ServiceConfig):
     def batch_inflight_max(self) -> int:
         """Maximum concurrent requests of class batch."""
         return max(1, int(self.inflight_max * self.batch_inflight_part))
+
+    @property
+    def overloaded_status(self) -> int:
+        """HTTP status of overload in Anthropic's API."""
+        return 529 if self.messages_529 else 503
 
     @property
     def exposure(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Creates parts of the gateway from its configuration: the model, files and batches."""
+"""Creates parts of the gateway from its configuration, such as the model and batches."""
 
 import logging
 import os
@@ -9,10 +9,16 @@ from sqlalchemy.engine import make_url
 
 from services.common.errors import ConfigError
 from services.common.etcd import Store
+from services.common.grpc_client import Dial
+from services.core.service import ServiceClass
 from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.service import BatchService
 from services.gateway.batches.store import BatchStore
+from services.gateway.cluster.admission_client import AdmissionClient
+from services.gateway.cluster.cluster_client import ClusterClient
+from services.gateway.cluster.cluster_metrics import ClusterMetrics
+from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.config import GatewayConfig
 from services.gateway.http.line_door import LineDoor
 from services.gateway.http.openai import dialects_of
@@ -21,8 +27,10 @@ from services.gateway.keys.quotas import Quotas
 from services.gateway.model.sampling import PLAIN_DEFAULTS
 from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.records.request_record import StreamRecord
+from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
+from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
 
 log = logging.getLogger(__name__)
@@ -42,6 +50,26 @@ def open_model(config: GatewayConfig) -> ServedModel:
     if model.defaults != PLAIN_DEFAULTS:
         log.info("sampling defaults from generation_config.json: %s", model.defaults)
     return model
+
+
+def service_policy(config: GatewayConfig) -> ServicePolicy:
+    """How requests select their class, targets, tenant and session."""
+    return ServicePolicy(
+        class_targets(config.classes),
+        ServiceClass(config.default_class),
+        config.fairness_header,
+        config.session_affinity,
+    )
+
+
+def open_cluster_metrics(
+    config: GatewayConfig, view: ClusterView, admission: AdmissionClient, dial: Dial, store: Store
+) -> ClusterMetrics | None:
+    """The cluster's metrics for the HTTP port; None if the configuration turns them off."""
+    if not config.cluster_metrics:
+        return None
+    cluster = ClusterClient(view, dial, store).cluster
+    return ClusterMetrics(cluster, view, admission, config.model_name)
 
 
 def open_batches(

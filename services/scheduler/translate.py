@@ -50,29 +50,7 @@ def to_admit_event(
     """
     match frame.WhichOneof("body"):
         case "ask":
-            ask = frame.ask
-            return Asked(
-                request_id=ask.request_id,
-                model=ask.model,
-                prompt_tokens=ask.prompt_tokens,
-                max_tokens=ask.max_tokens,
-                failed=_to_failed(ask),
-                service=to_service(ask.service),
-                traceparent=ask.traceparent,
-                prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
-                resumed=ask.resumed,
-                alone=ask.alone,
-                avoided=tuple(ask.avoided_addresses),
-                avoided_s=ask.avoided_s,
-                excused_s=ask.excused_s,
-                estimated=ask.estimated,
-                expected_tokens=max(0, ask.expected_tokens),
-                fingerprint=ask.fingerprint,
-                choice=ask.choice,
-                now_s=now_s,
-                stream_id=stream_id,
-                waited_s=ask.waited_s,
-            )
+            return _to_asked(frame.ask, stream_id, now_s)
         case "withdraw":
             return Withdrawn(now_s, frame.withdraw.request_id)
         case "placed":
@@ -90,6 +68,32 @@ def to_admit_event(
             )
         case _:
             return None
+
+
+def _to_asked(ask: scheduler_pb2.Ask, stream_id: int, now_s: float) -> Asked:
+    return Asked(
+        request_id=ask.request_id,
+        model=ask.model,
+        prompt_tokens=ask.prompt_tokens,
+        max_tokens=ask.max_tokens,
+        failed=_to_failed(ask),
+        service=to_service(ask.service),
+        traceparent=ask.traceparent,
+        prefix=ThinHashes(ask.prefix_stride or THIN_STRIDE, tuple(ask.prefix_hashes)),
+        resumed=ask.resumed,
+        alone=ask.alone,
+        avoided=tuple(ask.avoided_addresses),
+        avoided_s=ask.avoided_s,
+        excused_s=ask.excused_s,
+        estimated=ask.estimated,
+        expected_tokens=max(0, ask.expected_tokens),
+        fingerprint=ask.fingerprint,
+        choice=ask.choice,
+        affinity=ask.affinity,
+        now_s=now_s,
+        stream_id=stream_id,
+        waited_s=ask.waited_s,
+    )
 
 
 def _to_failed(ask: scheduler_pb2.Ask) -> FailedAssignment | None:

@@ -1,5 +1,6 @@
 """Configuration of a worker: model, engine, device, memory, limits."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from services.core.queue_order import Scheduling
 from services.core.setting import (
     choice,
     device_name,
+    mapping,
     nested,
     number,
     option,
@@ -23,11 +25,20 @@ from services.core.setting import (
     size,
     tcp_port,
 )
+from services.worker.engine_args import devices_of, normalized
 
+# Scheme, host and port.
+UPSTREAM_URL = re.compile(r"https?://[^/?#\s]+/?")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
 OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
+# Options that only vLLM supports.
+VLLM_OPTIONS = ("engine_args", "engine_python")
+# Options of `engine: openai`; each is empty or None if unset.
+UPSTREAM_OPTIONS = ("upstream_url", "upstream_model", "upstream_key_file", "upstream_kv_tokens")
+# An upstream server's own limits apply, and none of this machine's memory.
+UPSTREAM_DEFAULTS: Mapping[str, int] = {**GPU_LIMITS, "memory_bytes": 1}
 # vLLM's kernels for CPUs need blocks of a multiple of 32 tokens.
 VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
@@ -74,14 +85,41 @@ class WorkerConfig(ServiceConfig):
     engine: str = choice(
         "tideserve",
         EngineKind,
-        "Engine that runs the model: tideserve's own, or vLLM in its own Python environment. A"
-        " vLLM worker never merges or drops layers.",
+        "Engine that runs the model: tideserve's own, vLLM in its own Python environment, or"
+        " openai: a server with OpenAI's API that runs already, at `upstream_url`. Only workers"
+        " with tideserve's engine merge and drop layers.",
     )
     engine_python: Path | None = option(
         None,
         "Python interpreter of vLLM's environment; `tideserve engine install vllm` creates it and"
         " prints the path.",
         default_text="none; required for `engine: vllm`",
+    )
+    engine_args: dict[str, Any] = mapping(
+        "Further engine arguments of vLLM by their names there, such as {tensor_parallel_size: 2,"
+        " quantization: fp8}; vLLM's own parser checks them before the model is loaded."
+    )
+    upstream_url: str = option(
+        "",
+        "Address of the server for `engine: openai`, without a path, such as http://host:8000.",
+    )
+    upstream_model: str = option(
+        "", "Name of the model at that server; empty: `model_name`, or the server's only model."
+    )
+    upstream_key_file: Path | None = option(None, "File with the API key of that server.")
+    upstream_kv_tokens: int | None = number(
+        None,
+        "KV cache of that server, in tokens.",
+        minimum=1,
+        maximum=2**40,
+        default_text="what its /metrics export, else room for `max_running` requests of the"
+        " longest length",
+    )
+    upstream_wait_s: float = number(
+        180.0,
+        "Seconds that a request waits for a server that is gone or full.",
+        minimum=0,
+        maximum=86400,
     )
     location: str = option(
         "",
@@ -213,6 +251,8 @@ class WorkerConfig(ServiceConfig):
         defaults: dict[str, Any] = {}
         if given.get("engine") == EngineKind.VLLM:
             defaults = dict(VLLM_DEFAULTS)
+        elif given.get("engine") == EngineKind.OPENAI:
+            defaults = dict(UPSTREAM_DEFAULTS)
         elif given.get("device", "cpu") != "cpu":
             defaults = dict(GPU_LIMITS)
         usual = IterationConfig()
@@ -226,6 +266,16 @@ class WorkerConfig(ServiceConfig):
         return defaults
 
     @property
+    def engine_devices(self) -> int:
+        """Devices of the worker: `device` and those that follow it."""
+        return devices_of(self.vllm_arguments)
+
+    @property
+    def vllm_arguments(self) -> dict[str, Any]:
+        """`engine_args` with underscores in names."""
+        return normalized(self.engine_args)
+
+    @property
     def location_parts(self) -> tuple[str, ...]:
         """The parts of `location`, from widest to narrowest."""
         return tuple(part for part in self.location.split("/") if part)
@@ -237,10 +287,9 @@ class WorkerConfig(ServiceConfig):
             self._check_slo_options()
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
-        elif self.engine_python is not None:
-            raise ConfigError(
-                "'engine_python' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
-            )
+        else:
+            self._refuse_vllm_options()
+        self._check_upstream()
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
@@ -253,7 +302,44 @@ class WorkerConfig(ServiceConfig):
                 " 'scheduling' to 'slo'"
             )
 
+    def _refuse_vllm_options(self) -> None:
+        for name in VLLM_OPTIONS:
+            if getattr(self, name):
+                raise ConfigError(
+                    f"'{name}' requires `engine: vllm`; remove it, or set 'engine' to 'vllm'"
+                )
+
+    def _check_upstream(self) -> None:
+        if self.engine != EngineKind.OPENAI:
+            for name in UPSTREAM_OPTIONS:
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"'{name}' requires `engine: openai`; remove it, or set 'engine' to"
+                        " 'openai'"
+                    )
+            return
+        if not UPSTREAM_URL.fullmatch(self.upstream_url):
+            raise ConfigError(
+                f"'upstream_url' is '{self.upstream_url}', but with `engine: openai` must be the"
+                " address of a server without a path, such as http://host:8000"
+            )
+        self._check_own_options("an upstream server")
+
+    def _check_own_options(self, engine: str) -> None:
+        """Reject options that only tideserve's own engine supports."""
+        for name in OWN_ENGINE_OPTIONS:
+            if getattr(self, name) not in (None, 0):
+                raise ConfigError(
+                    f"'{name}' has no effect with {engine}; remove it, or set 'engine' to"
+                    " 'tideserve'"
+                )
+
     def _check_vllm(self) -> None:
+        if self.engine_devices > 1 and self.device == "cuda":
+            raise ConfigError(
+                "'engine_args' asks for several devices, but 'device' is cuda without a number; set"
+                " 'device' to the first of them, such as cuda:0"
+            )
         if self.engine_python is None:
             raise ConfigError(
                 "'engine' is vllm, which requires 'engine_python': run `tideserve engine install"
@@ -268,8 +354,4 @@ class WorkerConfig(ServiceConfig):
             raise ConfigError(
                 "'dtype' is float64, which vLLM does not support; choose bfloat16 or float32"
             )
-        for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) not in (None, 0):
-                raise ConfigError(
-                    f"'{name}' has no effect with vLLM; remove it, or set 'engine' to 'tideserve'"
-                )
+        self._check_own_options("vLLM")

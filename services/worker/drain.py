@@ -14,28 +14,20 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-import grpc
-import grpc.aio
-
 from services.common.clock import monotonic_s
-from services.common.grpc_client import Dial
-from services.common.membership import Directory, Registration
-from services.common.push import keep_pushing
+from services.common.membership import Registration
 from services.common.timeouts import timeout
-from services.core.report import EngineReport, OtherRoom
+from services.core.report import EngineReport
 from services.worker.engine_client import EngineClient
 from services.worker.group_view import GroupView, Place
 from services.worker.member.servicer import MemberServicer
+from services.worker.request_returns import RequestReturns
 from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
-from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 UNUSED_S = 1.0
 """A member of a merged group may leave if it was unused for this long, which is longer than the
 interval of the engine's reports."""
-ROOM_INTERVAL_S = 0.1
-"""Interval at which the scheduler is asked for room in other groups."""
-ROOM_TIMEOUT_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +43,7 @@ class WorkerDrain:
         requests: WorkerServicer,
         registration: Registration,
         record: record_pb2.WorkerRecord,
-        services: Directory[record_pb2.ServiceRecord],
-        dial: Dial,
+        returns: RequestReturns,
     ) -> None:
         """`record` is the record in `registration`, shared with others that change it."""
         self._engine = engine
@@ -61,8 +52,7 @@ class WorkerDrain:
         self._requests = requests
         self._registration = registration
         self._record = record
-        self._services = services
-        self._dial = dial
+        self._returns = returns
         self._progressed = asyncio.Event()
 
     def note_progress(self) -> None:
@@ -80,9 +70,7 @@ class WorkerDrain:
 
     async def move_requests(self, deadline_s: float) -> None:
         """Return requests until none is active here, but not beyond `deadline_s`."""
-        returning = asyncio.create_task(
-            keep_pushing(self._services, "scheduler", self._return_requests, self._dial)
-        )
+        returning = asyncio.create_task(self._returns.run())
         try:
             async with self._published_draining(), timeout(deadline_s - monotonic_s()):
                 await self._requests.wait_idle()
@@ -91,25 +79,6 @@ class WorkerDrain:
         finally:
             returning.cancel()
             await asyncio.gather(returning, return_exceptions=True)
-
-    async def _return_requests(self, channel: grpc.aio.Channel) -> None:
-        """Let the engine return requests whenever other groups have room, until cancelled."""
-        scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        request = scheduler_pb2.FindRoomRequest(
-            worker_id=self._record.worker_id, model=self._record.model
-        )
-        while True:
-            try:
-                answer = await scheduler.FindRoom(request, timeout=ROOM_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                    raise
-                log.info("the scheduler is of an older version: requests finish here")
-                await asyncio.Event().wait()
-            else:
-                room = OtherRoom(answer.longest_tokens, tuple(answer.group_tokens))
-                await self._engine.return_requests(room)
-            await asyncio.sleep(ROOM_INTERVAL_S)
 
     async def end_requests(self, deadline_s: float) -> None:
         """Wait until no request is active here, but not beyond `deadline_s`."""

@@ -59,6 +59,8 @@ def engine_command(config: WorkerConfig) -> list[str]:
     if config.engine == EngineKind.VLLM:
         # -P: keep the script's folder off sys.path, so that its files shadow no modules.
         return [str(config.engine_python), "-P", str(VLLM_ENGINE)]
+    if config.engine == EngineKind.OPENAI:
+        return [sys.executable, "-m", "services.worker.openai_engine"]
     return [sys.executable, "-m", "services.worker.engine"]
 
 
@@ -68,27 +70,28 @@ def engine_environment(
     """The environment variables of the engine process, based on the inherited variables."""
     # Remove tideserve's variables: the engine reads its configuration, without secrets, from stdin.
     kept = {key: value for key, value in inherited.items() if not key.startswith(PREFIX)}
+    if config.engine == EngineKind.OPENAI:
+        return kept
     if config.engine == EngineKind.VLLM:
         assert config.engine_python is not None
         on_cpu = config.device == "cpu"
-        visible = kept | _one_gpu(config.device, kept)
+        visible = kept | _own_gpus(config.device, config.engine_devices, kept)
         return vllm_environment(visible, config.engine_python, config.threads, on_cpu)
     allocator = {} if config.device == "cpu" else ALLOCATOR
     return allocator | kept | {"OMP_NUM_THREADS": str(config.threads)}
 
 
-def _one_gpu(device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """`CUDA_VISIBLE_DEVICES` with only the GPU of `cuda:N`, because vLLM uses the first GPU."""
+def _own_gpus(device: str, count: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """`CUDA_VISIBLE_DEVICES` with `cuda:N` and the GPUs after it, because vLLM uses the first."""
     number = device.partition(":")[2]
     if not number:
         return {}
     visible_gpus = inherited.get(VISIBLE_GPUS_VARIABLE, "").split(",")
-    chosen = (
-        visible_gpus[int(number)]
-        if int(number) < len(visible_gpus) and visible_gpus != [""]
-        else number
-    )
-    return {VISIBLE_GPUS_VARIABLE: chosen}
+    first = int(number)
+    chosen = list(map(str, range(first, first + count)))
+    if first + count <= len(visible_gpus) and visible_gpus != [""]:
+        chosen = visible_gpus[first : first + count]
+    return {VISIBLE_GPUS_VARIABLE: ",".join(chosen)}
 
 
 SEND_TIMEOUT_S = 5.0

@@ -26,6 +26,7 @@ from services.worker.identity import registration_conditions
 from services.worker.ipc import EngineReady, Progress
 from services.worker.member.servicer import MemberServicer
 from services.worker.reporter import ReportSender
+from services.worker.request_returns import RequestReturns
 from services.worker.servicer import WorkerServicer
 from tideserve.common.v1 import record_pb2
 from tideserve.worker.v1 import worker_pb2_grpc
@@ -123,22 +124,20 @@ class EngineServing:
             self._groups.traceparent_of,
         )
         self._participant = EngineParticipant(
-            name,
-            engine,
-            facts,
-            record.address,
-            self._reporter.note_change,
-            self._requests.abort_all,
+            *(name, engine, facts, record.address),
+            *(self._reporter.note_change, self._requests.abort_all),
         )
         state = MemberState(name, incarnation)
         self._member = MemberServicer(state, self._participant, lambda: self._groups.groups)
         self._record = record
-        path, lease_s = f"{WORKERS}{name}", config.lease_ttl_s
         claim = partial(registration_conditions, store, state)
-        self._registration = Registration(store, path, record, lease_s, claim)
+        self._registration = Registration(
+            store, f"{WORKERS}{name}", record, config.lease_ttl_s, claim
+        )
+        self._returns = RequestReturns(engine, record, self._services, dial)
         self._drain = WorkerDrain(
             *(engine, self._groups, self._member, self._requests),
-            *(self._registration, record, self._services, dial),
+            *(self._registration, record, self._returns),
         )
 
     @property
@@ -184,6 +183,7 @@ class EngineServing:
                     self._reporter.run(),
                     self._requests.run(),
                     self._publish_costs(),
+                    self._returns.run_in_outages(),
                 )
             ]
             registering = tasks.create_task(self._registration.run())
@@ -226,6 +226,7 @@ class EngineServing:
         # gateway, can use the capacity that its last request has freed.
         self._reporter.note_evicted(progress.dropped_prefixes)
         self._stranded_watch.note(progress.report)
+        self._returns.note(progress.report)
         self._reporter.note_change()
         self._requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left

@@ -380,10 +380,22 @@ async def test_status_metrics_and_probes(case: Case) -> None:
     # Each process tells of itself only, so that sums over all are right.
     assert "num_requests_running" not in metrics
     assert "tideserve_worker_" not in metrics
-    for path in ("/live", "/ready", "/health"):
+    for path in ("/live", "/ready", "/health", "/ping"):
         assert (await case.http.get(path)).status_code == 200
+    assert (await case.http.post("/ping")).content == b""
+    assert (await case.http.get("/load")).json() == {"server_load": 0}
     description = (await case.http.get("/openapi.json")).json()
     assert "/v1/chat/completions" in description["paths"]
+
+
+@pytest.mark.gateway(cluster_metrics=True)
+async def test_a_single_port_may_export_the_load_of_the_cluster(case: Case) -> None:
+    await eventually(case.ready)
+    lines = (await case.http.get("/metrics")).text.splitlines()
+
+    assert 'vllm:num_requests_running{engine="cluster",model_name="m"} 0.0' in lines
+    assert 'vllm:kv_cache_usage_perc{engine="cluster",model_name="m"} 0.5' in lines
+    assert "tideserve_gateway_ready 1.0" in lines
 
 
 async def test_head_on_every_route_that_has_get(case: Case) -> None:
@@ -407,12 +419,12 @@ async def test_head_on_every_route_that_has_get(case: Case) -> None:
 @pytest.mark.gateway(api_key="secret")
 async def test_a_key_guards_every_route_but_the_probes(case: Case) -> None:
     assert (await case.complete(max_tokens=1)).status_code == 200
-    paths = ("/v1/models", "/metrics", "/openapi.json", "/nowhere")
+    paths = ("/v1/models", "/load", "/metrics", "/openapi.json", "/nowhere")
     for given in ("", "Bearer", "Bearer wrong", "secret", "Basic secret"):
         for path in paths:
             answer = await case.http.get(path, headers={"authorization": given})
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/live", "/ready", "/health"):
+        for path in ("/live", "/ready", "/health", "/ping"):
             answer = await case.http.get(path, headers={"authorization": given})
             assert answer.status_code == 200

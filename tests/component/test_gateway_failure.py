@@ -439,6 +439,7 @@ async def test_groups_of_another_model_do_not_make_it_ready(case: Case, store: S
     assert state["missing"] == ["no group of the model is stable"]
     assert state["groups_serving"] == 0
     assert (await case.http.get("/health")).status_code == 503
+    assert (await case.http.get("/ping")).status_code == 503
     metrics = (await case.http.get("/metrics")).text
     assert 'tideserve_gateway_groups_serving{model_name="m"} 0.0' in metrics
 

@@ -309,8 +309,16 @@ async def test_what_is_not_there(
 async def test_a_full_cluster_is_overloaded(case: Case) -> None:
     case.refuse(message="because", retry_after_s=2.5)
     answer = await send(case, stream=True)
-    assert answer.status_code == 503 and 3 <= int(answer.headers["retry-after"]) <= 5
+    assert answer.status_code == 529 and 3 <= int(answer.headers["retry-after"]) <= 5
     assert answer.json()["error"] == {"type": "overloaded_error", "message": "because"}
+
+
+@pytest.mark.gateway(messages_529=False)
+async def test_a_full_cluster_may_answer_503(case: Case) -> None:
+    case.refuse(message="because", retry_after_s=2.5)
+    answer = await send(case)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "overloaded_error"
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(case: Case) -> None:

@@ -261,3 +261,49 @@ async def test_other_losses_do_not_make_a_request_run_alone(case: Case) -> None:
         worker.fails_after = 2
     assert (await case.complete(max_tokens=9)).status_code == 200
     assert not any(ask.alone for ask in case.cluster.scheduler.asks)
+
+
+VLLM = {"workers": 2, "capabilities": ["generate", "engine:vllm"]}
+
+
+@pytest.mark.gateway(**VLLM)
+async def test_a_grammar_that_no_engine_can_resume_starts_again(case: Case) -> None:
+    alive, dying = case.cluster.workers
+    dying.pause_at = 5
+    fields = {"guided_regex": "[a-z]*", "max_tokens": TOKENS, "logprobs": 1}
+    asking = asyncio.create_task(case.complete(**fields))
+    await lose(case, 1, 5)
+    answer = (await asking).json()
+
+    (start,), asks = alive.starts, case.cluster.scheduler.asks
+    assert not start.output_ids and start.sampling.HasField("grammar")
+    assert [ask.resumed for ask in asks] == [False, False]
+    assert asks[0].request_id == asks[1].request_id
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT[:TOKENS], "length")
+    assert len(choice["logprobs"]["tokens"]) == TOKENS == answer["usage"]["completion_tokens"]
+
+
+@pytest.mark.gateway(**VLLM)
+@pytest.mark.parametrize("fields", [{}, {"guided_regex": "[a-z]*", "stream": True}])
+async def test_what_can_be_resumed_or_was_delivered_does_not_start_again(
+    case: Case, fields: dict[str, Any]
+) -> None:
+    alive, dying = case.cluster.workers
+    dying.pause_at = 5
+    asking = asyncio.create_task(case.complete(max_tokens=TOKENS, **fields))
+    await lose(case, 1, 5)
+    await asking
+
+    assert len(alive.starts[0].output_ids) == 5
+
+
+@pytest.mark.gateway(workers=2)
+async def test_a_grammar_resumes_where_engines_can(case: Case) -> None:
+    alive, dying = case.cluster.workers
+    dying.pause_at = 5
+    asking = asyncio.create_task(case.complete(max_tokens=TOKENS, guided_regex="[a-z]*"))
+    await lose(case, 1, 5)
+    await asking
+
+    assert len(alive.starts[0].output_ids) == 5

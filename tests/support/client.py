@@ -45,10 +45,11 @@ async def stream_completion(
     ignore_eos: bool = False,
     on_chunk: Callable[[int], Awaitable[None]] | None = None,
     model: str | None = None,
+    api_key: str = "none",
     **options: Any,
 ) -> Answer:
     """Stream a completion to its end; `on_chunk` is awaited with the number of chunks so far."""
-    async with open_client(url) as client, _explained():
+    async with open_client(url, api_key) as client, _explained():
         if model is None:
             model = (await client.models.list()).data[0].id
         stream = await client.completions.create(

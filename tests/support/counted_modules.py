@@ -63,7 +63,11 @@ class CountedModules:
         level: int = 0,
     ) -> ModuleType:
         if name.startswith(self._prefix) and fromlist:
-            return self.module(name)
+            made = self.module(name)
+            for part in fromlist:
+                if not hasattr(made, part) and find_spec(f"{name}.{part}") is not None:
+                    setattr(made, part, self.module(f"{name}.{part}"))
+            return made
         return __import__(name, globals, locals, fromlist, level)
 
     def _call(self, function: Any, *args: Any, **fields: Any) -> Any:

@@ -137,16 +137,19 @@ class FakeSocket:
 
 
 class AdapterOnTest:
-    """An adapter that runs, between a servicer and a vLLM that are the test itself."""
+    """An adapter that runs, between a servicer and a vLLM that are the test itself.
 
-    def __init__(self, max_waiting: int = 100) -> None:
+    `opened`: another engine than that vLLM.
+    """
+
+    def __init__(self, max_waiting: int = 100, opened: OpenedEngine | None = None) -> None:
         self.llm = FakeAsyncLLM()
         self.stats = StepStats()
         self.socket = FakeSocket()
         self.now_s = 0.0
-        opened = OpenedEngine(self.llm, FACTS, self.stats, dict, (Invalid,), (Transient,), (Dead,))
+        fake = OpenedEngine(self.llm, FACTS, self.stats, dict, (Invalid,), (Transient,), (Dead,))
         config = IterationConfig(max_waiting=max_waiting)
-        adapter = VllmAdapter("w0", config, opened, self.socket, lambda: self.now_s)
+        adapter = VllmAdapter("w0", config, opened or fake, self.socket, lambda: self.now_s)
         self.running = asyncio.create_task(adapter.run())
 
     async def close(self) -> None:

@@ -132,16 +132,18 @@ async def gateway_case(
     max_model_len: int = 256,
     sent_key: str | None = None,
     template: str = CHAT_TEMPLATE,
+    capabilities: Sequence[str] = ("generate", "parameter_drop"),
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
     """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`.
 
-    `template`: the chat template of the model.
+    `template`: the chat template of the model. `capabilities`: those of the workers.
 
     With a certificate only `http` of the clients is secure.
     """
     write_model_folder(model_dir, template=template)
-    async with fake_cluster(store, endless, workers, max_model_len=max_model_len) as cluster:
+    record = {"max_model_len": max_model_len, "capabilities": capabilities}
+    async with fake_cluster(store, endless, workers, **record) as cluster:
         fields = {"expected_workers": workers} | config_fields
         async with gateway_before(cluster, model_dir, sent_key, **fields) as case:
             yield case

@@ -27,6 +27,7 @@ def load_reported(
     batch_waiting: int = 0,
     batch_blocks: int = 0,
     batch_yields: bool = False,
+    most: int = 0,
 ) -> LoadReported:
     """The event of a load report."""
     load = Load(
@@ -42,6 +43,7 @@ def load_reported(
         batch_waiting=batch_waiting,
         kv_blocks_batch=batch_blocks,
         batch_yields=batch_yields,
+        sequences_max=most,
     )
     report = LoadReport(
         worker_id, incarnation, number, epoch, load, received, dropped, dropped_total

@@ -79,11 +79,11 @@ def make_tiny_model(
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.save_pretrained(model_dir)
-    _write_tokenizer(model_dir, vocab)
+    write_tokenizer(model_dir, vocab)
     return model_dir
 
 
-def _write_tokenizer(model_dir: Path, vocab: int) -> None:
+def write_tokenizer(model_dir: Path, vocab: int) -> None:
     """A byte-level tokenizer: one token a byte; the ids above decode to short words."""
     tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [f"Ġword{number}" for number in range(vocab - len(tokens))]

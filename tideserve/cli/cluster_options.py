@@ -47,7 +47,11 @@ CONFIGS: Mapping[str, type[ServiceConfig]] = {
     "worker": WorkerConfig,
 }
 SETTINGS = {name: settings_of(config) for name, config in CONFIGS.items()}
-READY_TIMEOUTS_S = {EngineKind.TIDESERVE: 600.0, EngineKind.VLLM: 1800.0}
+READY_TIMEOUTS_S = {
+    EngineKind.TIDESERVE: 600.0,
+    EngineKind.VLLM: 1800.0,
+    EngineKind.OPENAI: 600.0,
+}
 TORCH_THREADS_MIN = 8
 """Threads of torch that match the compiled kernels on a single thread. Two threads of torch took
 2.6 times as long for a prompt and 3.6 times for a token (bfloat16, EPYC of family 26)."""
@@ -108,6 +112,17 @@ class ClusterOptions:
         "engine_python",
         MODEL,
         default_text="the Python of `tideserve engine install vllm`",
+    )
+    upstream: tuple[str, ...] = option(
+        (),
+        "Address of a server with OpenAI's API that runs already, such as http://host:8000, instead"
+        " of workers that run the model; repeat it for several. See docs/upstreams.md.",
+        default_text="none",
+        panel=MODEL,
+    )
+    upstream_model: str | None = _of("upstream_model", MODEL)
+    upstream_key_file: Path | None = _of(  # noqa: RUF009  # it makes a field
+        "upstream_key_file", MODEL
     )
     workers: int = number(
         DEFAULT_WORKERS,
@@ -220,6 +235,8 @@ def read_options(
     check_keys(flags, list(settings_of(ClusterOptions)), COMMAND_LINE)
     given |= {key: SourcedValue(v, COMMAND_LINE) for key, v in flags.items() if v is not None}
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
+    if options.upstream:
+        options = _with_upstreams(options, given)
     if options.paced is not None:
         options = replace(options, paced=profile_name(options.paced))
     if options.etcd is None and options.etcd_access("").keys() - {"etcd_url", "etcd_prefix"}:
@@ -231,6 +248,18 @@ def read_options(
         _check_section(getattr(options, section), section, path)
     _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
+
+
+def _with_upstreams(options: ClusterOptions, given: Mapping[str, SourcedValue]) -> ClusterOptions:
+    """The options with a worker for each upstream server. Raises ConfigError."""
+    implied = replace(options, engine=EngineKind.OPENAI, workers=len(options.upstream))
+    for key in ("engine", "workers"):
+        if key in given and getattr(options, key) != getattr(implied, key):
+            raise ConfigError(
+                f"'{key}' is {getattr(options, key)}, but with these upstream servers it is"
+                f" {getattr(implied, key)}; remove it"
+            )
+    return implied
 
 
 def _given_in(path: Path) -> dict[str, SourcedValue]:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -71,7 +71,9 @@ def option_command(flags: Flags, narrowed: Narrowed | None = None) -> type[Typer
             return super().get_params(ctx)
 
         def invoke(self, ctx: Any) -> Any:
-            ctx.obj = {name: ctx.params.pop(name) for name in _complete(self, flags)}
+            given = {name: ctx.params.pop(name) for name in _complete(self, flags)}
+            # typer's value of an absent repeatable flag is empty.
+            ctx.obj = {name: None if value == () else value for name, value in given.items()}
             return super().invoke(ctx)
 
     return OptionCommand
@@ -129,4 +131,6 @@ def _annotation(option: "Setting", flags: Flags) -> Any:
     # Sizes (with units) and enum names stay text here; the configuration reader parses them.
     kinds = () if option.metadata.get("size") else option.kinds
     kind: Any = next((kind for kind in (int, float, Path) if kind in kinds), str)
+    if any(get_origin(kind) is tuple for kind in option.kinds):
+        kind = list[str]
     return Annotated[kind | None, info]

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.config import plain
 from services.common.setting import settings_of
+from services.worker.engine_args import devices_of, normalized
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions, with_absolute_paths
 
 
@@ -58,9 +59,10 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "batch_store": placement.batch_dir and f"sqlite:///{placement.batch_dir}/batches.db",
         },
     }
-    for name in worker_names(options.workers):
+    for index, name in enumerate(worker_names(options.workers)):
         settled[name] = model | {
-            "memory_bytes": options.memory,
+            "memory_bytes": None if options.upstream else options.memory,
+            "upstream_url": options.upstream[index] if options.upstream else None,
             "threads": options.threads_per_worker,
             "worker_id": name,
             "metrics_port": ports.get(name),
@@ -75,7 +77,9 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
         chosen = with_absolute_paths(options.services | getattr(options, section))
         config = {key: value for key, value in derived.items() if value is not None} | chosen
         if section == "worker" and config.get("device") == "cuda":
-            config["device"] = "cuda:" + name.rpartition("-")[2]
+            # A worker uses the devices from this one on.
+            count = devices_of(normalized(config.get("engine_args", {})))
+            config["device"] = f"cuda:{int(name.rpartition('-')[2]) * count}"
         configs[name] = config
     return configs
 

@@ -16,6 +16,7 @@ from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import CommandError, Unreachable
 from tideserve.cli.host import disk_faults
 from tideserve.cli.processes import process_faults
+from tideserve.cli.upstream_status import outage_lines, upstream_lines
 
 INDENT = " " * 10
 # Causes whose name on the wire does not explain itself.
@@ -158,12 +159,8 @@ def _print(status: Mapping[str, Any], why: bool) -> None:
             f" {escape(device)}[/]",
             soft_wrap=True,
         )
-    for engine, workers in foreign_engines(status).items():
-        console.print(
-            f"{escape(engine)} runs the model of {escape(workers)}, which never merge or drop"
-            " layers",
-            soft_wrap=True,
-        )
+    for line in engine_lines(status):
+        console.print(escape(line), soft_wrap=True)
     for line in trouble_lines(status):
         console.print(f"[yellow]! {escape(line)}[/]", soft_wrap=True)
 
@@ -231,7 +228,8 @@ def draining_lines(status: Mapping[str, Any]) -> list[str]:
 def trouble_lines(status: Mapping[str, Any]) -> list[str]:
     """Sentences for warnings: models that need workers, settings, services that do not answer."""
     messages = [*(status.get("warnings") or []), *(status.get("errors") or [])]
-    return [*shortfall_lines(status), *cost_lines(status), *map(str, messages)]
+    lines = [*shortfall_lines(status), *outage_lines(status), *cost_lines(status)]
+    return [*lines, *map(str, messages)]
 
 
 def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
@@ -358,10 +356,20 @@ def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
     return _workers_by(status, "paced")
 
 
+def engine_lines(status: Mapping[str, Any]) -> list[str]:
+    """A sentence for each other engine, and for each worker in front of an upstream server."""
+    others = [
+        f"{engine} runs the model of {workers}, which never merge or drop layers"
+        for engine, workers in foreign_engines(status).items()
+    ]
+    return [*upstream_lines(status), *others]
+
+
 def foreign_engines(status: Mapping[str, Any]) -> dict[str, str]:
-    """Ids of the workers whose engine is not tideserve's own, by engine."""
+    """Ids of the workers that run the model with another engine than tideserve's, by engine."""
+    shown = (EngineKind.TIDESERVE, EngineKind.OPENAI)
     by_engine = _workers_by(status, "engine")
-    return {engine: ids for engine, ids in by_engine.items() if engine != EngineKind.TIDESERVE}
+    return {engine: ids for engine, ids in by_engine.items() if engine not in shown}
 
 
 def _workers_by(status: Mapping[str, Any], key: str) -> dict[str, str]:

@@ -55,6 +55,7 @@ from tideserve.cli.report import Report
 from tideserve.cli.service_config import Placement, service_configs, worker_names
 from tideserve.cli.stop_signals import StopRequested, StopSignals
 from tideserve.cli.upkeep import Upkeep
+from tideserve.cli.upstream_model import model_folder, read_key, upstream_model
 from tideserve.cli.vllm_install import chosen_python
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Up:
         self.admin_port: int | None = None
         self.grpc_port: int | None = None
         self.engine_python: Path | None = None
+        self._upstream_name = ""
         self._held_ports: list[socket.socket] = []
         self._etcd_claim = 0  # lease, while this cluster starts with a given etcd
         self._gateway_config: dict[str, Any] = {}
@@ -138,7 +140,7 @@ class Up:
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
-        memory_bytes = self.options.memory * self.options.workers
+        memory_bytes = 0 if self.options.upstream else self.options.memory * self.options.workers
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
@@ -210,6 +212,8 @@ class Up:
 
     def _resolve_model(self) -> Path:
         options = self.options
+        if options.upstream:
+            return self._resolve_upstream_model()
         title = f"Model {options.model or '(default)'}"
         with self.report.step(title), unusable(ModelUnavailable):
             model_dir = resolve_model(
@@ -218,6 +222,16 @@ class Up:
             if options.load_format != DUMMY:
                 check_memory(model_dir, options.memory, options.dtype)
         return model_dir
+
+    def _resolve_upstream_model(self) -> Path:
+        options = self.options
+        key = read_key(options.upstream_key_file)
+        with self.report.step("Model of the upstream servers"), unusable(ModelUnavailable):
+            model = upstream_model(options.upstream, key, options.upstream_model)
+            self._upstream_name = model.name
+            if options.model:
+                return resolve_model(options.model, cache_root(), self.report.line, DUMMY)
+            return model_folder(model, self.report.line)
 
     def _start(self, model_dir: Path) -> None:
         self.folder.rotate_logs()
@@ -228,7 +242,9 @@ class Up:
             self._start_etcd()
         placement = Placement(
             model_dir=model_dir,
-            model_name=self.options.model_name or name_of(self.options.model, model_dir),
+            model_name=self.options.model_name
+            or self._upstream_name
+            or name_of(self.options.model, model_dir),
             etcd_url=self.etcd_url,
             run_dir=self.run_dir,
             profile_dir=cache_root() / PROFILES,
@@ -370,12 +386,7 @@ class Up:
                 ("URL", f"{self.url}/v1"),
                 *([("gRPC", self.grpc_target)] if self.grpc_target else []),
                 ("Model", self.model_name),
-                (
-                    "Workers",
-                    f"{self.options.workers}, {format_size(self.options.memory)} each,"
-                    f" {self.options.dtype}",
-                ),
-                *([("Engine", "vLLM: groups never merge")] if self.engine_python else []),
+                *self._engine_rows(),
                 *self._pace(),
                 *([("Live page", self.admin_url)] if self.admin_url else []),
                 ("Logs", str(self.folder.logs)),
@@ -389,6 +400,14 @@ class Up:
                 ("Stop", "Ctrl-C"),
             ],
         )
+
+    def _engine_rows(self) -> list[tuple[str, str]]:
+        options = self.options
+        if options.upstream:
+            return [("Upstreams", ", ".join(options.upstream))]
+        memory = format_size(options.memory)
+        rows = [("Workers", f"{options.workers}, {memory} each, {options.dtype}")]
+        return [*rows, *([("Engine", "vLLM: groups never merge")] if self.engine_python else [])]
 
     def _pace(self) -> list[tuple[str, str]]:
         paced = self.options.paced

@@ -55,6 +55,11 @@ class Candidate:
         return len(self.request.prompt_ids) + self.request.limits.max_tokens
 
     @property
+    def has_output(self) -> bool:
+        """Whether the request has output tokens, here or from earlier workers."""
+        return self.tokens > len(self.request.prompt_ids)
+
+    @property
     def is_paced(self) -> bool:
         """Whether it returns at the pace, instead of at once."""
         return self.holds_kv and self.request.service.online
@@ -62,8 +67,7 @@ class Candidate:
     def may_return(self, now_s: float) -> bool:
         """Whether the request's gateway resumes it elsewhere, and it has not just moved here."""
         request = self.request
-        has_output = self.tokens > len(request.prompt_ids)
-        if not (request.resumable or (request.returnable and not has_output)):
+        if not (request.resumable or (request.returnable and not self.has_output)):
             return False
         return not request.output_ids or now_s - self.arrived_s >= MOVE_INTERVAL_S
 

@@ -34,6 +34,12 @@ def returned_by_drain(request_id: str) -> RefuseRequest:
     return RefuseRequest(request_id, message, retryable=True, returned=True, leaving=True)
 
 
+def returned_by_outage(request_id: str) -> RefuseRequest:
+    """Return a request to the scheduler because the worker's upstream server is gone."""
+    message = "the server behind the worker is gone; resume the request on another worker"
+    return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
+
+
 def shipped(request_id: str, go_to: Destination) -> RefuseRequest:
     """Return a request to its gateway, which resumes it where its KV was shipped."""
     message = f"the request moves to {go_to.worker_id}; resume it there"

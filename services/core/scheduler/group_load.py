@@ -21,6 +21,8 @@ GROWTH_BLOCKS = 0.5
 """Default of the setting `growth_blocks`."""
 BACKLOG_ITERATIONS = 2
 """Prefill iterations ahead from which a group is backlogged, so that resumed requests avoid it."""
+ONLINE_SLOTS = 0.25
+"""Share of the sequences of a worker with `sequences_max` that batch requests leave free."""
 EXCLUSIVE_S = 10.0
 """Longest time for which a request with `alone`, which may crash the engine, runs exclusively."""
 
@@ -163,6 +165,22 @@ class GroupLoad:
         )
 
     @property
+    def is_full(self) -> bool:
+        """Whether as many sequences run, wait or are reserved as the worker takes at once."""
+        most = self._report.load.sequences_max if self._report is not None else 0
+        return 0 < most <= self.sequences
+
+    @property
+    def is_full_for_batch(self) -> bool:
+        """Whether batch requests run, wait or are reserved in all but the slots kept for others."""
+        most = self._report.load.sequences_max if self._report is not None else 0
+        if not most or self._report is None:
+            return False
+        kept = min(most - 1, max(1, int(most * ONLINE_SLOTS)))
+        load = self._report.load
+        return load.batch_running + load.batch_waiting + self._reserved_batch >= most - kept
+
+    @property
     def start_blocks(self) -> int:
         """Blocks in which an online request may start: room less the growth of running requests.
 
@@ -170,7 +188,8 @@ class GroupLoad:
         """
         if self._report is None:
             return 0
-        return self.room_blocks - math.ceil(self.growth_blocks * self.running)
+        blocks = self.room_blocks - math.ceil(self.growth_blocks * self.running)
+        return min(blocks, 0) if self.is_full else blocks
 
     @property
     def batch_start_blocks(self) -> int:
@@ -180,7 +199,8 @@ class GroupLoad:
         load = self._report.load
         # Batch requests occupy the preemptible blocks, and need blocks for their own growth too.
         growing = math.ceil(self.growth_blocks * load.batch_running) if load.batch_yields else 0
-        return self.start_blocks - load.kv_blocks_yielding - growing
+        blocks = self.start_blocks - load.kv_blocks_yielding - growing
+        return min(blocks, 0) if self.is_full_for_batch else blocks
 
     @property
     def sequences(self) -> int:

@@ -6,6 +6,7 @@ prefix of its prompt. A hit is a prompt token found in a group's prefix cache.
 """
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
 from math import inf, isfinite
 
@@ -124,6 +125,15 @@ PickArguments = tuple[int, int, float, float, frozenset[str]]
 """Arguments of `GroupIndex.best`, and of `GroupIndex.can_start` after its group."""
 
 
+def _rank(load: GroupLoad, affinity: int) -> tuple[bytes, str]:
+    """Order of groups with equal scores: by id, or for a session by a hash (rendezvous hashing)."""
+    group_id = load.group.group_id
+    if not affinity:
+        return b"", group_id
+    data = affinity.to_bytes(8) + group_id.encode()
+    return blake2b(data, digest_size=8).digest(), group_id
+
+
 @dataclass(slots=True)
 class PrefixRanking:
     """Ranks the groups of a model for a request, by predicted TTFT.
@@ -199,7 +209,8 @@ class PrefixRanking:
     ) -> GroupLoad | None:
         """The group that should run a request, or None if none can start it now.
 
-        The best-scored group among those with the lowest predicted TTFT, ties included.
+        The best-scored group among those with the lowest predicted TTFT, ties included. Of groups
+        with equal scores, requests with the same `affinity` get the same.
         `below_tokens` and `avoided` as in `GroupIndex.pick`.
         """
         arguments = ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided
@@ -218,7 +229,7 @@ class PrefixRanking:
         ttft_s = {load.group.group_id: self._ttft_s(load, ask) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
-        return min(early, key=lambda load: (groups.score(load), load.group.group_id))
+        return min(early, key=lambda load: (groups.score(load), _rank(load, ask.affinity)))
 
     def assign(self, load: GroupLoad, ask: Ask) -> int:
         """Record a dispatch to a group; returns the predicted number of tokens to compute."""

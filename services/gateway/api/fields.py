@@ -92,6 +92,12 @@ BadWords = Annotated[
     PlainValidator(_parse_texts(BAD_WORDS_MAX, BAD_WORD_CHARS_MAX)),
     WithJsonSchema(_texts_schema(BAD_WORDS_MAX, BAD_WORD_CHARS_MAX)),
 ]
+SessionKey = Annotated[
+    str | None,
+    # Clients send values of any type in fields that other servers ignore.
+    PlainValidator(lambda value: value if isinstance(value, str) else None),
+    WithJsonSchema({"type": "string"}),
+]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...],
     PlainValidator(_parse_logit_bias),

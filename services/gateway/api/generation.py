@@ -18,6 +18,7 @@ from services.gateway.api.fields import (
     REQUEST_ID_PATTERN,
     BadWords,
     LogitBias,
+    SessionKey,
     Stop,
     TokenId,
 )
@@ -176,6 +177,12 @@ class GenerationRequest(Strict):
         None,
         description="Only requests with the same salt share cached prefixes.",
     )
+    prompt_cache_key: SessionKey = Field(
+        None,
+        description="Requests with the same key prefer the same group of workers, among groups that"
+        " are equal otherwise. Prefixes are cached without it; `cache_salt` separates them.",
+    )
+    session_id: SessionKey = Field(None, description="The same as prompt_cache_key.")
     request_id: Annotated[str, Field(pattern=REQUEST_ID_PATTERN)] | None = Field(
         None,
         description="Id of the request in logs and x-request-id, unless the request has that"

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from services.common.etcd import Store
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
-from services.common.records import scheduling_fault, to_group
+from services.common.records import engine_of, scheduling_fault, to_group
+from services.core.engine_kind import EngineKind
 from services.core.groups.vocabulary import Group, GroupPhase
 from tideserve.common.v1 import record_pb2
 
@@ -95,6 +96,10 @@ class ClusterView:
     def registered_workers(self) -> int:
         """Number of registered workers of the model."""
         return len(self._model_workers())
+
+    def resumes_grammars(self) -> bool:
+        """Whether all workers of the model can resume an output in the middle of a grammar."""
+        return all(engine_of(worker) == EngineKind.TIDESERVE for worker in self._model_workers())
 
     def _stable_groups(self) -> list[Group]:
         groups = map(to_group, self._groups.records.values())

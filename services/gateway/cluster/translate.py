@@ -60,6 +60,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             expected_tokens=ask.expected_tokens,
             fingerprint=ask.fingerprint,
             choice=ask.choice,
+            affinity=ask.affinity,
         )
     )
 

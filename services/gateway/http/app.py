@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.version import installed_version
 from services.gateway.batches.service import BatchService
 from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.cluster_metrics import ClusterMetrics
 from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.http import batches_routes, messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
@@ -105,10 +106,13 @@ def build(
     public_metrics: bool,
     cors_origins: Sequence[str] = (),
     batches: BatchService | None = None,
+    cluster_metrics: ClusterMetrics | None = None,
+    overloaded_status: int = 503,
 ) -> ASGIApp:
     """The application of the public port. Routes for operators are on the admin port.
 
-    `batches` None: files and batches are not served.
+    `batches` None: files and batches are not served. `cluster_metrics` None: /metrics has those of
+    the gateway only. `overloaded_status`: status of 503 errors of Anthropic's API.
     """
     app = FastAPI(
         title="tideserve",
@@ -123,10 +127,16 @@ def build(
         messages.router(serving, pool),
         tokens.router(model, serving, pool),
         *batches_routes.routers(batches, serving, pool),
-        operations.router(canceller, probe, serving.metrics, public_metrics),
+        operations.router(
+            *(canceller, probe, serving.metrics, public_metrics),
+            lambda: serving.drain.inflight,
+            cluster_metrics,
+        ),
     )
     for router in routers:
         include_with_head(app, router)
-    checked = RequestMiddleware(DirectDispatch(app, routers), keys, recorder)
+    checked = RequestMiddleware(
+        DirectDispatch(app, routers), keys, recorder, overloaded_status=overloaded_status
+    )
     # CORS outside the key check: browsers send preflight requests without a key.
     return CloseWhenDraining(with_cors(checked, cors_origins), serving.drain)

@@ -15,6 +15,17 @@ from services.gateway.http import messages_error
 from services.gateway.records.request_record import record_of
 from services.gateway.vocabulary.errors import GatewayError, MethodNotAllowed, NoSuchRoute
 
+OVERLOADED_SCOPE_KEY = "tideserve.overloaded_status"
+"""Key of the ASGI scope: status of 503 errors of Anthropic's API; without it, 503."""
+
+
+def status_of(error: GatewayError, scope: Scope) -> int:
+    """The HTTP status of an error; Anthropic's API has 529 where others have 503."""
+    if error.status == 503 and scope["path"].startswith(messages_error.PATH):
+        status: int = scope.get(OVERLOADED_SCOPE_KEY, error.status)
+        return status
+    return error.status
+
 
 def error_response(
     error: GatewayError, scope: Scope, headers: Mapping[str, str] | None = None
@@ -29,7 +40,7 @@ def error_response(
     body = error_body(error, scope["path"], record_of(scope).client_request_id)
     return Response(
         json.dumps(body, ensure_ascii=False),
-        status_code=error.status,
+        status_code=status_of(error, scope),
         headers=all_headers,
         media_type="application/json",
     )
@@ -77,5 +88,5 @@ def _response(
     request: Request, error: GatewayError, headers: Mapping[str, str] | None = None
 ) -> Response:
     """The response for an error; also sets the error in the request's record."""
-    record_of(request.scope).fail(error)
+    record_of(request.scope).fail(error, status_of(error, request.scope))
     return error_response(error, request.scope, headers)

@@ -27,7 +27,7 @@ _KINDS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
+    503: "overloaded_error",  # sent as 529 unless 'messages_529' is off
     504: "timeout_error",
 }
 

@@ -1,5 +1,6 @@
-"""Routes for operations: cancellation, probes, version and metrics."""
+"""Routes for operations: cancellation, probes, load, version and metrics."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -7,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
 from services.common.version import installed_version
+from services.gateway.cluster.cluster_metrics import ClusterMetrics
 from services.gateway.cluster.readiness import Readiness, ReadinessProbe
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import record_of
@@ -14,9 +16,17 @@ from services.gateway.serving.canceller import Canceller
 
 
 def router(
-    canceller: Canceller, probe: ReadinessProbe, metrics: Metrics, public_metrics: bool
+    canceller: Canceller,
+    probe: ReadinessProbe,
+    metrics: Metrics,
+    public_metrics: bool,
+    inflight: Callable[[], int],
+    cluster_metrics: ClusterMetrics | None = None,
 ) -> APIRouter:
-    """The routes; /metrics only if `public_metrics`."""
+    """The routes; /metrics only if `public_metrics`.
+
+    `inflight`: generation requests inside the gateway. `cluster_metrics` are part of /metrics.
+    """
     routes = APIRouter()
 
     @routes.post("/v1/requests/{request_id:path}/cancel", response_class=JSONResponse)
@@ -25,6 +35,34 @@ def router(
         body or the x-request-id header. `found` is false for unknown and completed requests."""
         cancelled = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
         return JSONResponse({"id": request_id, "object": "request.cancelled", "found": cancelled})
+
+    _add_probes(routes, probe)
+
+    @routes.get("/load", response_class=JSONResponse)
+    async def load() -> Response:
+        """The number of generation requests inside this gateway."""
+        return JSONResponse({"server_load": inflight()})
+
+    @routes.get("/version", response_class=JSONResponse)
+    async def version() -> Response:
+        """The version of the gateway."""
+        return JSONResponse({"version": installed_version()})
+
+    if public_metrics:
+
+        @routes.get("/metrics", response_class=Response)
+        async def show_metrics() -> Response:
+            """The metrics of this gateway in Prometheus format."""
+            text = metrics.render()
+            if cluster_metrics is not None:
+                text += await cluster_metrics.render()
+            return Response(text, media_type=CONTENT_TYPE)
+
+    return routes
+
+
+def _add_probes(routes: APIRouter, probe: ReadinessProbe) -> None:
+    """Add the routes that need no key."""
 
     @routes.get("/live", response_class=JSONResponse)
     async def live() -> Response:
@@ -43,19 +81,11 @@ def router(
         healthy = probe.healthy()
         return JSONResponse(_body(probe.evaluate(), healthy), 200 if healthy else 503)
 
-    @routes.get("/version", response_class=JSONResponse)
-    async def version() -> Response:
-        """The version of the gateway."""
-        return JSONResponse({"version": installed_version()})
-
-    if public_metrics:
-
-        @routes.get("/metrics", response_class=Response)
-        async def show_metrics() -> Response:
-            """The metrics of this gateway in Prometheus format."""
-            return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-    return routes
+    @routes.get("/ping", response_class=Response)
+    @routes.post("/ping", response_class=Response)
+    async def ping() -> Response:
+        """Health without a body, for platforms that probe this route."""
+        return Response(status_code=200 if probe.healthy() else 503)
 
 
 def _body(state: Readiness, good: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.logging import request_ids
-from services.gateway.http.errors import error_response
+from services.gateway.http.errors import OVERLOADED_SCOPE_KEY, error_response, status_of
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.request_record import (
     REQUEST_ID_HEADER,
@@ -28,7 +28,7 @@ HEADER_BYTES_MAX = 16 * 2**10
 HEADERS_MAX = 100
 URI_BYTES_MAX = 8 * 2**10
 # Routes without authentication: a platform's probes send no key.
-OPEN_ROUTES = frozenset({"/live", "/ready", "/health"})
+OPEN_ROUTES = frozenset({"/live", "/ready", "/health", "/ping"})
 # Routes for admin keys only, since they show data of all owners (tenants).
 OPERATOR_ROUTES = frozenset({"/metrics"})
 RESTRICTED = "restricted"
@@ -40,8 +40,12 @@ log = logging.getLogger(__name__)
 class RequestMiddleware:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, recorder: RequestRecorder) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, recorder: RequestRecorder, overloaded_status: int = 503
+    ) -> None:
+        """`overloaded_status`: status of 503 errors of Anthropic's API."""
         self._app = app
+        self._overloaded_status = overloaded_status
         self._keys = keys
         self._recorder = recorder
 
@@ -53,6 +57,7 @@ class RequestMiddleware:
         record = self._recorder.open(scope["path"], _header(scope, REQUEST_ID_HEADER))
         record.address = (scope.get("client") or ("",))[0]
         scope[SCOPE_KEY] = record
+        scope[OVERLOADED_SCOPE_KEY] = self._overloaded_status
         refusal = self._refusal(scope, record)
         traceparent = _header(scope, TRACEPARENT_HEADER)
         self._recorder.trace(record, traceparent, admitted=refusal is None)
@@ -74,7 +79,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, recorded_send)
             except GatewayError as error:
                 await error_response(error, scope)(scope, receive, recorded_send)
-                record.fail(error)
+                record.fail(error, status_of(error, scope))
             except Exception:
                 # Catch it here: uvicorn would log the exception's text, which may quote the client.
                 log.exception("a request failed unexpectedly")

@@ -25,7 +25,7 @@ from services.gateway.bounds.body_budget import (
 from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.bounds.shared_response import ResponseReader, SharedResponse
 from services.gateway.http.dialect import Dialect, guard_client, wait_for_disconnect
-from services.gateway.http.errors import error_response
+from services.gateway.http.errors import error_response, status_of
 from services.gateway.records.request_record import RequestRecord, fingerprint_of, record_of
 from services.gateway.serving.service_policy import SLO_HEADERS
 from services.gateway.serving.serving import RequestServing
@@ -215,7 +215,7 @@ class GenerationResponse(Response):
         except GatewayError as error:
             serving.metrics.count_refusal(error, record.service_class)
             await error_response(error, scope)(scope, receive, send)
-            record.fail(error)
+            record.fail(error, status_of(error, scope))
 
     async def _read(
         self, lease: BodyLease, record: RequestRecord, idempotent: bool

@@ -4,13 +4,18 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from services.common.errors import ConfigError
 from services.gateway.api.chat import ChatRequest
 from services.gateway.api.conversation import template_messages
 from services.gateway.structure.schema import check_size
 from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.text.token_cuts import TokenCuts
 from services.gateway.tools import mistral
+from services.gateway.tools.argument_types import argument_types
+from services.gateway.tools.call_grammar import call_rules
+from services.gateway.tools.element_grammar import unenforced_keyword
 from services.gateway.tools.format import (
+    ELEMENT_FORMATS,
     ChatForm,
     ReasoningFormat,
     Thinking,
@@ -22,13 +27,12 @@ from services.gateway.tools.format import (
     tool_format,
     tool_markers,
 )
+from services.gateway.tools.grammar_text import Rules, is_token
 from services.gateway.tools.hermes import CLOSE, OPEN
 from services.gateway.tools.output_grammar import (
-    Rules,
     answer_rules,
     arguments_schema,
-    call_rules,
-    is_token,
+    harmony_grammar,
     output_grammar,
     text_before,
 )
@@ -92,6 +96,35 @@ def _call(function: Mapping[str, Any]) -> str:
     return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"
 
 
+def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Write the arguments of calls as JSON, for templates that concatenate them with text."""
+    return [
+        {**message, "tool_calls": [_text_call(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else dict(message)
+        for message in messages
+    ]
+
+
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Name the reasoning of calls as gpt-oss's template does, which takes it or content only."""
+    named: list[dict[str, Any]] = []
+    for message in messages:
+        fields = dict(message)
+        thoughts = fields.pop("reasoning_content", None)
+        if thoughts and "tool_calls" in fields and not fields["content"]:
+            fields["thinking"] = thoughts
+        named.append(fields)
+    return named
+
+
+def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function, arguments = call["function"], call["function"]["arguments"]
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 PARAM = "tools"
 
 
@@ -113,6 +146,9 @@ class ChatModel:
         `added_tokens`: tokens added to the vocabulary, special tokens among them, by id.
         `configured_tools`, `configured_reasoning`: names of formats, or "auto". `cuts`: if not
         None, cuts the tokens in messages of the roles user and tool.
+
+        Raises:
+            ConfigError: if only one of the formats is harmony.
         """
         ids = {text: token_id for token_id, text in added_tokens.items()}
         self._takes_tools = "tools" in variables
@@ -120,6 +156,12 @@ class ChatModel:
         self.cuts = cuts
         self.tool_format: ToolFormat = tool_format(configured_tools, source, self._takes_tools, ids)
         self.reasoning_format: ReasoningFormat = reasoning_format(configured_reasoning, source, ids)
+        harmony = (ToolFormat.HARMONY, ReasoningFormat.HARMONY)
+        if (self.tool_format is harmony[0]) != (self.reasoning_format is harmony[1]):
+            raise ConfigError(
+                f"'tool_format' {self.tool_format} does not go with 'reasoning_format'"
+                f" {self.reasoning_format}; set both to harmony, or neither"
+            )
 
     def template_fields(self, body: ChatRequest) -> dict[str, Any]:
         """The arguments of `ChatTemplate.render` for the prompt of `body`.
@@ -135,6 +177,10 @@ class ChatModel:
         # If the template ignores tools, describe them as text, in the format of Hermes.
         if not self._takes_tools:
             messages, tools = describe_tools(flatten_tool_messages(messages), tools), ()
+        if self.tool_format is ToolFormat.DEEPSEEK_V3:
+            messages = with_text_arguments(messages)
+        elif self.tool_format is ToolFormat.HARMONY:
+            messages = with_thinking(messages)
         if body.continue_final_message and "tool_calls" in messages[-1]:
             raise BadRequest(
                 "a message with tool calls cannot be continued; append the results of the calls, or"
@@ -164,9 +210,13 @@ class ChatModel:
         return ChatForm(
             tool_format=self.tool_format,
             names=frozenset(tool.name for tool in tools),
+            types={tool.name: argument_types(tool.parameters) for tool in tools}
+            if self.tool_format in ELEMENT_FORMATS
+            else {},
             thinking=thinking if parts else None,
             markers=frozenset(self._ids[marker] for marker in markers if marker in self._ids),
             include_reasoning=body.include_reasoning is not False,
+            marks=self.reasoning_format.marks,
         )
 
     def argument_schemas(self, body: ChatRequest) -> list[Structure]:
@@ -177,6 +227,8 @@ class ChatModel:
         """
         if not self._constrains_calls(body):
             return []
+        if self.tool_format in ELEMENT_FORMATS:
+            _check_elements(body.callable_tools)
         schemas = list(map(arguments_schema, body.callable_tools))
         check_size("".join(schema.grammar.text for schema in schemas), PARAM)
         return schemas
@@ -199,16 +251,23 @@ class ChatModel:
         if not arguments:
             if answer is None or thinking is Thinking.OVER:
                 return answer
-            return output_grammar(
-                answer.param, [answer_rules(answer.grammar)], thinking, self.spell_marker
-            )
+            return self._grammar(answer.param, answer_rules(answer.grammar), None, thinking)
         calls = self._calls(body, arguments)
         if body.call_mode is CallMode.REQUIRED:
-            return output_grammar(PARAM, [calls], thinking, self.spell_marker)
+            return self._grammar(PARAM, None, calls, thinking)
         if answer is not None:
-            either = [answer_rules(answer.grammar), calls]
-            return output_grammar(answer.param, either, thinking, self.spell_marker)
-        return output_grammar(PARAM, [text_before(calls)], thinking, self.spell_marker)
+            return self._grammar(answer.param, answer_rules(answer.grammar), calls, thinking)
+        return self._grammar(PARAM, text_before(calls), None, thinking)
+
+    def _grammar(
+        self, param: str, answer: Rules | None, calls: Rules | None, thinking: Thinking
+    ) -> Structure:
+        """Grammar of an output that is `answer` or `calls`, after reasoning."""
+        if self.tool_format is ToolFormat.HARMONY:
+            return harmony_grammar(param, answer, calls, thinking, self.spell_marker)
+        alternatives = [part for part in (answer, calls) if part is not None]
+        marks = self.reasoning_format.marks
+        return output_grammar(param, alternatives, thinking, self.spell_marker, marks)
 
     def spell_marker(self, text: str) -> str:
         """Spell a marker in a grammar: as the model's token for it, else as a literal."""
@@ -250,3 +309,14 @@ class ChatModel:
     def _calls_begin_with_token(self) -> bool:
         opening = opening_marker(self.tool_format)
         return opening is not None and is_token(self.spell_marker(opening))
+
+
+def _check_elements(tools: Sequence[Tool]) -> None:
+    """Raise BadRequest if a strict schema has keywords that elements cannot enforce."""
+    for tool in tools:
+        if tool.strict and (place := unenforced_keyword(tool)) is not None:
+            raise BadRequest(
+                f'{place} of the strict tool "{tool.name}" cannot be enforced in the model\'s'
+                " format of tool calls; omit it, or send 'strict': false",
+                param=PARAM,
+            )

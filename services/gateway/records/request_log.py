@@ -15,7 +15,7 @@ from services.gateway.vocabulary.errors import Unauthorized
 REFUSALS_PER_S = 10
 """Log lines per second for each kind of refusal."""
 # Platforms probe these routes every few seconds, so they are logged at level debug.
-QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/metrics"})
+QUIET_ROUTES = frozenset({"/live", "/ready", "/health", "/load", "/metrics", "/ping"})
 
 log = logging.getLogger(__name__)
 

@@ -226,9 +226,12 @@ class RequestRecord:
         """The rate-limit headers of the request's owner."""
         return self.quotas.headers(self.principal) if self.quotas is not None else ()
 
-    def fail(self, error: GatewayError) -> None:
-        """Record that the request failed, perhaps in the middle of its response."""
-        self.status, self.code = error.status, error.code or "error"
+    def fail(self, error: GatewayError, status: int | None = None) -> None:
+        """Record that the request failed, perhaps in the middle of its response.
+
+        `status`: the status that the client gets, if it is not the error's own.
+        """
+        self.status, self.code = status or error.status, error.code or "error"
         self.retry_after_s = error.retry_after_s
 
     def note_disconnect(self) -> None:

@@ -21,7 +21,14 @@ from services.gateway.tools.event import (
     Parser,
     Reasoning,
 )
-from services.gateway.tools.format import ChatForm, Thinking, ToolFormat, tool_parser
+from services.gateway.tools.format import (
+    ChatForm,
+    Thinking,
+    ToolFormat,
+    reasoning_ends,
+    tool_parser,
+)
+from services.gateway.tools.harmony import HarmonyParser
 from services.gateway.tools.reasoning import ReasoningSplit
 from services.gateway.vocabulary.delta import TOOL_CALLS, Delta, ToolCallDelta
 
@@ -39,13 +46,22 @@ class ChatOutput:
     def __init__(self, form: ChatForm, new_id: Callable[[ToolFormat], str] = call_id) -> None:
         self._form = form
         self._new_id = new_id
-        self._split = None
-        if form.thinking is not None:
-            self._split = ReasoningSplit(form.thinking is Thinking.OPENED)
+        self._split: Parser | None = None
         self._calls: Parser | None = None
-        if form.names:
-            self._calls = tool_parser(form.tool_format, form.names)
+        if form.tool_format is ToolFormat.HARMONY:
+            # Reasoning and calls are messages of the same format.
+            self._split = HarmonyParser(form.names, form.thinking is Thinking.OPENED)
+        else:
+            self._choose_parsers(form)
         self._called = False  # whether the output has a complete tool call
+        self._ids: set[str] = set()
+
+    def _choose_parsers(self, form: ChatForm) -> None:
+        if form.thinking is not None:
+            ends = tuple(reasoning_ends(form.tool_format)) if form.names else ()
+            self._split = ReasoningSplit(form.thinking is Thinking.OPENED, form.marks, ends)
+        if form.names:
+            self._calls = tool_parser(form.tool_format, form.names, form.types)
 
     def push(self, piece: OutputPiece) -> list[OutputPiece]:
         """Parse a piece; returns it with its delta, split if a delta cannot express the order.
@@ -107,9 +123,8 @@ class ChatOutput:
             match event:
                 case Content(text) | Reasoning(text):
                     texts[type(event)].append(text)
-                case CallBegin(index, name):
-                    new_id = self._new_id(self._form.tool_format)
-                    calls[index] = ToolCallDelta(index, new_id, name)
+                case CallBegin(index, name, own_id):
+                    calls[index] = ToolCallDelta(index, self._id_of(own_id), name)
                 case CallArguments(index, text):
                     call = calls.get(index, ToolCallDelta(index))
                     calls[index] = replace(call, arguments=call.arguments + text)
@@ -118,6 +133,13 @@ class ChatOutput:
                     call = calls.get(index, ToolCallDelta(index))
                     calls[index] = replace(call, ended=True, truncated=not complete)
         return Delta("".join(texts[Content]), "".join(texts[Reasoning]), tuple(calls.values()))
+
+    def _id_of(self, own_id: str) -> str:
+        """The id that the model gave a call, or a new id if it gave none or repeated it."""
+        if not own_id or own_id in self._ids:
+            return self._new_id(self._form.tool_format)
+        self._ids.add(own_id)
+        return own_id
 
 
 def _position(event: Event) -> int:

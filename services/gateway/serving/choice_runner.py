@@ -7,7 +7,7 @@ segment.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,11 +47,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OutputState:
-    """Output state of a choice, kept when it resumes on another worker."""
+    """Output state of a choice, kept when it resumes on another worker.
+
+    `held`: the output is delivered when it is complete.
+    """
 
     journal: Journal
     output: OutputText
     chat: ChatOutput | None
+    held: bool
 
 
 class ChoiceRunner:
@@ -66,6 +70,7 @@ class ChoiceRunner:
         metrics: Metrics,
         stream_record: StreamRecord,
         resumes: bool,
+        resumes_grammars: Callable[[], bool] = lambda: True,
     ) -> None:
         """`resumes`: resume requests whose worker is lost after the first token elsewhere."""
         self._admission = admission
@@ -75,6 +80,7 @@ class ChoiceRunner:
         self._metrics = metrics
         self._stream_record = stream_record
         self._resumes = resumes
+        self._resumes_grammars = resumes_grammars
 
     async def run(
         self, choice: PreparedChoice, record: ChoiceRecord, arrived_s: float
@@ -89,42 +95,76 @@ class ChoiceRunner:
             GatewayError: if the request fails.
         """
         began_s = monotonic_s()
-        journal = _journal(choice.request, record)
-        request = resumed(choice.request, tuple(journal.token_ids))
+        held = self._held(choice, record)
+        state = self._state(choice, record, held is not None)
+        request = resumed(choice.request, tuple(record.output_ids))
         request = replace(request, resumable=self._resumes)
-        ask = resumed_ask(ask_for(choice), request, len(journal.token_ids))
-        state = OutputState(journal, self._output(choice), _chat(choice))
+        ask = resumed_ask(ask_for(choice), request, len(record.output_ids))
         retries, placed = RetryState(self._resumes), None
         with (
             self._stream_record.log_stream(request, record) as note_finish,
             measured(self._metrics.requests, choice, record, arrived_s) as meter,
             self._end_reported(request, record, meter),
         ):
-            for piece in _earlier(state):
-                _note_piece(piece, note_finish, meter)
+            for piece in _noted(_earlier(state), note_finish, meter, held):
                 yield piece
             while meter.reason is None:
                 assignment = placed or await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
-                started = resumed(request, tuple(journal.token_ids))
+                started = resumed(request, tuple(record.output_ids))
                 try:
                     async with self._workers.open(
-                        started, assignment, record, journal, choice.coalesced
+                        started, assignment, record, state.journal, choice.coalesced
                     ) as stream:
                         while meter.reason is None:
-                            for piece in await self._read(stream, started, state, record, meter):
-                                _note_piece(piece, note_finish, meter)
+                            pieces = await self._read(stream, started, state, record, meter)
+                            for piece in _noted(pieces, note_finish, meter, held):
                                 yield piece
                 except (StaleEpoch, Returned, WorkerLost, QueueFull) as failure:
-                    output = len(journal.token_ids)
+                    if held is not None:
+                        state = self._restarted(choice, record, meter, held)
                     # Raises if the request must not be retried.
-                    retries.fail(failure, output, request.limits.max_tokens)
+                    retries.fail(failure, len(record.output_ids), request.limits.max_tokens)
                     last = _failed_at(assignment, record.segments[segments:], failure)
-                    self._record_failure(failure, request, output, last.worker_id, record)
-                    age_s = monotonic_s() - began_s
-                    ask = retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
+                    ask = self._retried(ask, request, last, failure, began_s, record, retries)
                     placed = self._place(failure, request, last, record)
+            for piece in self._released(held, request, record):
+                yield piece
+
+    def _held(self, choice: PreparedChoice, record: ChoiceRecord) -> list[OutputPiece] | None:
+        """Where to keep output back that may start again; None if it is delivered at once."""
+        if not choice.held or self._resumes_grammars():
+            return None
+        # No engine can resume the output of an earlier run either.
+        record.output_ids.clear()
+        return []
+
+    def _released(
+        self, held: list[OutputPiece] | None, request: Request, record: ChoiceRecord
+    ) -> Sequence[OutputPiece]:
+        """The pieces that were kept back."""
+        if held is None:
+            return ()
+        self._stream_record.log_forwarded(request.request_id, 0, record.output_ids)
+        return held
+
+    def _state(self, choice: PreparedChoice, record: ChoiceRecord, held: bool) -> OutputState:
+        journal = _journal(choice.request, record)
+        return OutputState(journal, self._output(choice), _chat(choice), held)
+
+    def _restarted(
+        self,
+        choice: PreparedChoice,
+        record: ChoiceRecord,
+        meter: RequestMeter,
+        held: list[OutputPiece],
+    ) -> OutputState:
+        """Discard the output of a choice of which nothing was delivered."""
+        held.clear()
+        record.output_ids.clear()
+        meter.restart()
+        return self._state(choice, record, held=True)
 
     async def _admit(self, ask: Ask, began_s: float, record: ChoiceRecord) -> Assignment:
         queued_from_s = monotonic_s()
@@ -142,6 +182,22 @@ class ChoiceRunner:
             ) from error
         finally:
             record.queued_s.append((queued_from_s, monotonic_s()))
+
+    def _retried(
+        self,
+        ask: Ask,
+        request: Request,
+        last: Assignment | WorkerSegment,
+        failure: Failure,
+        began_s: float,
+        record: ChoiceRecord,
+        retries: RetryState,
+    ) -> Ask:
+        """Record the failure of a start at `last`; returns the ask for the next."""
+        output = len(record.output_ids)
+        self._record_failure(failure, request, output, last.worker_id, record)
+        age_s = monotonic_s() - began_s
+        return retry_ask(ask, request, output, last, failure, age_s, alone=retries.alone)
 
     def _place(
         self,
@@ -176,7 +232,7 @@ class ChoiceRunner:
             record.resumed += 1
             self._metrics.count_resumed_request()
         elif isinstance(failure, (WorkerLost, KvLost)):
-            log.info("request %s lost %s before its first token; restarting", request_id, worker_id)
+            log.info("request %s lost %s; it starts again", request_id, worker_id)
 
     async def _read(
         self,
@@ -189,7 +245,8 @@ class ChoiceRunner:
         """Wait for tokens; returns their pieces, none if their text is held back."""
         first_index = stream.read_index
         unread = await stream.next()
-        self._stream_record.log_forwarded(request.request_id, first_index, unread.token_ids)
+        if not state.held:
+            self._stream_record.log_forwarded(request.request_id, first_index, unread.token_ids)
         if unread.token_ids:
             failpoint.hit("gateway.token")
             now_s = monotonic_s()
@@ -264,12 +321,21 @@ def _pieces(piece: OutputPiece, chat: ChatOutput | None) -> Sequence[OutputPiece
     return ()
 
 
-def _note_piece(
-    piece: OutputPiece, note_finish: Callable[[FinishReason | None], None], meter: RequestMeter
-) -> None:
-    note_finish(piece.finish_reason)
-    if piece.finish_reason is not None:
-        meter.finish(piece.finish_reason)
+def _noted(
+    pieces: Iterable[OutputPiece],
+    note_finish: Callable[[FinishReason | None], None],
+    meter: RequestMeter,
+    held: list[OutputPiece] | None,
+) -> Iterator[OutputPiece]:
+    """The pieces to yield now: each, unless they are `held`. Notes how the choice ends."""
+    for piece in pieces:
+        note_finish(piece.finish_reason)
+        if piece.finish_reason is not None:
+            meter.finish(piece.finish_reason)
+        if held is None:
+            yield piece
+        else:
+            held.append(piece)
 
 
 def _failed_at(
@@ -300,4 +366,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         expected_tokens=choice.expected_tokens,
         fingerprint=choice.fingerprint,
         choice=request.choice,
+        affinity=choice.affinity,
     )

@@ -236,10 +236,10 @@ class OutputText:
         self._prompt = prompt
         self._stop = StopText(choice.stop, choice.include_stop)
         # Stop strings end the answer, not the reasoning before it.
-        thinking = None if choice.chat is None else choice.chat.thinking
+        chat = choice.chat
         self._answer: AnswerStart | None = None
-        if choice.stop and thinking in (Thinking.OPENED, Thinking.POSSIBLE):
-            self._answer = AnswerStart(thinking is Thinking.OPENED)
+        if choice.stop and chat is not None and chat.thinking not in (None, Thinking.OVER):
+            self._answer = AnswerStart(chat.thinking is Thinking.OPENED, chat.marks)
         self._min_tokens = choice.request.limits.min_tokens
         self._tokens = 0
         self._begun = False

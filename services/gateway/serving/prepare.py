@@ -244,6 +244,8 @@ class Preparer:
             prompt_top=body.prompt_logprobs,
             expected_tokens=expected_tokens_of(record.slo_headers),
             fingerprint=record.fingerprint,
+            affinity=self._policy.affinity_of(body, record.slo_headers, record.principal.owner),
+            held=sampling.grammar is not None and not body.stream,
             coalesced=_coalesced(body, service),
         )
         return [_with_seed(first, number) for number in range(body.choices)]

@@ -23,6 +23,9 @@ class PreparedChoice:
     `prefix`: a sample of the hashes of the prompt's KV blocks; the scheduler ranks workers by it.
     `expected_tokens`: the client's estimate of the output tokens, 0 without.
     `fingerprint`: a hash of the client's request and the choice's index, 0 if unknown.
+    `affinity`: a hash of the session, 0 without; its requests prefer the same group.
+    `held`: the output has a grammar and is not streamed, so that it may be held back and start
+    again where an engine cannot resume it.
     `coalesced`: the worker may send the tokens of several iterations in one message.
     """
 
@@ -40,6 +43,8 @@ class PreparedChoice:
     prefix: ThinHashes = NO_PREFIX
     expected_tokens: int = 0
     fingerprint: int = 0
+    affinity: int = 0
+    held: bool = False
     coalesced: bool = False
 
     @property

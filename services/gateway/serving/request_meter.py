@@ -55,6 +55,10 @@ class RequestMeter:
         self.tokens += count
         return begun
 
+    def restart(self) -> None:
+        """The choice starts again without the tokens so far."""
+        self.tokens = 0
+
     def finish(self, reason: FinishReason) -> None:
         """Observe the end of a choice that finished; sets `reason`."""
         histograms, request = self._histograms, self._choice.request

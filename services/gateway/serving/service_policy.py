@@ -1,10 +1,11 @@
 """Determines the service class and SLO targets (TTFT, TPOT) of a request."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.core.service import Service, ServiceClass
+from services.core.service import TENANT_CHARS_MAX, Service, ServiceClass
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.vocabulary.class_targets import (
     DEFAULT_TARGETS,
@@ -16,12 +17,18 @@ from services.gateway.vocabulary.errors import BadRequest
 
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
-OBJECTIVE_HEADER = "x-gateway-inference-objective"
+# Names of the Gateway API Inference Extension, and those of llm-d from 0.8 on.
+OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
 EXPECTED_HEADER = "x-expected-output-tokens"
-SLO_HEADERS = (TTFT_HEADER, TPOT_HEADER, OBJECTIVE_HEADER, EXPECTED_HEADER)
+SESSION_HEADER = "x-session-id"
+SLO_HEADERS = (
+    *(TTFT_HEADER, TPOT_HEADER, EXPECTED_HEADER, SESSION_HEADER),
+    *(*OBJECTIVE_HEADERS, *FAIRNESS_HEADERS),
+)
 """HTTP headers and gRPC metadata keys that say how to schedule a request.
 
-All but `EXPECTED_HEADER` are equivalent to the fields `slo` and `slo_class`.
+The headers of targets and objectives are equivalent to the fields `slo` and `slo_class`.
 """
 
 # Values of the OpenAI field `service_tier`.
@@ -35,10 +42,16 @@ _TIERS = {
 
 @dataclass(frozen=True, slots=True)
 class ServicePolicy:
-    """Maps request fields, headers and the operator's configuration to a `Service`."""
+    """Maps request fields, headers and the operator's configuration to a `Service`.
+
+    `fairness_header`: the `FAIRNESS_HEADERS` name the tenant of requests without an owner.
+    `session_affinity`: requests of a session prefer the same group.
+    """
 
     targets: Mapping[ServiceClass, ClassTargets] = field(default_factory=lambda: DEFAULT_TARGETS)
     default_class: ServiceClass = ServiceClass.STANDARD
+    fairness_header: bool = False
+    session_affinity: bool = True
 
     def service_of(
         self, body: GenerationRequest, headers: Mapping[str, str], tenant: str = ""
@@ -48,7 +61,7 @@ class ServicePolicy:
         A target of the request overrides that of its class.
 
         Raises:
-            BadRequest: if two fields name different classes, or a target is invalid.
+            BadRequest: if two fields name different classes or tenants, or a target is invalid.
         """
         slo = body.slo
         ttft_ms = _target(headers, TTFT_HEADER) or (slo.ttft_ms if slo is not None else None)
@@ -69,8 +82,16 @@ class ServicePolicy:
             tpot_s=_seconds(tpot_ms or of_class.tpot_ms),
             token_group=of_class.token_group,
             rank=body.priority or 0,
-            tenant=tenant,
+            tenant=tenant or (_fairness_id(headers) if self.fairness_header else ""),
         )
+
+    def affinity_of(self, body: GenerationRequest, headers: Mapping[str, str], tenant: str) -> int:
+        """A hash of the request's session and tenant; 0 without a session."""
+        session = body.prompt_cache_key or body.session_id or headers.get(SESSION_HEADER)
+        if not session or not self.session_affinity:
+            return 0
+        data = f"{tenant}\0{session}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) or 1
 
 
 def expected_tokens_of(headers: Mapping[str, str]) -> int:
@@ -82,6 +103,23 @@ def expected_tokens_of(headers: Mapping[str, str]) -> int:
             param=EXPECTED_HEADER,
         )
     return int(text)
+
+
+def _fairness_id(headers: Mapping[str, str]) -> str:
+    """The tenant that a proxy names; "" without. Raises BadRequest."""
+    named = {name: headers[name] for name in FAIRNESS_HEADERS if name in headers}
+    if len(set(named.values())) > 1:
+        raise BadRequest(
+            f"{' and '.join(map(repr, named))} differ; send one of them", param=next(iter(named))
+        )
+    tenant = next(iter(named.values()), "")
+    if len(tenant) > TENANT_CHARS_MAX or not tenant.isprintable():
+        raise BadRequest(
+            f"'{next(iter(named))}' must have at most {TENANT_CHARS_MAX} printable characters;"
+            " shorten it",
+            param=next(iter(named)),
+        )
+    return tenant
 
 
 def _seconds(target_ms: float | None) -> float | None:
@@ -112,18 +150,22 @@ def _classes(body: GenerationRequest, headers: Mapping[str, str]) -> dict[str, S
         named["priority"] = ServiceClass.INTERACTIVE if body.priority < 0 else ServiceClass.BATCH
     if body.slo_class is not None:
         named["slo_class"] = ServiceClass(body.slo_class)
-    if (objective := headers.get(OBJECTIVE_HEADER)) is not None:
-        try:
-            named[OBJECTIVE_HEADER] = ServiceClass(objective)
-        except ValueError:
-            raise BadRequest(
-                f"'{OBJECTIVE_HEADER}' must be one of {', '.join(ServiceClass)}; correct it",
-                param=OBJECTIVE_HEADER,
-            ) from None
+    for name in OBJECTIVE_HEADERS:
+        if (objective := headers.get(name)) is not None:
+            named[name] = _objective(name, objective)
     if len(set(named.values())) > 1:
         fields = " and ".join(f"'{name}' class '{value}'" for name, value in named.items())
         raise BadRequest(f"{fields} differ; name a single class", param=next(iter(named)))
     return named
+
+
+def _objective(name: str, value: str) -> ServiceClass:
+    try:
+        return ServiceClass(value)
+    except ValueError:
+        raise BadRequest(
+            f"'{name}' must be one of {', '.join(ServiceClass)}; correct it", param=name
+        ) from None
 
 
 def _target(headers: Mapping[str, str], name: str) -> float | None:

@@ -58,28 +58,29 @@ class TextBuffer:
             return True
         return None if marker.startswith(start) else False
 
-    def read_until(self, marker: str) -> tuple[str, bool]:
-        """Read up to and including a marker, or all text that cannot be the start of a marker.
+    def read_until(self, *markers: str) -> tuple[str, str | None]:
+        """Read up to and including the first of `markers`, or all text that cannot begin one.
 
-        Returns the text before the marker, with the whitespace kept aside before it, and whether
-        the marker was read. Whitespace at the end of the text is kept aside.
+        Returns the text before the marker, with the whitespace kept aside before it, and the
+        marker, or None if there is none. Whitespace at the end of the text is kept aside.
         """
-        start = self.text.find(marker, self.position)
-        end = (
-            len(self.text) - partial_match_length(self.text, (marker,), self.position)
-            if start < 0
-            else start
-        )
+        end = len(self.text)
+        found: str | None = None
+        for marker in markers:
+            start = self.text.find(marker, self.position, end + len(marker) - 1)
+            if start >= 0:
+                end, found = start, marker
+        if found is None:
+            end -= partial_match_length(self.text, markers, self.position)
         text = self.text[self.position : end].rstrip(WHITESPACE)
         if text:
             text_end = self.position + len(text)
             text = self.take_whitespace() + text
             self.position = text_end
         self._set_aside(end)
-        if start < 0:
-            return text, False
-        self.position += len(marker)
-        return text, True
+        if found is not None:
+            self.position += len(found)
+        return text, found
 
     def take_whitespace(self) -> str:
         """Remove and return the whitespace that was kept aside."""

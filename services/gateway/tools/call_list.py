@@ -46,7 +46,10 @@ class CallList:
         self._emit_arguments(events)
         return len(text), Step.MORE
 
-    def end(self, events: list[Event], complete: bool = False) -> None:
+    def end(self, events: list[Event], rest: str = "") -> None:
+        self._end_call(events, complete=False)
+
+    def _end_call(self, events: list[Event], complete: bool) -> None:
         self._emit_arguments(events)
         if self._call_begun:
             events.append(CallEnd(self.index - 1, complete))
@@ -68,7 +71,7 @@ class CallList:
             events.append(CallBegin(self.index, self._call.name))
             self.index += 1
         if step is Step.LAST:
-            self.end(events, complete=True)
+            self._end_call(events, complete=True)
             self._call, self._after_call = None, True
             return Step.MORE if self._in_list else Step.LAST
         return step

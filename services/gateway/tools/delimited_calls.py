@@ -24,11 +24,12 @@ class CallBody(Protocol):
         """Read `text` from `start` up to the end of the calls, and append to `events`.
 
         Returns the position after the last character taken, and whether the calls continue (MORE),
-        have ended (LAST), or the character at that position is invalid (WRONG).
+        have ended (LAST), or the character at that position is invalid (WRONG). Text that may be
+        the beginning of a marker is left unread.
         """
 
-    def end(self, events: list[Event]) -> None:
-        """End a call that has begun, because the text ends or becomes invalid."""
+    def end(self, events: list[Event], rest: str = "") -> None:
+        """End a call that has begun, because the text ends, after `rest`, or becomes invalid."""
 
 
 class _DelimitedMode(Enum):
@@ -65,9 +66,9 @@ class DelimitedCalls(BufferedParser):
         rest = self._buffer.take_rest()
         match self._mode:
             case _DelimitedMode.BODY if self._after_call:
-                self._body.end(events)
+                self._body.end(events, rest)
             case _DelimitedMode.BODY:
-                self._reject(events)
+                self._reject(events, rest)
             # After a call, the rest is whitespace and the beginning of a marker.
             case _DelimitedMode.TEXT if not self._after_call:
                 self._content(rest, events)
@@ -83,9 +84,9 @@ class DelimitedCalls(BufferedParser):
                 return self._close()
 
     def _text(self, events: list[Event]) -> bool:
-        text, marked = self._buffer.read_until(self._opening)
+        text, marker = self._buffer.read_until(self._opening)
         self._content(text, events)
-        if not marked:
+        if marker is None:
             return False
         self._lead = self._buffer.take_whitespace() + self._opening
         self._body, self._mode = self._new_body(self._body.index), _DelimitedMode.BODY
@@ -105,10 +106,10 @@ class DelimitedCalls(BufferedParser):
             self._mode = _DelimitedMode.CLOSE if self._closing else _DelimitedMode.TEXT
         return step is not Step.MORE
 
-    def _reject(self, events: list[Event]) -> None:
+    def _reject(self, events: list[Event], rest: str = "") -> None:
         """End the body; text without an event becomes content."""
         self._body.end(events)
-        self._content(self._lead + self._body.pending_text, events)
+        self._content(self._lead + self._body.pending_text + rest, events)
 
     def _close(self) -> bool:
         self._buffer.skip_whitespace()

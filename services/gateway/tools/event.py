@@ -23,10 +23,14 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The model begins to call the tool `name`; `index` counts the calls from 0."""
+    """The model begins to call the tool `name`; `index` counts the calls from 0.
+
+    `id` is the id that the model gave the call, or empty.
+    """
 
     index: int
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,9 @@ class _EitherBody:
                 self._body = kind(self._names, self._first)
         return self._body.feed(text, start, events)
 
-    def end(self, events: list[Event]) -> None:
+    def end(self, events: list[Event], rest: str = "") -> None:
         if self._body is not None:
-            self._body.end(events)
+            self._body.end(events, rest)
 
 
 class _NamedCall:
@@ -76,12 +76,15 @@ class _NamedCall:
                 arguments.append(self._arguments.text)
             if step is not Step.MORE:
                 self._emit_arguments(arguments, events)
-                self.end(events, complete=step is Step.LAST)
+                self._end_call(events, complete=step is Step.LAST)
                 return index + (step is Step.LAST), step
         self._emit_arguments(arguments, events)
         return len(text), Step.MORE
 
-    def end(self, events: list[Event], complete: bool = False) -> None:
+    def end(self, events: list[Event], rest: str = "") -> None:
+        self._end_call(events, complete=False)
+
+    def _end_call(self, events: list[Event], complete: bool) -> None:
         if self._arguments is not None:
             events.append(CallEnd(self.index - 1, complete))
             self._arguments = None

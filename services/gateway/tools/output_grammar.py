@@ -3,87 +3,21 @@
 A model may have a marker such as <tool_call> as a single token, or write it as plain text.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from llguidance import regex_to_lark
 
 from services.core.request import Grammar, GrammarKind
 from services.gateway.structure.schema import check_size, schema_text
-from services.gateway.structure.structured_outputs import Structure, lark_literal
-from services.gateway.tools import hermes, mistral, reasoning
-from services.gateway.tools.format import Thinking, ToolFormat
+from services.gateway.structure.structured_outputs import Structure
+from services.gateway.tools import harmony
+from services.gateway.tools.format import Thinking
+from services.gateway.tools.grammar_text import ANY_TEXT, Rules, Speller, SpellMarker, is_token
+from services.gateway.tools.reasoning import THINK, ReasoningMarks
 from services.gateway.tools.tool import NO_PARAMETERS, Tool
 from services.gateway.vocabulary.errors import BadRequest
 
 PARAM = "tools"
-_ARGUMENTS_KEYS = {ToolFormat.LLAMA3_JSON: "parameters"}
-
-SpellMarker = Callable[[str], str]
-"""Spells a marker in a grammar: as a literal, or as a token of the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Part of a Lark grammar: an expression, and the rules that the expression names."""
-
-    expression: str
-    rules: tuple[str, ...] = ()
-
-
-def call_rules(
-    form: ToolFormat,
-    schemas: Mapping[str, str],
-    parallel: bool,
-    spell: SpellMarker,
-    named: bool,
-) -> Rules:
-    """Rules of a call of any tool; with `parallel`, of several calls.
-
-    `schemas`: the checked schema of the arguments, by name of the tool. `named`: use Mistral's
-    newer format, in which the name precedes the arguments.
-
-    Raises:
-        ValueError: if `form` has no calls.
-    """
-    if form is ToolFormat.MISTRAL and named:
-        return _mistral_named(schemas, parallel, spell)
-    key = _ARGUMENTS_KEYS.get(form, "arguments")
-    rules = tuple(
-        f"call_{index}: {_object(name, key, schema)}"
-        for index, (name, schema) in enumerate(schemas.items())
-    )
-    alternatives = " | ".join(f"call_{index}" for index in range(len(schemas)))
-    rules += (f"call: {alternatives}",)
-    match form:
-        case ToolFormat.HERMES:
-            rules += (f'marked: {spell(hermes.OPEN)} "\\n" call "\\n" {spell(hermes.CLOSE)}',)
-            return Rules('marked ("\\n" marked)*' if parallel else "marked", rules)
-        case ToolFormat.MISTRAL:
-            calls = 'call (", " call)*' if parallel else "call"
-            return Rules(f'{spell(mistral.OPEN)} "[" {calls} "]"', rules)
-        case ToolFormat.LLAMA3_JSON:
-            # Llama 3 was not trained for parallel calls.
-            return Rules("call", rules)
-        case ToolFormat.NONE:
-            raise ValueError("there are no calls without a format")
-
-
-def _mistral_named(schemas: Mapping[str, str], parallel: bool, spell: SpellMarker) -> Rules:
-    rules = tuple(
-        f"call_{index}: {spell(mistral.OPEN)} {lark_literal(name)}"
-        f" {spell(mistral.ARGUMENTS)} %json {schema}"
-        for index, (name, schema) in enumerate(schemas.items())
-    )
-    alternatives = " | ".join(f"call_{index}" for index in range(len(schemas)))
-    return Rules("call+" if parallel else "call", (*rules, f"call: {alternatives}"))
-
-
-def _object(name: str, key: str, schema: str) -> str:
-    """Rule of the JSON object of a call, with the spaces that models are trained to write."""
-    head = f'{{"name": {json.dumps(name)}, "{key}": '
-    return f'{lark_literal(head)} %json {schema} "}}"'
 
 
 def arguments_schema(tool: Tool) -> Structure:
@@ -103,9 +37,6 @@ def arguments_schema(tool: Tool) -> Structure:
     return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), PARAM, f"tool {tool.name}")
 
 
-_ANY_TEXT = "/(?s:.*)/"
-
-
 def answer_rules(grammar: Grammar) -> Rules:
     """Embed `grammar` in a Lark grammar."""
     match grammar.kind:
@@ -119,34 +50,71 @@ def answer_rules(grammar: Grammar) -> Rules:
 
 def text_before(calls: Rules) -> Rules:
     """Any text with or without `calls` after it; a call must begin with a token of the model."""
-    return Rules(f"{_ANY_TEXT} ({calls.expression})?", calls.rules)
+    return Rules(f"{ANY_TEXT} ({calls.expression})?", calls.rules)
 
 
 def output_grammar(
-    param: str, alternatives: Sequence[Rules], thinking: Thinking, spell: SpellMarker
+    param: str,
+    alternatives: Sequence[Rules],
+    thinking: Thinking,
+    spell: SpellMarker,
+    marks: ReasoningMarks = THINK,
 ) -> Structure:
     """Grammar of an output: reasoning if `thinking` allows or requires it, then an alternative.
+
+    `marks` are the markers around the reasoning.
 
     Raises:
         BadRequest: if the grammar is too long.
     """
+    lead = Rules(_lead(thinking, spell, marks))
+    if thinking is not Thinking.OVER:
+        lead = Rules(lead.expression, tuple(_thoughts(spell(marks.closing))))
+    return _whole(param, lead, alternatives)
+
+
+def harmony_grammar(
+    param: str,
+    answer: Rules | None,
+    calls: Rules | None,
+    thinking: Thinking,
+    spell: SpellMarker,
+) -> Structure:
+    """Grammar of an output of gpt-oss: reasoning if there is any, then an answer or a call.
+
+    Raises:
+        BadRequest: if the grammar is too long.
+    """
+    speller = Speller(harmony.MARKERS, spell)
+    alternatives = [] if calls is None else [calls]
+    if answer is not None:
+        header = speller.text(harmony.MARKS.closing)
+        alternatives.append(Rules(f"{header} ({answer.expression})", answer.rules))
+    thoughts = speller.text_until(harmony.END, "thoughts")
+    begin = speller.text(f"{harmony.START}assistant")
+    reasoning = f"{thoughts.expression} {begin} "
+    if thinking is not Thinking.OPENED:
+        reasoning = f"({speller.text(harmony.MARKS.opening)} {reasoning})? "
+    return _whole(param, Rules(reasoning, thoughts.rules), alternatives)
+
+
+def _whole(param: str, lead: Rules, alternatives: Sequence[Rules]) -> Structure:
+    """Grammar of what `lead` matches, then an alternative."""
     answer = " | ".join(f"answer_{index}" for index in range(len(alternatives)))
-    lines = [f"start: {_lead(thinking, spell)}({answer})"]
+    lines = [f"start: {lead.expression}({answer})", *lead.rules]
     for index, part in enumerate(alternatives):
         lines += [f"answer_{index}: {part.expression}", *part.rules]
-    if thinking is not Thinking.OVER:
-        lines += _thoughts(spell(reasoning.CLOSE))
     text = "\n".join(lines) + "\n"
     check_size(text, param)
     return Structure(Grammar(GrammarKind.LARK, text), param)
 
 
-def _lead(thinking: Thinking, spell: SpellMarker) -> str:
+def _lead(thinking: Thinking, spell: SpellMarker, marks: ReasoningMarks) -> str:
     match thinking:
         case Thinking.OPENED:
             return "thoughts "
         case Thinking.POSSIBLE:
-            return f"({spell(reasoning.OPEN)} thoughts)? "
+            return f"({spell(marks.opening)} thoughts)? "
         case Thinking.OVER:
             return ""
 
@@ -154,13 +122,8 @@ def _lead(thinking: Thinking, spell: SpellMarker) -> str:
 def _thoughts(closing: str) -> list[str]:
     """Rules of any text up to the marker `closing`, and the line breaks after it."""
     gap = "gap: /\\n{0,2}/"
-    # `_ANY_TEXT` matches no special tokens, so it ends at a token. It would match a literal, so
+    # `ANY_TEXT` matches no special tokens, so it ends at a token. It would match a literal, so
     # that needs a rule that ends at the first match (suffix).
     if is_token(closing):
-        return [f"thoughts: {_ANY_TEXT} {closing} gap", gap]
-    return ["thoughts: unclosed gap", f"unclosed[suffix={closing}]: {_ANY_TEXT}", gap]
-
-
-def is_token(spelling: str) -> bool:
-    """Return whether a marker, as spelled in a grammar, is a token rather than a literal."""
-    return not spelling.startswith('"')
+        return [f"thoughts: {ANY_TEXT} {closing} gap", gap]
+    return ["thoughts: unclosed gap", f"unclosed[suffix={closing}]: {ANY_TEXT}", gap]

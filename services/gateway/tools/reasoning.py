@@ -1,11 +1,24 @@
-"""Separates the reasoning between `<think>` and `</think>` from the answer after it."""
+"""Separates reasoning between two markers, such as `<think>` and `</think>`, from the answer."""
 
+from collections.abc import Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 from services.gateway.text.text_buffer import WHITESPACE
 from services.gateway.tools.event import BufferedParser, Content, Event, Reasoning
 
 OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningMarks(NamedTuple):
+    """The markers before and after reasoning."""
+
+    opening: str
+    closing: str
+
+
+THINK = ReasoningMarks(OPEN, CLOSE)
+MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
 
 class _Mode(Enum):
@@ -19,11 +32,15 @@ class ReasoningSplit(BufferedParser):
     """Splits the text at the closing marker and omits the whitespace there. A `Parser`.
 
     Text that does not begin with the opening marker is the answer, unless the prompt has already
-    `opened` the reasoning.
+    `opened` the reasoning. `ends` are markers that end the reasoning as well, and begin the answer.
     """
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(
+        self, opened: bool, marks: ReasoningMarks = THINK, ends: Sequence[str] = ()
+    ) -> None:
         super().__init__()
+        self._marks = marks
+        self._ends = (marks.closing, *ends)
         self._opened = opened
         self._mode = _Mode.START
         # Whether reasoning has been emitted; whitespace before its first text is omitted.
@@ -53,7 +70,7 @@ class ReasoningSplit(BufferedParser):
 
     def _start(self) -> bool:
         self._buffer.skip_whitespace()
-        opened = self._buffer.read_marker(OPEN)
+        opened = self._buffer.read_marker(self._marks.opening)
         if opened is None:
             return False
         self._mode = _Mode.THINKING if opened or self._opened else _Mode.ANSWER
@@ -63,13 +80,16 @@ class ReasoningSplit(BufferedParser):
         if not self._thought:
             self._buffer.skip_whitespace()
             self._buffer.take_whitespace()
-        text, closed = self._buffer.read_until(CLOSE)
+        text, end = self._buffer.read_until(*self._ends)
         if text:
             self._thought = True
             events.append(Reasoning(text))
-        if closed:
-            self._mode = _Mode.GAP
-        return closed
+        if end is None:
+            return False
+        if end != self._marks.closing:
+            self._buffer.position -= len(end)
+        self._mode = _Mode.GAP
+        return True
 
     def _gap(self) -> bool:
         self._buffer.skip_whitespace()
@@ -85,8 +105,9 @@ class AnswerStart:
     The whitespace between reasoning and answer belongs to the reasoning, as in `ReasoningSplit`.
     """
 
-    def __init__(self, opened: bool) -> None:
+    def __init__(self, opened: bool, marks: ReasoningMarks = THINK) -> None:
         """`opened`: the prompt has opened the reasoning."""
+        self._marks = marks
         self._mode = _Mode.THINKING if opened else _Mode.START
         self._end = ""
 
@@ -100,8 +121,8 @@ class AnswerStart:
         if self._mode is _Mode.START:
             text, self._end = self._end + text, ""
             begin = text.lstrip(WHITESPACE)
-            if not begin.startswith(OPEN):
-                if OPEN.startswith(begin):
+            if not begin.startswith(self._marks.opening):
+                if self._marks.opening.startswith(begin):
                     self._end = text
                     return "", ""
                 self._mode = _Mode.ANSWER
@@ -120,12 +141,13 @@ class AnswerStart:
         """Split `text` after the closing marker, of which earlier text may have the beginning."""
         known = len(self._end)
         joined = self._end + text
-        position = joined.find(CLOSE)
+        closing = self._marks.closing
+        position = joined.find(closing)
         if position < 0:
-            self._end = joined[1 - len(CLOSE) :]
+            self._end = joined[1 - len(closing) :]
             return text, ""
         self._mode = _Mode.GAP
-        end = position + len(CLOSE) - known
+        end = position + len(closing) - known
         return text[:end], text[end:]
 
     def flush(self) -> str:

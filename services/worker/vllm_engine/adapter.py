@@ -3,22 +3,28 @@
 vLLM schedules, runs and preempts requests. The adapter submits requests, and sends the tokens of a
 step in a single frame. It refuses group changes that merge it with other workers, so a vLLM worker
 always forms a group of its own. A resumed request has run on another worker, and its output so far
-is known.
+is known. An upstream server (`services.worker.openai_engine`) has the same interface as `AsyncLLM`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
 from services.core.planner.config import IterationConfig
 from services.core.planner.drain import DrainPace
 from services.core.planner.events import EmitToken, RefuseRequest
-from services.core.planner.refusal import duplicate_id, queue_full, returned, returned_by_drain
-from services.core.report import EngineReport, OtherRoom
+from services.core.planner.refusal import (
+    duplicate_id,
+    queue_full,
+    returned,
+    returned_by_drain,
+    returned_by_outage,
+)
+from services.core.report import EngineReport, Load, OtherRoom
 from services.core.request import GrammarKind, Limits, LogprobOptions, Request, Sampling
 from services.worker.ipc import (
     AbortAttempt,
@@ -39,7 +45,12 @@ from services.worker.ipc import (
 )
 from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
-from services.worker.vllm_engine.running import StepStats, VllmRequest, VllmRequests
+from services.worker.vllm_engine.running import (
+    EngineState,
+    StepStats,
+    VllmRequest,
+    VllmRequests,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +136,7 @@ LIVENESS_POLL_S = 0.5
 """Interval of liveness checks of vLLM, and of heartbeats to the servicer."""
 SILENT_AFTER_S = 3.0
 """Time without a reply of vLLM after which no frames are sent, so that the servicer detects it."""
-CANNOT_MERGE = "the worker runs vLLM, which cannot run a subset of the layers; leave it out"
+CANNOT_MERGE = "the worker runs {name}, which cannot run a subset of the layers; leave it out"
 
 
 class AsyncEngine(Protocol):
@@ -151,6 +162,9 @@ class OpenedEngine:
     transient: tuple[type[Exception], ...]  # errors of requests that may be retried
     dead: tuple[type[Exception], ...]  # errors after which vLLM is dead
     by_priority: bool = False  # vLLM's scheduling policy is `priority`
+    name: str = "vLLM"  # in messages
+    state: EngineState = field(default_factory=EngineState)  # updated by `watch`
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  # runs while the adapter runs
 
 
 class Socket(Protocol):
@@ -181,6 +195,9 @@ class VllmAdapter:
         self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
         self._transient: tuple[type[Exception], ...] = (RequestFailed, *opened.transient)
         self._dead = opened.dead
+        self._name = opened.name
+        self._state = opened.state
+        self._watch = opened.watch
         self._socket = socket
         self._now_s = now_s
         self._requests = VllmRequests(
@@ -198,6 +215,8 @@ class VllmAdapter:
     async def run(self) -> None:
         """Serve until cancelled; raises an exception group with a `dead` error if vLLM dies."""
         async with asyncio.TaskGroup() as tasks:
+            if self._watch is not None:
+                tasks.create_task(self._watch())
             tasks.create_task(self._receive(tasks))
             tasks.create_task(self._poll_liveness())
             tasks.create_task(self._send_progress())
@@ -223,7 +242,7 @@ class VllmAdapter:
                 ]
                 self._epoch = max(self._epoch, *own, 0)
             case Prepare(attempt=attempt):
-                self._prepared.append(Prepared(attempt, CANNOT_MERGE))
+                self._prepared.append(Prepared(attempt, CANNOT_MERGE.format(name=self._name)))
             case AbortAttempt() | Introduce():
                 pass
 
@@ -248,10 +267,19 @@ class VllmAdapter:
             entry.task.cancel()
 
     def _return(self, room: OtherRoom) -> None:
-        """Return requests to the scheduler because this worker shuts down."""
-        for candidate in self._drain.choose(self._requests.candidates(), room, self._now_s()):
+        """Return requests because this worker shuts down, or its upstream server is gone."""
+        candidates, refusal = self._requests.candidates(), returned_by_drain
+        if not self._state.resumes:
+            candidates = [candidate for candidate in candidates if not candidate.has_output]
+        if self._state.outage:
+            # Without a group that can start them now, requests wait for the server here.
+            if not room.group_tokens:
+                return
+            candidates = [replace(candidate, holds_kv=False) for candidate in candidates]
+            refusal = returned_by_outage
+        for candidate in self._drain.choose(candidates, room, self._now_s()):
             self._abort(self._requests.get(candidate.seq_id))
-            self._refusals.append(returned_by_drain(candidate.seq_id))
+            self._refusals.append(refusal(candidate.seq_id))
 
     async def _serve(self, entry: VllmRequest) -> None:
         """Run a request in vLLM; an error ends only this request, unless vLLM is dead."""
@@ -263,6 +291,10 @@ class VllmAdapter:
             prompt["cache_salt"] = request.cache_salt
         reader = OutputReader(request)
         try:
+            if request.output_ids and not self._state.resumes:
+                raise CannotServe(
+                    f"{self._name} cannot continue the output of another worker; retry the request"
+                )
             params = self._to_params(parameters_of(request))
             priority = priority_of(request.service)
             # Closing the generator early makes vLLM abort the request.
@@ -277,12 +309,15 @@ class VllmAdapter:
             self._refuse(entry, RefuseRequest(request.request_id, str(error)))
         except self._transient as error:
             log.warning(
-                "request %s failed in vLLM: %s", request.request_id, error.__cause__ or error
+                *("request %s failed in %s: %s", request.request_id, self._name),
+                error.__cause__ or error,
             )
-            self._refuse(entry, _failed(request, str(error)))
+            self._refuse(entry, self._failed(request, str(error)))
         except Exception:
-            log.exception("request %s failed in vLLM with an unexpected error", request.request_id)
-            self._refuse(entry, _failed(request))
+            log.exception(
+                "request %s failed in %s with an unexpected error", request.request_id, self._name
+            )
+            self._refuse(entry, self._failed(request))
 
     def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
         self._answered_s = self._now_s()
@@ -328,15 +363,25 @@ class VllmAdapter:
 
     def _progress(self) -> Progress:
         """The frame with all events since the last frame."""
+        load = self._load()
         report = EngineReport(
-            self._requests.load(), self._epoch, parameter_bytes=self._facts.parameter_bytes
+            load,
+            self._epoch,
+            parameter_bytes=self._facts.parameter_bytes,
+            upstream=self._state.upstream,
+            outage=self._state.outage,
         )
         progress = Progress(self._received, self._tokens, self._refusals, report, times=self._times)
         self._received, self._tokens, self._refusals, self._times = [], [], [], {}
         return progress
 
+    def _load(self) -> Load:
+        self._requests.blocks = self._state.kv_blocks or self._requests.blocks
+        load = replace(self._requests.load(), sequences_max=self._state.sequences_max)
+        # Without free blocks, the scheduler assigns no requests.
+        return load if self._state.has_room else replace(load, kv_blocks_free=0)
 
-def _failed(request: Request, why: str = "") -> RefuseRequest:
-    reason = f" ({why})" if why else ""
-    message = f"the request failed in vLLM{reason}; retry"
-    return RefuseRequest(request.request_id, message, retryable=True)
+    def _failed(self, request: Request, why: str = "") -> RefuseRequest:
+        reason = f" ({why})" if why else ""
+        message = f"the request failed in {self._name}{reason}; retry"
+        return RefuseRequest(request.request_id, message, retryable=True)

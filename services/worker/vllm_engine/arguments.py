@@ -1,5 +1,7 @@
-"""Maps a worker's configuration to engine arguments of vLLM 0.32. Pure: does not import vLLM."""
+"""Maps a worker's configuration to engine arguments of vLLM. Pure: does not import vLLM."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from services.core.service import Service, ServiceClass
@@ -12,14 +14,18 @@ FIT_MODEL_LEN = -1
 
 
 def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`, with `room_bytes` of KV cache."""
+    """Arguments of vLLM's `AsyncEngineArgs`, with `room_bytes` of KV cache on all devices.
+
+    Without `engine_args`, which vLLM's parser has to read first; see `flags_of`.
+    """
     planner = config.planner
     return {
         "model": str(config.model_dir),
         "dtype": config.dtype,
         "max_model_len": config.max_model_len or FIT_MODEL_LEN,
         "block_size": planner.block_size,
-        "kv_cache_memory_bytes": room_bytes,
+        # vLLM's argument is for each device.
+        "kv_cache_memory_bytes": room_bytes // config.engine_devices,
         "max_num_seqs": planner.max_running,
         "max_num_batched_tokens": planner.max_batch_tokens,
         # Never force prefix caching on: vLLM knows which models do not support it.
@@ -28,8 +34,36 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
     }
 
 
+def flags_of(engine_args: Mapping[str, Any]) -> list[str]:
+    """`engine_args` as flags of vLLM's command line; null leaves an argument out."""
+    flags: list[str] = []
+    for name, value in engine_args.items():
+        flag = name.replace("_", "-")
+        match value:
+            case None:
+                pass
+            case True:
+                flags.append(f"--{flag}")
+            case False:
+                flags.append(f"--no-{flag}")
+            case list():
+                flags += [f"--{flag}", *map(_text, value)]
+            case _:
+                flags.append(f"--{flag}={_text(value)}")
+    return flags
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
 def priority_of(service: Service) -> int:
     """vLLM's priority of a request, the lowest first; has no effect with vLLM's policy `fcfs`."""
     return 3 * RANK_MAX * list(ServiceClass).index(service.service_class) + max(
         -RANK_MAX, min(service.rank, RANK_MAX)
     )
+
+
+def class_of(priority: int) -> ServiceClass:
+    """The service class of a request with vLLM's `priority`, the inverse of `priority_of`."""
+    return list(ServiceClass)[round(priority / (3 * RANK_MAX))]

@@ -1,30 +1,49 @@
-"""Opens vLLM 0.32 with a worker's configuration. The only module that imports vLLM.
+"""Opens vLLM with a worker's configuration. The only module that imports vLLM.
 
 `AsyncLLM` and `SamplingParams` are public API of vLLM. Its step statistics are not, so only
-`StepStats.note` reads them.
+`StepStats.note` reads them, and `probe.fault` checks them.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import vllm
 from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
 from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady
 from services.worker.vllm_engine.adapter import OpenedEngine
-from services.worker.vllm_engine.arguments import arguments_of
+from services.worker.vllm_engine.arguments import arguments_of, flags_of
 from services.worker.vllm_engine.budget import kv_bytes, parameter_bytes
-from services.worker.vllm_engine.running import StepStats
+from services.worker.vllm_engine.probe import UsedPart, fault
+from services.worker.vllm_engine.running import (
+    IterationNumbers,
+    PrefixLookups,
+    SchedulerNumbers,
+    StepStats,
+)
 
-VERSION = "0.32"
+USED_PARTS = (
+    UsedPart("SchedulerStats", SchedulerStats, SchedulerNumbers.__annotations__),
+    UsedPart("IterationStats", IterationStats(), IterationNumbers.__annotations__),
+    UsedPart("PrefixCacheStats", PrefixCacheStats, PrefixLookups.__annotations__),
+    UsedPart("StatLoggerBase.record", StatLoggerBase.record, ("scheduler_stats", "engine_idx")),
+    UsedPart("AsyncLLM", AsyncLLM, ("from_vllm_config", "generate", "abort")),
+    UsedPart(
+        "AsyncLLM.from_vllm_config", AsyncLLM.from_vllm_config, ("stat_loggers", "vllm_config")
+    ),
+    UsedPart("SamplingParams", SamplingParams, ("structured_outputs", "output_kind", "detokenize")),
+    UsedPart("AsyncEngineArgs", AsyncEngineArgs, ("kv_cache_memory_bytes", "add_cli_args")),
+)
 NULL_BLOCKS = 1
 """Blocks that vLLM reserves as the null block."""
 
@@ -37,19 +56,19 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
     """Load the model; returns when it can serve, after a minute or more.
 
     Raises:
-        WorkerError: if vLLM's version is not `VERSION`, or vLLM rejects the model or a setting.
+        WorkerError: if this version of vLLM lacks a part that is used, or vLLM rejects the model or
+            a setting.
     """
-    if not vllm.__version__.startswith(f"{VERSION}."):
-        raise VllmUnusable(
-            f"vLLM {vllm.__version__} is installed, but {VERSION} is required; run `tideserve"
-            " engine install vllm`"
-        )
+    if (reason := fault(vllm.__version__, USED_PARTS)) is not None:
+        raise VllmUnusable(reason)
+    parsed = parsed_arguments(config.vllm_arguments)
     parameters = parameter_bytes(config.model_dir, config.dtype)
     room_bytes = kv_bytes(config.memory_bytes, parameters)
     try:
-        settings = _arguments(config, room_bytes).create_engine_config()
+        settings = _arguments(config, room_bytes, parsed).create_engine_config()
     except ValueError as error:
-        raise VllmUnusable(f"vLLM rejected the model or a setting: {error}") from error
+        reason = _on_a_line(str(error))
+        raise VllmUnusable(f"vLLM rejected the model or a setting: {reason}") from error
     context_tokens = settings.model_config.max_model_len
     stats = StepStats()
     engine = AsyncLLM.from_vllm_config(
@@ -79,16 +98,43 @@ def to_params(arguments: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **parameters)
 
 
-def _arguments(config: WorkerConfig, room_bytes: int) -> AsyncEngineArgs:
-    return AsyncEngineArgs(
-        **arguments_of(config, room_bytes),
+def _on_a_line(text: str) -> str:
+    """An error of vLLM, which may be one of pydantic's with a link in its last line."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join(line for line in lines if not line.startswith("For further information"))
+
+
+class _Parser(FlexibleArgumentParser):
+    """vLLM's parser of the command line, which raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise VllmUnusable(f"vLLM rejected 'engine_args': {message}; correct it")
+
+
+def parsed_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as vLLM's own parser reads them, checks included.
+
+    Raises:
+        VllmUnusable: if vLLM refuses an argument; with vLLM's words.
+    """
+    parser = _Parser(prog="engine_args", add_help=False, allow_abbrev=False)
+    parsed = vars(AsyncEngineArgs.add_cli_args(parser).parse_args(flags_of(engine_args)))
+    unknown = [name for name in engine_args if name not in parsed]
+    if unknown:
+        raise VllmUnusable(f"vLLM has no engine argument {', '.join(unknown)}; correct it")
+    return {name: parsed[name] for name, value in engine_args.items() if value is not None}
+
+
+def _arguments(config: WorkerConfig, room_bytes: int, parsed: Mapping[str, Any]) -> AsyncEngineArgs:
+    arguments = arguments_of(config, room_bytes) | {
         # The gateway applies the model's generation_config.json itself.
-        generation_config="vllm",
+        "generation_config": "vllm",
         # The gateway checks grammars with llguidance, so vLLM must use the same dialect.
-        structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
-        trust_remote_code=False,
-        disable_log_stats=True,
-    )
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
+        "trust_remote_code": False,
+        "disable_log_stats": True,
+    }
+    return AsyncEngineArgs(**arguments | dict(parsed))
 
 
 def _facts(

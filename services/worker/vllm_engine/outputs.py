@@ -1,4 +1,4 @@
-"""Converts the outputs of vLLM 0.32 for a request to `EmitToken`s. Pure: does not import vLLM."""
+"""Converts the outputs of vLLM for a request to `EmitToken`s. Pure: does not import vLLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol

@@ -70,6 +70,29 @@ class StepStats:
             self.prefix_hits_total += scheduler.prefix_cache_stats.hits
 
 
+@dataclass(slots=True)
+class EngineState:
+    """State of an engine beside vLLM's statistics; it changes only for upstream servers.
+
+    `upstream` describes the server, `outage` why it computes nothing at present, "" if it does.
+    `full`: it refused a request for lack of room. `kv_blocks`: its KV cache, if that has changed
+    since the start. `sequences_max`: most requests that it takes at once, 0 if they are not
+    limited. `resumes`: it continues the output of another worker or of a lost server.
+    """
+
+    upstream: str = ""
+    outage: str = ""
+    full: bool = False
+    kv_blocks: int = 0
+    sequences_max: int = 0
+    resumes: bool = True
+
+    @property
+    def has_room(self) -> bool:
+        """Whether further requests may start."""
+        return not self.outage and not self.full
+
+
 @dataclass(slots=True, eq=False)
 class VllmRequest:
     """A request in vLLM."""

@@ -11,8 +11,9 @@ import grpc.aio
 import pytest
 
 from services.core.report import EngineReport, Load, OtherRoom
-from services.worker.drain import WorkerDrain, is_needed
+from services.worker.drain import is_needed
 from services.worker.group_view import Place
+from services.worker.request_returns import RequestReturns
 from tests.support.waiting import eventually
 from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -71,13 +72,13 @@ async def returning(
     unused = cast(Any, None)
     record = record_pb2.WorkerRecord(worker_id="w", model="m")
     engine = cast(Any, SimpleNamespace(return_requests=receive))
-    drain = WorkerDrain(engine, unused, unused, unused, unused, record, unused, unused)
+    returns = RequestReturns(engine, record, unused, unused)
     server = grpc.aio.server()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        task = asyncio.create_task(drain._return_requests(channel))
+        task = asyncio.create_task(returns._return_requests(channel))
         yield rooms
         assert not task.done()
         task.cancel()

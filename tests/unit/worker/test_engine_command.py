@@ -7,9 +7,11 @@ import pytest
 
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
+from services.core.planner.config import GPU_LIMITS
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import VLLM_ENGINE, engine_command, engine_environment
 
+OPENAI = {"engine": "openai", "upstream_url": "http://host:8000"}
 VLLM = {"engine": "vllm", "engine_python": "/venv/bin/python"}
 
 
@@ -35,6 +37,16 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(config(**VLLM, device="cuda"), inherited)
 
 
+def test_an_upstream_server_needs_no_memory_here() -> None:
+    given = {"etcd_url": "e", "model_name": "m", "model_dir": "/m", **OPENAI}
+    found = from_mapping(WorkerConfig, given, "a test")
+    assert engine_command(found) == [sys.executable, "-m", "services.worker.openai_engine"]
+    assert engine_environment(found, {"TIDESERVE__X": "y", "A": "b"}) == {"A": "b"}
+    assert found.planner.max_running == GPU_LIMITS["max_running"]
+    with pytest.raises(ConfigError, match="'memory_bytes' is missing"):
+        from_mapping(WorkerConfig, {k: v for k, v in given.items() if k not in OPENAI}, "a test")
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -49,6 +61,16 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
             {**VLLM, "host_weights_bytes": "1GiB"},
             "'host_weights_bytes' has no effect with vLLM",
         ),
+        ({"engine_args": {"enforce_eager": True}}, "'engine_args' requires `engine: vllm`"),
+        ({**VLLM, "engine_args": {"dtype": "half"}}, "'engine_args' has dtype, which the worker's"),
+        (
+            {**VLLM, "device": "cuda", "engine_args": {"tensor_parallel_size": 2}},
+            "set 'device' to the first of them, such as cuda:0",
+        ),
+        ({"engine": "openai"}, "'upstream_url' is '', but with `engine: openai` must be"),
+        ({**OPENAI, "upstream_url": "http://h:1/v1"}, "the address of a server without a path"),
+        ({"upstream_url": "http://h"}, "'upstream_url' requires `engine: openai`; remove it"),
+        ({**OPENAI, "paced": "A100-14B"}, "'paced' has no effect with an upstream server"),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
         (
             {"scheduling": "fcfs", "packing": True},
@@ -80,3 +102,20 @@ def test_vllm_sees_the_gpu_of_its_worker(
     inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     found = engine_environment(config(**VLLM, device=device), inherited)
     assert found.get("CUDA_VISIBLE_DEVICES") == wanted
+
+
+@pytest.mark.parametrize(
+    ("device", "shown", "wanted"),
+    [
+        ("cuda:2", None, "2,3"),
+        ("cuda:2", "4,5,6,7", "6,7"),
+        ("cuda:1", "4,5", "1,2"),
+        ("cpu", None, None),
+    ],
+)
+def test_vllm_sees_all_gpus_of_its_worker(
+    device: str, shown: str | None, wanted: str | None
+) -> None:
+    inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    parallel = config(**VLLM, device=device, engine_args={"pipeline_parallel_size": 2})
+    assert engine_environment(parallel, inherited).get("CUDA_VISIBLE_DEVICES") == wanted

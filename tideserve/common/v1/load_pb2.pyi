@@ -45,6 +45,7 @@ class WorkerLoad(_message.Message):
     DROPPED_PREFIXES_FIELD_NUMBER: _builtins.int
     DROPPED_TOTAL_FIELD_NUMBER: _builtins.int
     BATCH_YIELDS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_MAX_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     incarnation: _builtins.str
@@ -85,6 +86,8 @@ class WorkerLoad(_message.Message):
     """Whether online requests preempt sequences of the class `batch`; these are then not included in
     `kv_blocks_wanted`.
     """
+    sequences_max: _builtins.int
+    """Most sequences that may run and wait at once; 0: no limit but KV blocks."""
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its last ReportLoadRequest or the previous
@@ -119,10 +122,11 @@ class WorkerLoad(_message.Message):
         dropped_prefixes: _abc.Iterable[_builtins.int] | None = ...,
         dropped_total: _builtins.int = ...,
         batch_yields: _builtins.bool = ...,
+        sequences_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "sequences_max", b"sequences_max", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

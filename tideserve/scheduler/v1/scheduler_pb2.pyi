@@ -150,6 +150,7 @@ class Ask(_message.Message):
     ESTIMATED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    AFFINITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request, drawn by the gateway."""
     model: _builtins.str
@@ -207,6 +208,10 @@ class Ask(_message.Message):
     """
     choice: _builtins.int
     """Index among the choices of a client's request, which arrive at once."""
+    affinity: _builtins.int
+    """Hash of the client's session: its requests prefer the same group among groups that are equal
+    otherwise. 0: none.
+    """
     @_builtins.property
     def service(self) -> _service_pb2.Service:
         """Service class and SLO targets."""
@@ -248,10 +253,11 @@ class Ask(_message.Message):
         estimated: _builtins.bool = ...,
         fingerprint: _builtins.int = ...,
         choice: _builtins.int = ...,
+        affinity: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,8 +53,10 @@ def make_load(rng: random.Random, number: int) -> GroupLoad:
 
 def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadReported:
     free, wanted = rng.randrange(45), rng.choice([0, 0, 0, 30])
-    running = rng.randrange(4)
-    return load_reported(now_s, f"w{number}", step, running=running, free=free, wanted=wanted)
+    running, most = rng.randrange(4), rng.choice([0, 0, 2, 5])
+    return load_reported(
+        now_s, f"w{number}", step, running=running, free=free, wanted=wanted, most=most
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 5, DIRECT_MAX // 2, 3 * DIRECT_MAX])

@@ -62,7 +62,12 @@ class Dispatch:
         return self(load_reported(self.now_s, name, next(self._numbers), **told))
 
     def ask(
-        self, hashes: tuple[int, ...], tokens: int = 0, max_tokens: int = 1, **told: Any
+        self,
+        hashes: tuple[int, ...],
+        tokens: int = 0,
+        max_tokens: int = 1,
+        affinity: int = 0,
+        **told: Any,
     ) -> str:
         """The worker that gets a prompt, and tells this with its arrival; all before it ended."""
         request_id = f"r{next(self._numbers)}"
@@ -78,6 +83,7 @@ class Dispatch:
                     now_s=self.now_s,
                     stream_id=1,
                     prefix=ThinHashes(STRIDE, hashes),
+                    affinity=affinity,
                 )
             )
             if isinstance(one, SendAssignment)
@@ -100,6 +106,27 @@ def test_a_chat_stays_where_it_began_and_others_spread() -> None:
     assert 0 < snapshot.cached_tokens_total < snapshot.prompt_tokens_total
     assert snapshot.cached_tokens_total == 3 * HASHED * sum(range(2, 8))
     assert snapshot.wants_prefixes
+
+
+def test_a_session_prefers_the_same_of_equal_groups() -> None:
+    homes = {session: Dispatch(4).ask((), 10, affinity=session) for session in range(1, 60)}
+    dispatch = Dispatch(4)
+
+    assert set(homes.values()) == {"w0", "w1", "w2", "w3"}
+    assert Dispatch(4).ask((), 10) == "w0"
+    for session, home in homes.items():
+        assert dispatch.ask((), 10, affinity=session) == home
+
+
+def test_load_and_cached_prefixes_outweigh_a_session() -> None:
+    home = Dispatch(2).ask((), 10, affinity=7)
+    other = ({"w0", "w1"} - {home}).pop()
+    dispatch = Dispatch(2)
+    dispatch.report(home, free=500, running=1)
+
+    assert dispatch.ask((), 10, affinity=7) == other
+    dispatch.report(home)
+    assert dispatch.ask((), 10, affinity=7) == home
 
 
 def test_what_waits_in_the_group_may_outweigh_what_it_has() -> None:

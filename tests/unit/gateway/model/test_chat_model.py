@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.core.request import GrammarKind
 from services.gateway.api.chat import ChatRequest, parse_chat
 from services.gateway.model.chat_model import ChatModel
 from services.gateway.model.chat_template import ChatTemplate
 from services.gateway.tools.format import ReasoningFormat, Thinking, ToolFormat
-from services.gateway.vocabulary.errors import NotSupported
+from services.gateway.vocabulary.errors import BadRequest, NotSupported
 
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -112,6 +113,75 @@ def test_a_template_of_unknown_calls_takes_no_tools() -> None:
         unknown.template_fields(chat(tools=[TOOL]))
 
 
+CALLED = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "fine"},
+    {"role": "assistant", "content": "Well.", "reasoning": "so"},
+]
+
+
+def test_a_template_that_concatenates_arguments_gets_text() -> None:
+    source = (
+        "{{ tools }}{% for m in messages %}{% for c in m.tool_calls %}"
+        "{{ '<｜tool▁call▁begin｜>' + c['function']['name'] + '\n```json\n'"
+        " + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+    )
+    body = chat(messages=CALLED)
+
+    assert model(source, {}).tool_format is ToolFormat.DEEPSEEK_V3
+    assert prompt_of(body, source, {}).endswith('get\n```json\n{"a": 1}')
+
+
+HARMONY = (
+    "{{ tools }}{% for m in messages %}<|start|>{{ m.role }}<|channel|>"
+    "{{ m.thinking }},{{ m.reasoning_content }}<|message|>{{ m.content }}{% endfor %}"
+)
+
+
+def test_harmony_has_the_reasoning_of_calls_as_thinking() -> None:
+    prompt = prompt_of(chat(messages=CALLED), HARMONY, {})
+
+    assert "<|start|>assistant<|channel|>hm,<|message|><|start|>" in prompt
+    assert "<|start|>assistant<|channel|>,<|message|>Well." in prompt
+
+
+def test_harmony_is_a_format_of_both() -> None:
+    made = model(HARMONY, {5: "<|channel|>", 6: "<|end|>"})
+
+    form = made.form(chat(tools=[TOOL]), Thinking.POSSIBLE)
+    assert made.reasoning_format is ReasoningFormat.HARMONY
+    assert form is not None and form.markers == {5, 6}
+    with pytest.raises(ConfigError, match="set both to harmony"):
+        model(HARMONY, {}, tools="hermes")
+
+
+XML = "{{ tools }}<tool_call><function={{ messages }}"
+
+
+def test_the_types_of_arguments_are_known_where_texts_have_none() -> None:
+    form = model(XML, QWEN_TOKENS).form(chat(tools=[TOOL]), Thinking.OVER)
+    other = model().form(chat(tools=[TOOL]), Thinking.OVER)
+
+    assert form is not None and form.types == {"get": {"a": {"integer"}}}
+    assert other is not None and form.names == other.names and not other.types
+
+
+@pytest.mark.parametrize(("strict", "refused"), [(True, True), (False, False)])
+def test_strict_strings_that_cannot_be_enforced_are_refused(strict: bool, refused: bool) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
+    function = {"name": "get", "parameters": parameters, "strict": strict}
+    body = chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+
+    made = model(XML, QWEN_TOKENS)
+    assert model().argument_schemas(body)
+    if not refused:
+        assert made.argument_schemas(body)
+        return
+    with pytest.raises(BadRequest, match=r"\$\.properties\.a\.pattern of the strict tool"):
+        made.argument_schemas(body)
+
+
 def test_thinking_can_be_switched_off() -> None:
     qwen = model()
     prompts = [prompt_of(chat(**fields)) for fields in ({}, {"enable_thinking": False})]
@@ -171,6 +241,27 @@ def test_marks_that_are_tokens_are_shown() -> None:
             MISTRAL_TOKENS,
             Thinking.OVER,
             ['<[5]> "get" <[6]> %json'],
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            XML,
+            QWEN_TOKENS,
+            Thinking.OVER,
+            [r'<[6]> "\n<function=get>\n" argument_0_0?', r'"<parameter=a>\n" %json {'],
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},
+            HARMONY,
+            {5: "<|channel|>", 6: "<|message|>", 7: "<|end|>"},
+            Thinking.POSSIBLE,
+            ['(<[5]> "analysis" <[6]> /(?s:.*)/ <[7]>', '<[5]> "commentary to=functions.get '],
+        ),
+        (
+            {"guided_regex": "a"},
+            HARMONY,
+            {5: "<|channel|>", 6: "<|message|>"},
+            Thinking.OPENED,
+            ["start: thoughts ", '<[5]> "final" <[6]> (/a/)'],
         ),
         # An answer in its form, or calls.
         (

@@ -139,6 +139,15 @@ HEADS = {
     ToolFormat.HERMES: (CALL, "\n<tool_call>\n"),
     ToolFormat.MISTRAL: ('[TOOL_CALLS][{"name": "get", "arguments": {}}', ', {"name": "get"'),
     ToolFormat.LLAMA3_JSON: ('{"name": "get", "parameters": {}}', '; {"name": "get"'),
+    ToolFormat.QWEN3_CODER: (
+        "<tool_call>\n<function=get>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=get>",
+    ),
+    ToolFormat.GLM45: ("<tool_call>get</tool_call>", "\n<tool_call>ge"),
+    ToolFormat.KIMI_K2: (
+        "<|tool_calls_section_begin|><|tool_call_begin|>get<|tool_call_argument_begin|>{}",
+        "<|tool_call_end|><|tool_call_begin|>get",
+    ),
 }
 
 

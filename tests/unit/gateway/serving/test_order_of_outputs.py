@@ -16,18 +16,16 @@ from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import Output, OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.tools.format import ChatForm, Thinking, ToolFormat
+from tests.support.call_texts import CALL_FORMATS, TAGS, Calls, written
 from tests.support.cuttings import cuttings
 
 NAMES = frozenset({"get", "now"})
 GET = '{"name": "get", "arguments": {"key": "a}\\"]", "n": [1, {"x": null}]}}'
 NOW = '{"arguments":{},"id":3,"name":"now"}'
+CALLS: Calls = [("get", {"key": 'a}"]', "n": [1, {"x": None}]}), ("now", {})]
 # Whole calls are frequent, so that text comes between them.
-WORDS = {
-    ToolFormat.HERMES: ("<tool_call>", "</tool_call>", f"<tool_call>\n{GET}\n</tool_call>"),
-    ToolFormat.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", '[TOOL_CALLS]get[ARGS]{"a": 1}'),
-    ToolFormat.LLAMA3_JSON: ("<|python_tag|>", ";", f"{NOW}; {NOW}"),
-    ToolFormat.NONE: ("<tool_call>",),
-}
+WORDS = {form: (*TAGS[form], *[written(form, CALLS)] * 4) for form in CALL_FORMATS}
+WORDS[ToolFormat.NONE] = ("<tool_call>",)
 OTHERS = ("<think>", "</think>", GET, NOW, '{"name": "get", "parameters": {"a": ', "[", "}", ",")
 PLAIN = (" ", "\n", "text", "é", "a")
 

@@ -14,6 +14,9 @@ from services.gateway.vocabulary.errors import BadRequest
 from tests.support.bad_inputs import CHAT
 
 OBJECTIVE = "x-gateway-inference-objective"
+LLMD_OBJECTIVE = "x-llm-d-inference-objective"
+FAIRNESS = "x-gateway-inference-fairness-id"
+LLMD_FAIRNESS = "x-llm-d-inference-fairness-id"
 
 
 INTERACTIVE = Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1)
@@ -40,6 +43,9 @@ CONFIGURED = ServicePolicy(
         ({"slo_class": "interactive", "slo": {"tpot_ms": 50}}, {},
          replace(INTERACTIVE, tpot_s=0.05)),
         ({"priority": 5}, {}, Service(ServiceClass.BATCH, rank=5)),
+        ({}, {LLMD_OBJECTIVE: "batch"}, Service(ServiceClass.BATCH)),
+        ({}, {OBJECTIVE: "batch", LLMD_OBJECTIVE: "batch"}, Service(ServiceClass.BATCH)),
+        ({}, {FAIRNESS: "a"}, Service()),
         ({"slo": {"ttft_ms": 200, "tpot_ms": 50}}, {"x-slo-ttft-ms": "100"},
          Service(ttft_s=0.1, tpot_s=0.05)),
     ],
@@ -108,3 +114,46 @@ def test_contradictions_name_both_places(
     with pytest.raises(BadRequest) as caught:
         POLICY.service_of(parse_chat(CHAT | fields), headers)
     assert all(word in caught.value.message for word in words)
+
+
+@pytest.mark.parametrize("name", [FAIRNESS, LLMD_FAIRNESS])
+def test_a_proxy_may_name_the_tenant_of_requests_without_an_owner(name: str) -> None:
+    policy, body = ServicePolicy(fairness_header=True), parse_chat(CHAT)
+
+    assert policy.service_of(body, {name: "a"}).tenant == "a"
+    assert policy.service_of(body, {name: "a"}, "owner").tenant == "owner"
+    assert policy.service_of(body, {}).tenant == ""
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({FAIRNESS: "a", LLMD_FAIRNESS: "b"}, "differ; send one"),
+        ({FAIRNESS: "x" * 257}, "at most 256 printable"),
+        ({LLMD_FAIRNESS: "a\x7f"}, "at most 256 printable"),
+        ({OBJECTIVE: "batch", LLMD_OBJECTIVE: "standard"}, "differ; name a single class"),
+        ({LLMD_OBJECTIVE: "gold"}, "'x-llm-d-inference-objective' must be one of"),
+    ],
+)
+def test_headers_of_proxies_that_contradict_are_refused(
+    headers: dict[str, str], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        ServicePolicy(fairness_header=True).service_of(parse_chat(CHAT), headers)
+
+
+def test_requests_of_a_session_share_an_affinity() -> None:
+    def affinity(fields: dict[str, Any], session: str = "", tenant: str = "") -> int:
+        headers = {"x-session-id": session} if session else {}
+        return POLICY.affinity_of(parse_chat(CHAT | fields), headers, tenant)
+
+    key = affinity({"prompt_cache_key": "s"})
+    assert 0 < key < 2**64
+    assert key == affinity({"session_id": "s"}) == affinity({}, "s")
+    assert key == affinity({"prompt_cache_key": "s", "session_id": "t"}, "u")
+    assert key != affinity({"prompt_cache_key": "t"})
+    assert key != affinity({"prompt_cache_key": "s"}, tenant="owner")
+    # Values of other types have no effect, as other servers ignore the fields.
+    assert affinity({}) == affinity({"session_id": 7}) == affinity({"prompt_cache_key": None}) == 0
+    off = ServicePolicy(session_affinity=False)
+    assert off.affinity_of(parse_chat(CHAT | {"session_id": "s"}), {}, "") == 0

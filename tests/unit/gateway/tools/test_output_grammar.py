@@ -14,8 +14,18 @@ from services.gateway.structure.check_process import byte_tokenizer
 from services.gateway.structure.schema import schema_text
 from services.gateway.structure.structured_outputs import Structure, lark_literal
 from services.gateway.tools import mistral, reasoning
-from services.gateway.tools.event import CallArguments, CallBegin, CallEnd, Event
+from services.gateway.tools.argument_types import argument_types
+from services.gateway.tools.call_grammar import call_rules
+from services.gateway.tools.event import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Event,
+    Reasoning,
+)
 from services.gateway.tools.format import (
+    ELEMENT_FORMATS,
     ReasoningFormat,
     Thinking,
     ToolFormat,
@@ -23,23 +33,24 @@ from services.gateway.tools.format import (
     tool_markers,
     tool_parser,
 )
+from services.gateway.tools.harmony import HarmonyParser
 from services.gateway.tools.output_grammar import (
     answer_rules,
     arguments_schema,
-    call_rules,
+    harmony_grammar,
     output_grammar,
     text_before,
 )
 from services.gateway.tools.tool import Tool
 from services.gateway.vocabulary.errors import BadRequest
+from tests.support.call_texts import CALL_FORMATS
 from tests.support.cuttings import parsed
 
 EOS = 1000
-SPECIAL = {300: "<tool_call>", 301: "</tool_call>", 302: "[TOOL_CALLS]"} | {
-    303: "[ARGS]",
-    304: "<think>",
-    305: "</think>",
-}
+MARKERS = sorted({marker for form in CALL_FORMATS for marker in tool_markers(form)})
+# Whole tags of DSML are no tokens, but a part of them is.
+TOKENS = [marker for marker in MARKERS if "DSML｜f" not in marker and "DSML｜t" not in marker]
+SPECIAL = dict(enumerate([*TOKENS, "<think>", "</think>", "[THINK]", "[/THINK]"], start=300))
 IDS = {name: index for index, name in SPECIAL.items()}
 TOKENIZER: LLTokenizer = byte_tokenizer(1000, SPECIAL)
 
@@ -51,13 +62,15 @@ WEATHER = Tool(
             "city": {"type": "string", "maxLength": 5},
             "days": {"type": "integer", "minimum": 0, "maximum": 9},
             "unit": {"enum": ["C", "F"]},
+            "parts": {"type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2},
         },
+        "$defs": {"part": {"type": "boolean"}},
         "required": ["city", "unit"],
         "additionalProperties": False,
     },
 )
 NOW = Tool("now")
-FORMS = [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL]
+FORMS = CALL_FORMATS
 ANSWER = Grammar(
     GrammarKind.JSON_SCHEMA, schema_text({"type": "integer", "minimum": 0, "maximum": 99}, "p")
 )
@@ -69,8 +82,8 @@ def schemas(*tools: Tool) -> dict[str, str]:
 
 
 def as_token(name: str) -> str:
-    """The mark as a token."""
-    return f"<[{IDS[name]}]>"
+    """The mark as a token, if it is one."""
+    return f"<[{IDS[name]}]>" if name in IDS else lark_literal(name)
 
 
 def token_ids(text: str) -> list[int]:
@@ -79,12 +92,12 @@ def token_ids(text: str) -> list[int]:
         if name in text:
             before, _, after = text.partition(name)
             return [*token_ids(before), index, *token_ids(after)]
-    return [TOKENIZER.tokenize_str(char)[0] for char in text]
+    return [token for char in text for token in TOKENIZER.tokenize_str(char)]
 
 
 def plain_ids(text: str) -> list[int]:
     """Tokens of a text, without special ones."""
-    return [TOKENIZER.tokenize_str(char)[0] for char in text]
+    return [token for char in text for token in TOKENIZER.tokenize_str(char)]
 
 
 def follows(structure: Structure, ids: list[int]) -> bool:
@@ -94,10 +107,18 @@ def follows(structure: Structure, ids: list[int]) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def random_output(structure: Structure, seed: int) -> str:
-    """An output that the grammar allows."""
+# What ends a string in an element, which random tokens would hardly ever make.
+ENDINGS = ("\n</parameter>", "</arg_value>", "</｜DSML｜parameter>")
+
+
+def random_output(
+    structure: Structure, seed: int, to_ids: Callable[[str], list[int]] | None = None
+) -> str:
+    """An output that the grammar allows; `to_ids`: how it writes marks."""
     rng = Random(seed)
     matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
+    assert not matcher.is_error(), matcher.get_error()
+    endings = list(map(to_ids or token_ids, ENDINGS))
     output = b""
     for _ in range(2000):
         mask = matcher.compute_bitmask()
@@ -105,9 +126,12 @@ def random_output(structure: Structure, seed: int) -> str:
         token = rng.choice(allowed)
         if token == EOS:
             return output.decode(errors="replace")
-        assert matcher.consume_token(token), matcher.get_error()
-        name = SPECIAL.get(token)
-        output += name.encode() if name else TOKENIZER.decode_bytes([token])
+        ids = [token]
+        if rng.random() < 0.2 and (ending := rng.choice(endings))[0] in allowed:
+            ids = ending
+        for taken in ids[: matcher.try_consume_tokens(ids)]:
+            name = SPECIAL.get(taken)
+            output += name.encode() if name else TOKENIZER.decode_bytes([taken])
     raise AssertionError("the output does not end")
 
 
@@ -121,8 +145,9 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("mark", [as_token, lark_literal], ids=["tokens", "text"])
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "named"), [*((form, False) for form in FORMS), (ToolFormat.MISTRAL, True)]
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_the_grammar_allows_the_parser_finds(
     form: ToolFormat, named: bool, mark: Callable[[str], str], seed: int
@@ -131,9 +156,10 @@ def test_what_the_grammar_allows_the_parser_finds(
     rules = call_rules(form, schemas(*tools), parallel=True, spell=mark, named=named)
     structure = output_grammar("tools", [rules], Thinking.OVER, mark)
 
-    output = random_output(structure, seed)
+    output = random_output(structure, seed, token_ids if mark is as_token else plain_ids)
 
-    parser = tool_parser(form, {tool.name for tool in tools})
+    types = {tool.name: argument_types(tool.parameters) for tool in tools}
+    parser = tool_parser(form, types, types)
     assert parser is not None
     calls = calls_in(parsed(parser, [output]))
     assert calls
@@ -141,8 +167,39 @@ def test_what_the_grammar_allows_the_parser_finds(
         if name == "now":
             assert arguments == {}
         else:
-            assert {"city", "unit"} <= arguments.keys() <= {"city", "unit", "days"}
-            assert len(arguments["city"]) <= 5 and arguments["unit"] in "CF"
+            assert {"city", "unit"} <= arguments.keys() <= {"city", "unit", "days", "parts"}
+            assert arguments["unit"] in "CF" and arguments.get("days", 0) in range(10)
+            assert isinstance(arguments["city"], str)
+            # Elements hold strings without quotes, whose length is not enforced.
+            assert form in ELEMENT_FORMATS or len(arguments["city"]) <= 5
+            assert set(arguments.get("parts", [])) <= {True, False}
+
+
+@pytest.mark.parametrize("thinking", [Thinking.OPENED, Thinking.POSSIBLE])
+@pytest.mark.parametrize("seed", range(8))
+def test_harmony_may_reason_before_an_answer_or_a_call(thinking: Thinking, seed: int) -> None:
+    calls = call_rules(
+        ToolFormat.HARMONY, schemas(NOW), parallel=False, spell=as_token, named=False
+    )
+    answer = answer_rules(Grammar(GrammarKind.REGEX, "4[0-9]"))
+
+    output = random_output(harmony_grammar("p", answer, calls, thinking, as_token), seed)
+
+    parser = HarmonyParser({"now"}, thinking is Thinking.OPENED)
+    events = [event for event in parsed(parser, [output]) if not isinstance(event, Reasoning)]
+    if isinstance(events[0], Content):
+        assert events in [[Content(f"4{digit}")] for digit in range(10)]
+    else:
+        assert calls_in(events) == [("now", {})]
+
+
+def test_the_marks_of_harmony_may_be_text() -> None:
+    answer = answer_rules(Grammar(GrammarKind.REGEX, "4[0-9]"))
+    opened = harmony_grammar("p", answer, None, Thinking.OPENED, lark_literal)
+    final = "<|channel|>final<|message|>42"
+
+    assert follows(opened, plain_ids(f"hm <|en<|end|><|start|>assistant{final}"))
+    assert not follows(opened, plain_ids(final))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -166,6 +223,15 @@ def test_reasoning_may_come_before_the_answer() -> None:
     assert follows(opened, token_ids("hm 7\n</think>\n\n42"))
     assert not follows(opened, token_ids("hm 7\n</think>\n\nhm"))
     assert not follows(opened, token_ids("7"))
+
+
+def test_reasoning_may_have_the_marks_of_mistral() -> None:
+    opened = output_grammar(
+        "p", [answer_rules(ANSWER)], Thinking.OPENED, as_token, reasoning.MISTRAL_THINK
+    )
+
+    assert follows(opened, token_ids("hm < think>[/THINK]42"))
+    assert not follows(opened, token_ids("hm</think>42"))
 
 
 def test_reasoning_may_be_marked_by_text() -> None:

@@ -12,9 +12,29 @@ StopText = COUNTED.module("services.gateway.serving.output").StopText
 hermes_calls = COUNTED.module("services.gateway.tools.hermes").hermes_calls
 mistral_calls = COUNTED.module("services.gateway.tools.mistral").mistral_calls
 Llama3JsonCalls = COUNTED.module("services.gateway.tools.llama3_json").Llama3JsonCalls
+qwen3_coder_calls = COUNTED.module("services.gateway.tools.qwen3_coder").qwen3_coder_calls
+dsml_calls = COUNTED.module("services.gateway.tools.deepseek").dsml_calls
+HarmonyParser = COUNTED.module("services.gateway.tools.harmony").HarmonyParser
+kimi_calls = COUNTED.module("services.gateway.tools.kimi").kimi_calls
 ReasoningSplit = COUNTED.module("services.gateway.tools.reasoning").ReasoningSplit
 NAMES = frozenset({"get", "now"})
 NOW = '{"name": "now", "arguments": {}}'
+TYPES = {"get": {"a": frozenset({"string"}), "b": frozenset({"integer"})}}
+QWEN_BEGIN = "<tool_call><function=get>"
+DSML_BEGIN = '<｜DSML｜tool_calls><｜DSML｜invoke name="get">'
+KIMI_BEGIN = "<|tool_calls_section_begin|><|tool_call_begin|>"
+
+
+def qwen() -> Any:
+    """A parser of Qwen3-Coder's calls."""
+    return qwen3_coder_calls(NAMES, TYPES)
+
+
+def dsml() -> Any:
+    """A parser of DeepSeek's calls."""
+    return dsml_calls("tool_calls", NAMES, TYPES)
+
+
 # Beginnings of an answer, and what comes again and again after them.
 OUTPUTS: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: hermes_calls(NAMES), "", "\n"),
@@ -45,6 +65,35 @@ OUTPUTS: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: Llama3JsonCalls(NAMES), '{"parameters": {"a": ', "7"),
     (lambda: Llama3JsonCalls(NAMES), NOW, "\n"),
     (lambda: Llama3JsonCalls(NAMES), NOW, f" ; {NOW}"),
+    (qwen, "", "\n"),
+    (qwen, "", "<tool_call><function="),
+    (qwen, "<tool_call>", "\n"),
+    (qwen, "<tool_call><function=", "n"),
+    (qwen, f"{QWEN_BEGIN}<parameter=a>", "\n"),
+    (qwen, f"{QWEN_BEGIN}<parameter=a>", "x"),
+    (qwen, f"{QWEN_BEGIN}<parameter=a>", "\n</paramete"),
+    (qwen, f"{QWEN_BEGIN}<parameter=b>", "7"),
+    (qwen, QWEN_BEGIN, "<parameter=a>x</parameter>"),
+    (qwen, QWEN_BEGIN, "<parameter=b>[1]</parameter>\n"),
+    (qwen, "<tool_call>", "<function=now></function>"),
+    (dsml, DSML_BEGIN, '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>'),
+    (dsml, f'{DSML_BEGIN}<｜DSML｜parameter name="a" string="true">', "</｜DSML｜para"),
+    (lambda: kimi_calls(NAMES), KIMI_BEGIN, "n"),
+    (lambda: kimi_calls(NAMES), f"{KIMI_BEGIN}get<|tool_call_argument_begin|>", "\n"),
+    (lambda: kimi_calls(NAMES), f'{KIMI_BEGIN}get<|tool_call_argument_begin|>{{"a": "', "x"),
+    (
+        lambda: kimi_calls(NAMES),
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>get<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    (lambda: HarmonyParser(NAMES), "", "<|end|>"),
+    (lambda: HarmonyParser(NAMES), "", " "),
+    (lambda: HarmonyParser(NAMES), "<|channel|>" * 60, "<|channel|>"),
+    (lambda: HarmonyParser(NAMES), "", "<|channel|>final<|message|>a<|end|>"),
+    (lambda: HarmonyParser(NAMES), "<|channel|>final<|message|>", "\n"),
+    (lambda: HarmonyParser(NAMES), "<|channel|>final<|message|>a", "<|en"),
+    (lambda: HarmonyParser(NAMES), "<|channel|>analysis to=functions.get<|message|>", "[1]"),
+    (lambda: HarmonyParser(NAMES), '<|channel|>x to=functions.get<|message|>{"a": "', "x"),
     (lambda: ReasoningSplit(opened=False), "", "\n"),
     (lambda: ReasoningSplit(opened=True), "", "\n"),
     (lambda: ReasoningSplit(opened=True), "hm", "\n"),

@@ -34,9 +34,13 @@ def test_the_first_line_names_the_endpoint(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"custom_id": "a", "url": "/v1/completions"}\nrest')
     assert endpoint_of(path) == "/v1/completions"
-    for text in ("", "no JSON\n", "[]\n", "{}\n"):
+    for text in ("no JSON\n", "[]\n", "{}\n"):
         path.write_text(text)
         with pytest.raises(CommandError, match="the first line"):
+            endpoint_of(path)
+    for text in ("", "\n"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="does not begin with a request"):
             endpoint_of(path)
     with pytest.raises(CommandError):
         endpoint_of(tmp_path / "missing")

@@ -139,6 +139,23 @@ def test_vllm_gets_its_python_and_time_to_start() -> None:
     assert ClusterOptions(worker={"engine": "vllm"}).ready_timeout_s == 1800
 
 
+def test_each_upstream_server_has_a_worker(tmp_path: Path) -> None:
+    urls = ["http://a:8000", "http://b:8000"]
+    options = read_options(None, {"upstream": urls, "upstream_key_file": Path("key")})
+    assert (options.engine, options.workers, options.ready_timeout_s) == ("openai", 2, 600)
+    configs = service_configs(options, PLACEMENT)
+    workers = [configs[f"worker-{index}"] for index in range(2)]
+    assert [worker["upstream_url"] for worker in workers] == urls
+    assert all(worker["engine"] == "openai" for worker in workers)
+    assert all("memory_bytes" not in worker for worker in workers)
+    assert workers[0]["upstream_key_file"] == str(Path.cwd() / "key")
+    assert configs["gateway"]["expected_workers"] == 2
+    assert read_options(write(tmp_path, f"upstream: {urls}"), {"workers": 2}).workers == 2
+    for key, value in (("workers", 3), ("engine", "vllm")):
+        with pytest.raises(ConfigError, match=f"'{key}' is {value}, but with these upstream"):
+            read_options(None, {"upstream": urls, key: value})
+
+
 @pytest.mark.parametrize(
     ("chosen", "devices"),
     [
@@ -147,6 +164,13 @@ def test_vllm_gets_its_python_and_time_to_start() -> None:
         ({"worker": {"device": "cuda"}}, ["cuda:0", "cuda:1"]),
         ({"device": "cuda:3"}, ["cuda:3", "cuda:3"]),
         ({"device": "cuda", "engine": "vllm"}, ["cuda:0", "cuda:1"]),
+        (
+            {
+                **{"device": "cuda", "engine": "vllm"},
+                "worker": {"engine_args": {"tensor-parallel-size": 2}},
+            },
+            ["cuda:0", "cuda:2"],
+        ),
     ],
 )
 def test_each_worker_gets_a_gpu(chosen: dict[str, Any], devices: list[str]) -> None:

@@ -250,7 +250,9 @@ async def test_it_serves_the_newest_epoch_and_refuses_to_merge(adapter: AdapterO
     adapter.send(ApplyConfiguration([plan("w0", 3)]))
     adapter.send(ApplyConfiguration([plan("w1", 9)]))
     adapter.send(Prepare("attempt", [plan("w0", 4)]))
-    await eventually(lambda: Prepared("attempt", CANNOT_MERGE) in adapter.socket.told)
+    await eventually(
+        lambda: Prepared("attempt", CANNOT_MERGE.format(name="vLLM")) in adapter.socket.told
+    )
     report = (await adapter.settled()).report
     assert (report.epoch, report.unsettled) == (3, False)
 

@@ -9,11 +9,17 @@ from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
-from services.worker.vllm_engine.arguments import FIT_MODEL_LEN, arguments_of, priority_of
+from services.worker.vllm_engine.arguments import (
+    FIT_MODEL_LEN,
+    arguments_of,
+    flags_of,
+    priority_of,
+)
 
 
 def config(**changes: Any) -> WorkerConfig:
     max_model_len = changes.pop("max_model_len", None)
+    engine_args = changes.pop("engine_args", {})
     return WorkerConfig(
         etcd_url="http://127.0.0.1:2379",
         engine="vllm",
@@ -21,6 +27,7 @@ def config(**changes: Any) -> WorkerConfig:
         model_name="m",
         model_dir=Path("/models/m"),
         max_model_len=max_model_len,
+        engine_args=engine_args,
         memory_bytes=1 << 30,
         planner=IterationConfig(max_running=7, max_batch_tokens=300, **changes),
     )
@@ -42,6 +49,30 @@ def test_options_have_vllms_names() -> None:
         found = arguments_of(config(scheduling=Scheduling(scheduling)), 1)
         assert found["scheduling_policy"] == policy
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
+
+
+def test_kv_is_shared_by_the_devices() -> None:
+    parallel = config(engine_args={"tensor-parallel-size": 2, "pipeline_parallel_size": 2})
+
+    assert arguments_of(parallel, 1 << 20)["kv_cache_memory_bytes"] == 1 << 18
+
+
+def test_arguments_become_flags_of_vllm() -> None:
+    given = {
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "quantization": None,
+        "swap_space": -1,
+        "hf_overrides": {"a": [1]},
+        "lora_modules": ["a=b", {"name": "c"}],
+    }
+
+    assert flags_of(given) == [
+        *("--tensor-parallel-size=2", "--enforce-eager", "--no-async-scheduling"),
+        *("--swap-space=-1", '--hf-overrides={"a": [1]}'),
+        *("--lora-modules", "a=b", '{"name": "c"}'),
+    ]
 
 
 @pytest.mark.parametrize(("option", "told"), [(True, None), (False, False)])

@@ -1,0 +1,197 @@
+"""Runs requests on an upstream server, through losses of the server.
+
+`UpstreamEngine.generate` has the interface of vLLM's `AsyncLLM`, so `VllmAdapter` serves both. When
+a server is lost under a request, the request waits for it and then continues after its last token:
+its output so far becomes part of its prompt.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.clock import monotonic_s
+from services.worker.openai_engine.client import UpstreamClient
+from services.worker.openai_engine.completions import UpstreamDialect, priority_fields, prompt_rows
+from services.worker.openai_engine.errors import (
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamRefused,
+)
+from services.worker.openai_engine.link import UpstreamLink
+from services.worker.openai_engine.output import (
+    LogprobMap,
+    OutputAssembler,
+    StreamedCompletion,
+    StreamedMoments,
+    StreamedOutput,
+)
+from services.worker.openai_engine.probe import UpstreamFacts
+from services.worker.vllm_engine.outputs import VllmOutput
+
+LOST_MAX = 3
+"""Losses of the server under a request after which the request fails: it may be their cause."""
+FORGOTTEN_AFTER = 1000
+"""Output tokens without a loss after which earlier losses no longer count."""
+
+
+@dataclass(slots=True)
+class LossCount:
+    """Losses of the server under a request; those long before are forgotten."""
+
+    count: int = 0
+    _output: int = 0  # output tokens at the last loss
+
+    def note(self, output: int) -> None:
+        """The server was lost after `output` tokens."""
+        if output - self._output >= FORGOTTEN_AFTER:
+            self.count = 0
+        self._output = output
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Longest waits of a request, in seconds: for the first event of a stream, for each later
+    event, and for a server without room."""
+
+    first_s: float
+    event_s: float
+    busy_s: float
+
+
+class UpstreamEngine:
+    """An upstream server with `facts`, as an `AsyncEngine`; `eos_ids` are the model's."""
+
+    def __init__(
+        self,
+        client: UpstreamClient,
+        dialect: UpstreamDialect,
+        link: UpstreamLink,
+        facts: UpstreamFacts,
+        eos_ids: Sequence[int],
+        limits: StreamLimits,
+    ) -> None:
+        self._client = client
+        self._dialect = dialect
+        self._link = link
+        self._facts = facts
+        self._eos_ids = eos_ids
+        self._limits = limits
+
+    async def is_paused(self) -> bool:
+        """False: the link watches the server."""
+        return False
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
+    ) -> AsyncGenerator[VllmOutput, None]:
+        """Yield the output of a request; closing the generator aborts it at the server.
+
+        Raises:
+            UpstreamRefused: if the server refuses the request, or cannot continue it.
+            UpstreamFailed: if the request failed, or the server was gone for too long.
+        """
+        arguments = dict(sampling_params)
+        rows = await self._prompt_rows(prompt, arguments)
+        output = OutputAssembler(
+            arguments["max_tokens"], frozenset(arguments["stop_token_ids"]), self._eos_ids
+        )
+        began_s = monotonic_s()
+        moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
+        losses = LossCount()
+        busy_until_s = began_s + self._limits.busy_s
+        while True:
+            await self._link.wait_ready()
+            body = self._body(prompt, continued(arguments, len(output.token_ids)), output, priority)
+            try:
+                async with aclosing(self._completions(body, output)) as completions:
+                    async for completion in completions:
+                        moments.note_tokens(monotonic_s())
+                        yield StreamedOutput([completion], output.finished, rows, moments)
+                        rows, busy_until_s = None, monotonic_s() + self._limits.busy_s
+                if output.finished:
+                    return
+                raise UpstreamLost("the upstream server ended a stream without a finish reason")
+            except UpstreamBusy as error:
+                if monotonic_s() + error.retry_after_s > busy_until_s:
+                    raise UpstreamFailed(str(error)) from error
+                async with self._link.refused():
+                    await asyncio.sleep(error.retry_after_s)
+            except UpstreamLost as error:
+                losses.note(len(output.token_ids))
+                self._link.note_loss(error)
+                if output.token_ids and not self._facts.resumes:
+                    raise UpstreamRefused(
+                        "the upstream server was lost, and cannot continue the output because it"
+                        " returns text only; retry the request"
+                    ) from error
+                if losses.count >= LOST_MAX:
+                    raise UpstreamRefused(
+                        f"the upstream server was lost {losses.count} times under this request,"
+                        f" which may be the cause ({error}); do not retry it"
+                    ) from error
+
+    async def _completions(
+        self, body: Mapping[str, Any], output: OutputAssembler
+    ) -> AsyncGenerator[StreamedCompletion, None]:
+        """The completions of a stream, until the request or the stream ends."""
+        stream = self._client.events(
+            self._dialect.path, body, self._limits.first_s, self._limits.event_s
+        )
+        output.begin()
+        read = self._dialect.reader()
+        async with aclosing(stream) as events:
+            async for event in events:
+                completion = output.push(read(event))
+                if completion is not None:
+                    yield completion
+                if output.finished:
+                    return
+
+    def _body(
+        self, prompt: Any, arguments: Mapping[str, Any], output: OutputAssembler, priority: int
+    ) -> dict[str, Any]:
+        token_ids = [*prompt["prompt_token_ids"], *output.token_ids]
+        body = self._dialect.body(token_ids, arguments, prompt.get("cache_salt", ""))
+        return body | priority_fields(self._facts.class_fields, priority)
+
+    async def _prompt_rows(
+        self, prompt: Any, arguments: dict[str, Any]
+    ) -> Sequence[LogprobMap | None] | None:
+        """The prompt's log probabilities, from a request of their own: streams do not have them."""
+        top = arguments.pop("prompt_logprobs", None)
+        if top is None:
+            return None
+        await self._link.wait_ready()
+        body = self._dialect.body(
+            prompt["prompt_token_ids"],
+            {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top},
+            prompt.get("cache_salt", ""),
+        )
+        answer = await self._client.answer(
+            self._dialect.path, body | {"stream": False}, self._limits.first_s
+        )
+        return prompt_rows(answer)
+
+
+def continued(arguments: Mapping[str, Any], emitted: int) -> dict[str, Any]:
+    """The arguments of a request that continues after `emitted` tokens.
+
+    Raises:
+        UpstreamRefused: if it has a grammar, because its output is partly matched.
+    """
+    if not emitted:
+        return dict(arguments)
+    if "structured_outputs" in arguments:
+        raise UpstreamRefused(
+            "the upstream server was lost in the middle of a grammar, which it cannot continue;"
+            " retry the request"
+        )
+    return {
+        **arguments,
+        "max_tokens": arguments["max_tokens"] - emitted,
+        "min_tokens": max(0, arguments.get("min_tokens", 0) - emitted),
+    }
