@@ -42,6 +42,9 @@ class Assigner:
         self, name: str, model: ModelGroups, now_s: float
     ) -> tuple[Waiting, GroupLoad] | None:
         """The request for the model `name` that starts now, and its group; None if none may."""
+        if self.queue.plan_is_due(name):
+            longest = model.index.tokens_max or 0
+            self.queue.plan_buckets(name, model.bucket_tokens, longest)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
         # Groups that can hold this many tokens start no batch request.

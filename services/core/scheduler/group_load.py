@@ -222,6 +222,11 @@ class GroupLoad:
         return (self.capacity_blocks - free) * self.group.block_size
 
     @property
+    def batch_tokens(self) -> int:
+        """Token slots that batch requests use or could use: all but those of online requests."""
+        return max(0, self.capacity_blocks * self.group.block_size - self.used_tokens)
+
+    @property
     def prefill_tokens(self) -> int:
         """Tokens to prefill in the group, including those of reservations."""
         reported = self._report.load.prefill_tokens if self._report is not None else 0

@@ -215,6 +215,14 @@ class ModelGroups:
         total = sum(load.capacity_blocks * load.group.block_size for load in loads)
         self.kept_share = min(1.0, kept / total) if total else 0.0
 
+    @property
+    def bucket_tokens(self) -> int:
+        """KV token slots for the requests that buckets order: batch, or all without classes."""
+        loads = self.index.loads.values()
+        if self.batch_index is not None:
+            return sum(load.batch_tokens for load in loads)
+        return sum(load.capacity_blocks * load.group.block_size for load in loads)
+
     def room(self, now_s: float) -> OtherRoom:
         """Room for resumed requests of a worker that shuts down, which is in none of the groups."""
         loads = [load for load in self.index.loads.values() if serves(load, now_s)]
