@@ -129,12 +129,11 @@ class _Cells:
 
     def exchange(self, cuts: list[int]) -> None:
         """Replace the cut that saves least by one that saves more, if there is one."""
+        if not (inner := cuts[1:-1]):
+            return
         least, cut = min(
-            (
-                (self.saved(low, cut, high), cut)
-                for low, cut, high in zip(cuts, cuts[1:], cuts[2:], strict=False)
-            ),
-            default=(0, 0),
+            (self.saved(low, cut, high), cut)
+            for low, cut, high in zip(cuts[:-2], inner, cuts[2:], strict=True)
         )
         rest = [other for other in cuts if other != cut]
         more, better = self.next_cut(rest)
@@ -149,13 +148,13 @@ def bisected_bounds(
     """The bounds after a pass of the paper's algorithm 1, which bisects buckets from `bounds`.
 
     `lengths` are in order of arrival; `length_max` is the greatest possible length. There is a
-    single bucket while less than a batch waits. Else each bucket with more than a batch is split at
+    single bucket while a batch has all requests. Else each bucket with more than a batch is split at
     its midpoint, if more than half of its requests are shorter: mass in the upper half stays
     together. The paper has no maximum number of buckets.
     """
     whole = (max(length_max, *lengths, 1),)
     batch = batch_size(lengths, safe_tokens)
-    if len(lengths) < max(1, batch):
+    if batch == len(lengths):
         return whole
     bounds = bounds or whole
     split = list[int]()

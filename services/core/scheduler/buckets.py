@@ -26,6 +26,8 @@ from services.core.scheduler.rate import DispatchRate
 
 CHANGES, CHANGED_SHARE = 64, 1 / 8
 """A plan is due after this number of changes, or after this share of the requests has changed."""
+PADDING_SHARE = 1 / 10
+"""A plan is due when the padding has grown by this share of the tokens."""
 LEAST_SHARE = 1 / 32
 """Least share of the requests that changes between two plans, as each costs O(n log n)."""
 PATIENCE = 4
@@ -40,7 +42,7 @@ class Bucketing(StrEnum):
     PAPER = "paper"
 
 
-class BatchOrder(StrEnum):
+class BucketSort(StrEnum):
     """Order in a bucket: by arrival, the shortest first or the longest first."""
 
     FIFO = "fifo"
@@ -81,7 +83,7 @@ class BucketOrder:
     """Buckets of the waiting requests of a model."""
 
     mode: Bucketing
-    order: BatchOrder
+    order: BucketSort
     # Greatest length, position in the order of turns and number of requests of each bucket.
     _bounds: tuple[int, ...] = ()
     _positions: tuple[int, ...] = ()
@@ -94,9 +96,10 @@ class BucketOrder:
     # Since the last plan: joins, starts and withdrawals; tokens that may start before the next.
     _changes: int = 0
     _turn_tokens: float = 0.0
-    # Tokens that fitted into the memory at the last plan, and whether all requests did.
+    # Tokens that fitted into the memory at the last plan, and whether all requests did; padding.
     _safe_tokens: float = 0.0
     _fitted: bool = True
+    _planned_padding: int = 0
     _arrivals: DispatchRate = field(default_factory=DispatchRate)
 
     @property
@@ -129,6 +132,8 @@ class BucketOrder:
         if not self._waiting or self._changes <= LEAST_SHARE * self._waiting:
             return False
         if self._turn_tokens <= 0 or self._changes >= max(CHANGES, CHANGED_SHARE * self._waiting):
+            return True
+        if self._padded - self._tokens > self._planned_padding + PADDING_SHARE * self._tokens:
             return True
         return (self._tokens <= self._safe_tokens) != self._fitted
 
@@ -168,6 +173,7 @@ class BucketOrder:
         self._recount(lengths)
         self._changes, self._safe_tokens, self._turn_tokens = 0, safe_tokens, safe_tokens
         self._fitted = self._tokens <= safe_tokens
+        self._planned_padding = self._padded - self._tokens
         return keys
 
     def stats(self, model: str, now_s: float) -> BucketStats:
@@ -190,11 +196,11 @@ class BucketOrder:
 
     def _within(self, length: int) -> float:
         match self.order:
-            case BatchOrder.FIFO:
+            case BucketSort.FIFO:
                 return 0.0
-            case BatchOrder.SJF:
+            case BucketSort.SJF:
                 return float(length)
-            case BatchOrder.LJF:
+            case BucketSort.LJF:
                 return -float(length)
 
     def _recount(self, lengths: Sequence[int]) -> None:
@@ -206,12 +212,12 @@ class BucketOrder:
     def _count(self, length: int, change: int) -> None:
         self._waiting += change
         self._tokens += change * length
-        upper = length
         if self._bounds:
             bucket = bucket_of(length, self._bounds)
             self._counts[bucket] += change
-            upper = max(length, self._bounds[bucket])
-        self._padded += change * upper
+            # A request above the last bound pads others, by about as much.
+            length = abs(self._bounds[bucket] - length) + length
+        self._padded += change * length
 
 
 def _mean_batch(lengths: Sequence[int], safe_tokens: float) -> int:

@@ -17,7 +17,7 @@ from services.core.queue_order import (
     by_deadline,
     scheduling_setting,
 )
-from services.core.scheduler.buckets import BatchOrder, Bucketing
+from services.core.scheduler.buckets import Bucketing, BucketSort
 from services.core.service import Service, ServiceClass
 from services.core.setting import choice, number
 
@@ -85,9 +85,9 @@ class ClassRules:
         " paper: bounds by bisection, as published. With scheduling fcfs or prefill_first, buckets"
         " order all requests; with waiting_time, none.",
     )
-    batch_order: BatchOrder = choice(
-        BatchOrder.FIFO,
-        BatchOrder,
+    batch_order: BucketSort = choice(
+        BucketSort.FIFO,
+        BucketSort,
         "Order in a bucket: fifo: by arrival; sjf: shortest first; ljf: longest first. The oldest"
         " request of a bucket goes first, and none is delayed by more than 4 batches.",
     )
