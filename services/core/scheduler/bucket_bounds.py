@@ -148,8 +148,8 @@ def bisected_bounds(
     """The bounds after a pass of the paper's algorithm 1, which bisects buckets from `bounds`.
 
     `lengths` are in order of arrival; `length_max` is the greatest possible length. There is a
-    single bucket while a batch has all requests. Else each bucket with more than a batch is split at
-    its midpoint, if more than half of its requests are shorter: mass in the upper half stays
+    single bucket while a batch has all requests. Else each bucket with more than a batch is split
+    at its midpoint, if more than half of its requests are shorter: mass in the upper half stays
     together. The paper has no maximum number of buckets.
     """
     whole = (max(length_max, *lengths, 1),)

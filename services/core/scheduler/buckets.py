@@ -112,6 +112,15 @@ class BucketOrder:
         position = self._positions[bucket_of(length, self._bounds)] if self._positions else 0
         return float(position), self._within(length), arrival_s
 
+    @property
+    def has_several(self) -> bool:
+        """Whether there is more than one bucket."""
+        return len(self._bounds) > 1
+
+    def index_of(self, length: int) -> int:
+        """Index of the bucket of a request, by the present bounds."""
+        return bucket_of(length, self._bounds)
+
     def join(self, length: int, now_s: float) -> None:
         """Count a request that joins the queue."""
         self._arrivals.note(now_s)

@@ -61,6 +61,8 @@ class GroupLoad:
     flaps: bool = False
     # Which requests the group takes: True: batch only, False: online only, None: all.
     for_batch: bool | None = None
+    # Length of the last assigned request that buckets order, prompt and expected output; 0: none.
+    bucketed_length: int = 0
     # Highest report number so far, to ignore reports that arrive out of order.
     _newest_number: int = 0
     # Latest report from the worker itself, not a gateway: at this epoch (-inf: none), and at any
@@ -261,6 +263,18 @@ class GroupLoad:
             tokens = self.prefill_tokens
         group = self.group
         return tokens >= BACKLOG_ITERATIONS * group.members * group.max_batch_tokens
+
+    def has_bucketed_prefill(self, classes: bool) -> bool:
+        """Whether the prompt of a request that buckets order may be waiting for its prefill.
+
+        `classes`: buckets order batch requests only.
+        """
+        load = self._report.load if self._report is not None else None
+        if classes and load is not None:
+            online = load.running + load.waiting - load.batch_running - load.batch_waiting
+            if online > 0:  # the prefill tokens may be theirs
+                return load.batch_waiting > 0 or self._reserved_batch > 0
+        return self.prefill_tokens > 0
 
     def reserve(
         self,

@@ -9,7 +9,7 @@ that are not.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -290,6 +290,13 @@ class WaitQueue:
         for waiting, place in zip(ordered, places, strict=True):
             waiting.place = place
         queue.fair_queue.sort(lambda request_id: self._key(self._live[request_id][1]))
+
+    def bucket_index(self, waiting: Waiting) -> Callable[[int], int] | None:
+        """Maps a length to the index of its bucket; None if there is a single bucket or none."""
+        buckets = self._queues[waiting.ask.model].buckets
+        if not waiting.place or buckets is None or not buckets.has_several:
+            return None
+        return buckets.index_of
 
     def bucket_stats(self, model: str, now_s: float) -> BucketStats | None:
         """Figures of the buckets of a model; None without any."""

@@ -49,6 +49,11 @@ def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
             {**VLLM, "host_weights_bytes": "1GiB"},
             "'host_weights_bytes' has no effect with vLLM",
         ),
+        (
+            {"execution": "padded"},
+            "`execution: padded` only changes the times of paced workers; set 'paced'",
+        ),
+        ({**VLLM, "execution": "static"}, "`execution: static` only changes the times of paced"),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
         (
             {"scheduling": "fcfs", "packing": True},
