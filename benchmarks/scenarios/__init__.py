@@ -2,6 +2,7 @@
 
 SUMMARIES = {
     "batch": "online requests in phases beside a batch of /v1/batches: their latency, its tokens",
+    "buckets": "batch requests of mixed lengths by arrival and by bucket, if engines pad or not",
     "burst": "a slice of a real trace whose KV demand overflows the workers' memory",
     "churn": "merges and splits in a row under load: requests, memory, invariants I1-I11",
     "clients": "loads of `steady` by vllm bench serve and guidellm: tideserve / vLLM, a core each",

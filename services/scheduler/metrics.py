@@ -12,6 +12,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from services.common.vllm_names import LABELS, QUEUE_ENGINE, WAITING, WAITING_HELP
+from services.core.scheduler.buckets import BucketStats
 from services.core.scheduler.calendar import BookingEnd
 from services.core.scheduler.prediction import BUCKETS
 from services.core.scheduler.vocabulary import Snapshot
@@ -44,6 +45,7 @@ class SchedulerCollector(Collector):
             yield from _cluster(now)
         if now.predicts:
             yield from _predictions(now)
+        yield from _buckets(now)
 
 
 def _queue(now: Snapshot) -> Iterable[Metric]:
@@ -155,6 +157,30 @@ def _predictions(now: Snapshot) -> Iterable[Metric]:
         "Retries at their booked time that were refused as late again.",
         value=now.retries_broken_total,
     )
+
+
+def _buckets(now: Snapshot) -> Iterable[Metric]:
+    """Metrics of the buckets of waiting requests."""
+    texts: dict[str, tuple[str, Callable[[BucketStats], float]]] = {
+        "buckets": ("Buckets of waiting requests.", lambda stats: len(stats.buckets)),
+        "bucket_padding_share": (
+            "Share of padding if waiting requests were padded to the longest of their bucket.",
+            lambda stats: stats.padding_share,
+        ),
+        "bucket_arrivals_per_second": (
+            "Recent arrivals per second of requests that buckets order.",
+            lambda stats: stats.arrivals_per_s,
+        ),
+        "bucket_mean_tokens": (
+            "Mean prompt and expected output tokens of the waiting requests in buckets.",
+            lambda stats: stats.mean_tokens,
+        ),
+    }
+    for name, (text, value_of) in texts.items():
+        family = GaugeMetricFamily(f"tideserve_scheduler_{name}", text, labels=["model_name"])
+        for stats in now.buckets:
+            family.add_metric([stats.model], value_of(stats))
+        yield family
 
 
 def _waiting(now: Snapshot | None) -> Metric:

@@ -10,6 +10,7 @@ from typing import Any
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.setting import PAGE_BYTES
+from services.core.cost.padded import Execution
 from services.core.engine_kind import EngineKind
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.planner.victims import VictimRule
@@ -285,6 +286,12 @@ class WorkerConfig(ServiceConfig):
         ServiceConfig.__post_init__(self)
         if self.planner.scheduling is not Scheduling.SLO:
             self._check_slo_options()
+        execution = self.planner.execution
+        if execution is not Execution.RAGGED and self.paced is None:
+            raise ConfigError(
+                f"`execution: {execution}` only changes the times of paced workers; set 'paced' to"
+                " a device profile, or remove 'execution'"
+            )
         if self.engine == EngineKind.VLLM:
             self._check_vllm()
         else:

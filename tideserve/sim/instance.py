@@ -130,6 +130,7 @@ class Instance:
         self._listener = listener
         self._fast_forward = fast_forward and token_times is None
         self._token_times = token_times
+        self._execution = config.execution
         self._inbox: list[Request] = []  # received since the last iteration
         self._posted: deque[tuple[Handler, tuple[Any, ...]]] = deque()  # see `post`
         self._drained: list[str] = []  # requests that no published load counts yet
@@ -253,7 +254,7 @@ class Instance:
         if self.member is None or not self.member.changeover.busy:
             return plan_shape(self.state, now_s)
         microbatch = self.member.changeover.plan(now_s)
-        return shape_of(microbatch) if microbatch is not None else None
+        return None if microbatch is None else shape_of(microbatch, self._execution)
 
     def _end_busy(self, busy: Busy) -> None:
         busy.action(*busy.arguments)
@@ -291,7 +292,7 @@ class Instance:
         if microbatch is None:
             self._become_idle()
             return
-        whole_s = self._time_model.iteration_s(shape_of(microbatch))
+        whole_s = self._time_model.iteration_s(shape_of(microbatch, self._execution))
         seconds = whole_s if microbatch.resumes is None else self._left_s
         iteration = _PreemptibleIteration(microbatch, now_s, seconds, whole_s / SAFEPOINTS)
         self._preemptible = iteration
@@ -349,7 +350,8 @@ class Instance:
 
     def _begin_run(self, ahead: int) -> None:
         running = self.state.running
-        prefix_tokens = sum([sequence.computed for sequence in running])
+        prefixes = [sequence.computed for sequence in running]
+        prefix_tokens = sum(self._execution.prefixes(prefixes))
         run = _DecodeRun(self._simulation.now_s, len(running), prefix_tokens, ahead)
         # Never skip a heartbeat.
         if self._run_s(run, ahead) > self._longest_run_s:

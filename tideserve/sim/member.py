@@ -200,7 +200,8 @@ class SimulatedMember:
         if self.pipeline is None:
             spec = self._world.spec
             shares = [spec.shape.time_share(stage) for stage in self.configuration.stages]
-            self.pipeline = Pipeline(shares, self._world.time_model, spec.hidden_bytes)
+            execution = self.state.config.execution
+            self.pipeline = Pipeline(shares, self._world.time_model, spec.hidden_bytes, execution)
         return self._running(self.pipeline.run_of(microbatch))
 
     def _commit(self, groups: tuple[GroupStages, ...]) -> Busy | None:

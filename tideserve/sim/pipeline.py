@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.core.changeover.frames import Activations, activations
 from services.core.cost.bubble import Interval, bubble_share
+from services.core.cost.padded import Execution
 from services.core.overload.events import Decision
 from services.core.planner.batch import IterationShape, Microbatch
 from tideserve.sim.network import MESSAGE_BYTES
@@ -30,11 +31,15 @@ class StageRun:
 class Pipeline:
     """A group of several stages at one epoch.
 
-    `shares`: each stage's share of the model's time; `hidden_bytes`: size of a token's activation.
+    `shares`: each stage's share of the model's time; `hidden_bytes`: size of a token's activation;
+    `execution`: how its engines pad.
     """
 
-    def __init__(self, shares: Row[float], time_model: TimeModel, hidden_bytes: int) -> None:
+    def __init__(
+        self, shares: Row[float], time_model: TimeModel, hidden_bytes: int, execution: Execution
+    ) -> None:
         self.hidden_bytes = hidden_bytes
+        self._execution = execution
         self._shares = tuple(shares)
         self._time_model = time_model
         # Run times of the microbatches, by stage.
@@ -43,7 +48,7 @@ class Pipeline:
     def run_of(self, microbatch: Microbatch) -> StageRun:
         """Return what the stages need to run a microbatch."""
         frame = activations(microbatch, vacant_s=0.0)
-        return StageRun(frame, shape_of(microbatch), microbatch.batch.tokens, self)
+        return StageRun(frame, shape_of(microbatch, self._execution), microbatch.batch.tokens, self)
 
     def seconds(self, stage: int, run: StageRun) -> float:
         """Return how long a stage runs a microbatch; an empty microbatch takes no time."""
@@ -67,16 +72,13 @@ class Pipeline:
         return busy_s, busy_s / share if share else 0.0
 
 
-def shape_of(microbatch: Microbatch) -> IterationShape:
-    """Return the sizes of a microbatch, as a time model needs them."""
+def shape_of(microbatch: Microbatch, execution: Execution) -> IterationShape:
+    """Return the sizes of a microbatch as a time model needs them."""
     chunks = microbatch.batch.chunks
-    decodes = [chunk.start for chunk in chunks if len(chunk.token_ids) == 1]
-    return IterationShape(
-        len(decodes),
-        sum(decodes),
-        tuple(
-            [(chunk.start, len(chunk.token_ids)) for chunk in chunks if len(chunk.token_ids) > 1]
-        ),
+    return IterationShape.of(
+        [chunk.start for chunk in chunks if len(chunk.token_ids) == 1],
+        [(chunk.start, len(chunk.token_ids)) for chunk in chunks if len(chunk.token_ids) > 1],
+        execution,
     )
 
 

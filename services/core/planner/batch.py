@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.core.cost.padded import Execution
 from services.core.logprobs import LogprobRows
 from services.core.prefix.cache_update import PrefixCacheUpdate
 from services.core.request import Sampling
@@ -143,3 +144,12 @@ class IterationShape:
     decodes: int
     decode_prefix_tokens: int
     prefills: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, prefixes: list[int], prefills: list[tuple[int, int]], execution: Execution
+    ) -> "IterationShape":
+        """The shape of decodes with these `prefixes` and of `prefills`, padded by `execution`."""
+        return cls(
+            len(prefixes), sum(execution.prefixes(prefixes)), tuple(execution.prompts(prefills))
+        )

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from services.core.cost.model import CostModel
+from services.core.cost.padded import Execution
 from services.core.overtaking import overtaken_setting
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
@@ -40,8 +41,8 @@ class IterationConfig:
 
     Details: `overtaking.py`, `prefix_cache.py`, `lookahead.py` (`batch_formation`,
     `min_microbatch_tokens`), `victims.py` (`scheduling`, `victims`), `slo.py` (`harvest` to
-    `online_chunk_tokens`), `packing.py`, `preemption.py`, `requeue.py` (`shelf_max_s`) and
-    `excess_lost_sequences` (`spread_after_loss`).
+    `online_chunk_tokens`), `packing.py`, `preemption.py`, `requeue.py` (`shelf_max_s`),
+    `excess_lost_sequences` (`spread_after_loss`), `static.py` and `cost/padded.py` (`execution`).
     """
 
     block_size: int = number(
@@ -166,6 +167,15 @@ class IterationConfig:
         expert=True,
     )
 
+    execution: Execution = choice(
+        Execution.RAGGED,
+        Execution,
+        "For comparisons, only of paced workers and in simulations. padded: an iteration lasts as"
+        " if all of its prompts were as long as the longest; static: so do its decodes, and"
+        " requests start only when all of the last batch have ended.",
+        expert=True,
+    )
+
     @property
     def microbatch_tokens_min(self) -> int:
         """`min_microbatch_tokens`, measured if it is not set: MIN of KunServe Fig. 11."""
@@ -179,6 +189,8 @@ class IterationConfig:
     @property
     def preemption(self) -> Preempt:
         """`preempt`, or if it is not set the default of the scheduling policy."""
+        if self.execution is Execution.STATIC:
+            return Preempt.OFF  # nothing starts within a batch
         if self.preempt is not None:
             return self.preempt
         return Preempt.ALWAYS if self.scheduling is Scheduling.SLO else Preempt.OFF

@@ -24,7 +24,7 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     plan = state._decide(now_s)
     if not plan:
         return None
-    shape = plan.shape()
+    shape = plan.shape(state.config.execution)
     state._flight.launch(plan)
     state.sequence_table.take_released()
     return shape

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from services.core.cost.padded import Execution
 from services.core.planner.batch import Batch, IterationShape
 from services.core.planner.block_table import StageTable
 from services.core.planner.sequence import Phase, Sequence
@@ -79,12 +80,12 @@ class Plan:
         ]
         return Batch(tuple(chunks))
 
-    def shape(self) -> IterationShape:
+    def shape(self, execution: Execution = Execution.RAGGED) -> IterationShape:
         """The sizes that determine its duration; call before `launch`."""
-        return IterationShape(
-            decodes=len(self.decodes),
-            decode_prefix_tokens=sum([sequence.computed for sequence in self.decodes]),
-            prefills=tuple([(start, tokens) for _, start, tokens, _ in self.prefills]),
+        return IterationShape.of(
+            [sequence.computed for sequence in self.decodes],
+            [(start, tokens) for _, start, tokens, _ in self.prefills],
+            execution,
         )
 
     def launch(self) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from services.core.cost.padded import Execution
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
 from services.core.planner import pin_events
@@ -78,6 +79,7 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.single import PrefillFirstPlanner, RoundRobinPlanner, SinglePlanner
 from services.core.planner.slo import SloPlanner
 from services.core.planner.slo_pipeline import SloPipelinePlanner
+from services.core.planner.static import StaticPlanner
 from services.core.planner.victims import precedence_of
 from services.core.planner.waiting_time import WaitingTimePlanner
 from services.core.queue_order import Scheduling
@@ -364,6 +366,8 @@ class PlannerState:
             if feedback is not None:
                 return SloPipelinePlanner(config, table, self.stages, feedback=feedback)
             return PipelinePlanner(config, table, self.stages)
+        if config.execution is Execution.STATIC:
+            return StaticPlanner(config, table)
         if feedback is not None:
             bros = config.scheduling is Scheduling.BROS
             return (BrosPlanner if bros else SloPlanner)(config, table, feedback)

@@ -11,7 +11,7 @@ from services.core.overtaking import count_overtaken, next_to_start
 from services.core.request import admission_blocks
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
 from services.core.scheduler.class_rules import ClassRules
-from services.core.scheduler.dispatch import could_hold
+from services.core.scheduler.dispatch import NO_ADDRESSES, could_hold
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.lengths import keys_of
@@ -47,6 +47,9 @@ class Assigner:
         self, name: str, model: ModelGroups, now_s: float
     ) -> tuple[Waiting, GroupLoad] | None:
         """The request for the model `name` that starts now, and its group; None if none may."""
+        if self.queue.plan_is_due(name):
+            longest = model.index.tokens_max or 0
+            self.queue.plan_buckets(name, model.bucket_tokens, longest)
         picked: GroupLoad | None = None
         held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
         # Groups that can hold this many tokens start no batch request.
@@ -64,7 +67,8 @@ class Assigner:
                 picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
             else:
                 avoided = waiting.avoided(now_s)
-                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread)
+                closed = self._closed_to(waiting, model)
+                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread, closed=closed)
             return picked is not None
 
         def hold_groups(waiting: Waiting) -> bool:
@@ -87,12 +91,31 @@ class Assigner:
         count_overtaken(self.queue.in_order(name), first, could_use)
         return first, picked
 
+    def _closed_to(self, waiting: Waiting, model: ModelGroups) -> frozenset[str]:
+        """Addresses of groups that still prefill requests of another bucket.
+
+        Else an iteration would mix lengths at every change of the bucket.
+        """
+        bucket_of = self.queue.bucket_index(waiting)
+        if bucket_of is None:
+            return NO_ADDRESSES
+        bucket, classes = bucket_of(waiting.length), model.batch_index is not None
+        return frozenset(
+            load.group.address
+            for load in model.index.loads.values()
+            if load.bucketed_length
+            and bucket_of(load.bucketed_length) != bucket
+            and load.has_bucketed_prefill(classes)
+        )
+
     def assign(
         self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
     ) -> SendAssignment:
         """Assign a waiting request to a group with room for it."""
         ask, group = waiting.ask, load.group
         self.queue.start(ask.request_id)
+        if waiting.place:
+            load.bucketed_length = waiting.length
         tokens_max = ask.prompt_tokens + ask.max_tokens
         # Reserve the first blocks only: a running request allocates more, and may be preempted.
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)

@@ -17,6 +17,7 @@ from services.core.queue_order import (
     by_deadline,
     scheduling_setting,
 )
+from services.core.scheduler.buckets import Bucketing, BucketSort
 from services.core.service import Service, ServiceClass
 from services.core.setting import choice, number
 
@@ -75,6 +76,21 @@ class ClassRules:
         maximum=1024,
         expert=True,
     )
+    buckets: Bucketing = choice(
+        Bucketing.OFF,
+        Bucketing,
+        "Whether batch requests start in buckets of similar length (prompt and expected output), a"
+        " bucket's requests one after another, while more wait than fit into the KV memory. That"
+        " saves padding in engines that pad; others gain little. on: bounds with the least padding;"
+        " paper: bounds by bisection, as published. With scheduling fcfs or prefill_first, buckets"
+        " order all requests; with waiting_time, none.",
+    )
+    batch_order: BucketSort = choice(
+        BucketSort.FIFO,
+        BucketSort,
+        "Order in a bucket: fifo: by arrival; sjf: shortest first; ljf: longest first. The oldest"
+        " request of a bucket goes first, and none is delayed by more than 4 batches.",
+    )
 
     @property
     def enabled(self) -> bool:
@@ -103,6 +119,12 @@ class ClassRules:
     def is_batch(self, service: Service) -> bool:
         """Whether online requests go before this request and may preempt it."""
         return self.enabled and not service.online
+
+    def has_buckets(self, service: Service) -> bool:
+        """Whether buckets order this request among those of its rank."""
+        if self.buckets is Bucketing.OFF or self.scheduling is Scheduling.WAITING_TIME:
+            return False
+        return not (self.enabled and service.online)
 
     def rate_classes(self, service: Service) -> tuple[ServiceClass, ...]:
         """The classes whose joint dispatch rate determines the Retry-After of a request."""

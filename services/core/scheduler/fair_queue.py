@@ -6,7 +6,7 @@ next. A band holds the requests of equal priority, such as a service class.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
@@ -106,6 +106,15 @@ class FairQueue:
             band.left[tenant] = waiting.served_tokens
         if not band.waiting:
             del self._bands[band_key]
+
+    def sort(self, key_of: Callable[[str], QueueKey]) -> None:
+        """Order each tenant's requests by new sort keys, given the request id."""
+        for band in self._bands.values():
+            for tenant in band.waiting.values():
+                entries = ((key_of(name), number, name) for _, number, name in tenant.entries)
+                ordered = sorted(zip(entries, tenant.tokens, strict=True))
+                tenant.entries = [entry for entry, _ in ordered]
+                tenant.tokens = [tokens for _, tokens in ordered]
 
     def tokens_ahead(self, band_key: QueueKey, tenant: str, key: QueueKey) -> int:
         """Tokens that start before a new request of `tenant` with sort key `key`, on average.

@@ -63,6 +63,8 @@ class GroupLoad:
     flaps: bool = False
     # Which requests the group takes: True: batch only, False: online only, None: all.
     for_batch: bool | None = None
+    # Length of the last assigned request that buckets order, prompt and expected output; 0: none.
+    bucketed_length: int = 0
     # Highest report number so far, to ignore reports that arrive out of order.
     _newest_number: int = 0
     # Latest report from the worker itself, not a gateway: at this epoch (-inf: none), and at any
@@ -242,6 +244,11 @@ class GroupLoad:
         return (self.capacity_blocks - free) * self.group.block_size
 
     @property
+    def batch_tokens(self) -> int:
+        """Token slots that batch requests use or could use: all but those of online requests."""
+        return max(0, self.capacity_blocks * self.group.block_size - self.used_tokens)
+
+    @property
     def prefill_tokens(self) -> int:
         """Tokens to prefill in the group, including those of reservations."""
         reported = self._report.load.prefill_tokens if self._report is not None else 0
@@ -276,6 +283,18 @@ class GroupLoad:
             tokens = self.prefill_tokens
         group = self.group
         return tokens >= BACKLOG_ITERATIONS * group.members * group.max_batch_tokens
+
+    def has_bucketed_prefill(self, classes: bool) -> bool:
+        """Whether the prompt of a request that buckets order may be waiting for its prefill.
+
+        `classes`: buckets order batch requests only.
+        """
+        load = self._report.load if self._report is not None else None
+        if classes and load is not None:
+            online = load.running + load.waiting - load.batch_running - load.batch_waiting
+            if online > 0:  # the prefill tokens may be theirs
+                return load.batch_waiting > 0 or self._reserved_batch > 0
+        return self.prefill_tokens > 0
 
     def reserve(
         self,

@@ -174,11 +174,13 @@ class ModelGroups:
         avoided: frozenset[str] = NO_ADDRESSES,
         *,
         spread: bool = False,
+        closed: frozenset[str] = NO_ADDRESSES,
     ) -> GroupLoad | None:
         """The group that should run a request, or None; `below_tokens` as in `GroupIndex.pick`.
 
         Workers at `avoided` addresses are used only if no other worker serves. With `spread`,
-        groups with a prefill backlog are skipped; see `GroupLoad.is_backlogged`.
+        groups with a prefill backlog are skipped; see `GroupLoad.is_backlogged`. Workers at
+        `closed` addresses are never used.
         """
         # Fast path: while an online request waits, a batch request can seldom use any group.
         if below_tokens < inf and below_tokens <= self.index.tokens_min:
@@ -191,6 +193,7 @@ class ModelGroups:
             avoided = NO_ADDRESSES
         if spread:
             avoided |= {load.group.address for load in loads if load.is_backlogged}
+        avoided |= closed
         index = self.index_for(ask)
         if self.prefixes is not None:
             picked = self.prefixes.pick(index, ask, now_s, below_tokens, avoided)
@@ -214,6 +217,14 @@ class ModelGroups:
         loads = self.index.loads.values()
         total = sum(load.capacity_blocks * load.group.block_size for load in loads)
         self.kept_share = min(1.0, kept / total) if total else 0.0
+
+    @property
+    def bucket_tokens(self) -> int:
+        """KV token slots for the requests that buckets order: batch, or all without classes."""
+        loads = self.index.loads.values()
+        if self.batch_index is not None:
+            return sum(load.batch_tokens for load in loads)
+        return sum(load.capacity_blocks * load.group.block_size for load in loads)
 
     def room(self, now_s: float) -> OtherRoom:
         """Room for resumed requests of a worker that shuts down, which is in none of the groups."""

@@ -324,9 +324,12 @@ class WaitPredictor:
 
     def note_ask(self, ask: Ask) -> None:
         """Count the lengths of a new request."""
+        self.means.note(ask.prompt_tokens, self.expected_output(ask))
+
+    def expected_output(self, ask: Ask) -> float:
+        """Expected output tokens of a request."""
         length = self.lengths.expect(keys_of(ask), ask.max_tokens, ask.expected_tokens)
-        output = length.mean if length is not None else ask.max_tokens * UNKNOWN_OUTPUT
-        self.means.note(ask.prompt_tokens, output)
+        return length.mean if length is not None else ask.max_tokens * UNKNOWN_OUTPUT
 
     def refresh(self, loads: list[GroupLoad], costs: CostModel | None, now_s: float) -> None:
         """Note the groups that serve; call it every few 100 ms. O(groups)."""

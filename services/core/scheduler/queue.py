@@ -9,82 +9,18 @@ that are not.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from services.core.queue_order import QueueKey
-from services.core.scheduler.class_rules import ALL, NO_CLASSES, ONLINE, ClassRules
+from services.core.scheduler.buckets import Bucketed, Bucketing, BucketOrder, BucketStats
+from services.core.scheduler.class_rules import ALL, NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import NO_ADDRESSES
 from services.core.scheduler.fair_queue import FairQueue
+from services.core.scheduler.queue_slots import QueueSlots, Slot
 from services.core.scheduler.vocabulary import Asked
 from services.core.service import Service, ServiceClass
-
-Slot = tuple[float, int, str]
-"""A time in seconds (arrival or deadline start), arrival number and id of a request."""
-
-
-@dataclass(slots=True)
-class QueueSlots:
-    """Requests that use queue slots, because they were never assigned: by class and tenant.
-
-    Tenants get fair shares of a full queue by number of requests: a new request displaces a
-    request of another tenant only if that tenant has at least two more than the new request's
-    tenant. So a burst of a tenant displaces no request of a tenant with fewer requests.
-    """
-
-    _held: dict[ServiceClass, dict[str, list[Slot]]] = field(
-        default_factory=lambda: {cls: {} for cls in ALL}
-    )
-
-    def add(self, service: Service, slot: Slot) -> None:
-        """Add a request. O(log n)."""
-        insort(self._held[service.service_class].setdefault(service.tenant, []), slot)
-
-    def remove(self, service: Service, slot: Slot) -> None:
-        """Remove a request. O(log n)."""
-        of_class = self._held[service.service_class]
-        slots = of_class[service.tenant]
-        del slots[bisect_left(slots, slot)]
-        if not slots:
-            del of_class[service.tenant]
-
-    def victim_for(self, service: Service, below: Iterable[ServiceClass]) -> str | None:
-        """Id of the request that a new request of `service` displaces from a full queue, or None.
-
-        Classes are searched in the order of `below` (those that the new request may displace),
-        then its own class; the victim is the newest request of the tenant with the most slots.
-        Online requests displace batch requests of any tenant. A tenant's request also displaces
-        its own requests of lower classes. O(tenants).
-        """
-        for cls in (*below, service.service_class):
-            of_class = self._held[cls]
-            if not of_class:
-                continue
-            # Count the online classes together, so that a tenant gains nothing by mixing them.
-            kind = ONLINE if cls in ONLINE else (cls,)
-            counts = {tenant: self._count(kind, tenant) for tenant in of_class}
-            most = max(of_class, key=lambda tenant: (counts[tenant], of_class[tenant][-1]))
-            is_preemptible = service.online and cls is ServiceClass.BATCH
-            # "+ 1": after the exchange the new tenant must not have more slots than the other.
-            if is_preemptible or counts[most] > self._count(kind, service.tenant) + 1:
-                return of_class[most][-1][-1]
-            if cls is not service.service_class and service.tenant in of_class:
-                return of_class[service.tenant][-1][-1]
-        return None
-
-    def check_invariants(self, expected: Iterable[tuple[Service, Slot]]) -> None:
-        """Raise AssertionError if the slots differ from `expected`."""
-        held: dict[ServiceClass, dict[str, list[Slot]]] = {cls: {} for cls in ALL}
-        for service, slot in expected:
-            held[service.service_class].setdefault(service.tenant, []).append(slot)
-        for of_class in held.values():
-            for slots in of_class.values():
-                slots.sort()
-        assert held == self._held
-
-    def _count(self, classes: Iterable[ServiceClass], tenant: str) -> int:
-        return sum(len(self._held[cls].get(tenant, ())) for cls in classes)
 
 
 @dataclass(slots=True)
@@ -116,6 +52,11 @@ class Waiting:
     raw_s: float = 0.0
     # Whether it is a retry at its booked time; see `LENIENT`.
     booked: bool = False
+    # Prompt and expected output tokens.
+    length: int = 0
+    # If buckets order it: its sort key within its rank, and see `Bucketed.due`.
+    place: QueueKey = ()
+    due: int = 0
 
     def avoided(self, now_s: float) -> frozenset[str]:
         """Addresses of workers that its gateway cannot reach; empty `avoided_s` after the ask."""
@@ -141,6 +82,8 @@ class _ModelQueue:
     # Requests with a latest start that are not late yet, sorted by it, and ids of late requests.
     timely: list[Slot] = field(default_factory=list)
     late: dict[str, None] = field(default_factory=dict)
+    # Order of the requests that are ordered by bucket; None: there are no buckets.
+    buckets: BucketOrder | None = None
     by_class: dict[ServiceClass, _ClassCounts] = field(
         default_factory=lambda: {cls: _ClassCounts() for cls in ALL}
     )
@@ -213,7 +156,9 @@ class WaitQueue:
         queue = self._queues.get(ask.model)
         if queue is None:
             return 0
-        new = Waiting(ask, ask.stream_id, arrival_s, arrival_s)
+        new = Waiting(ask, ask.stream_id, arrival_s, arrival_s, length=ask.prompt_tokens)
+        if (buckets := self._buckets_of(new)) is not None:
+            new.place = buckets.place(new.length, arrival_s)
         return queue.fair_queue.tokens_ahead(*self._band(new), self._key(new))
 
     def busiest_owner(self, ask: Asked) -> str:
@@ -257,7 +202,12 @@ class WaitQueue:
         assert ask.request_id not in self._live
         self._next_number += 1
         self._live[ask.request_id] = (number, waiting)
-        queue = self._queues.setdefault(ask.model, _ModelQueue())
+        queue = self._queues.setdefault(ask.model, self._new_queue())
+        waiting.place = ()
+        if (buckets := self._buckets_of(waiting)) is not None:
+            waiting.place = buckets.place(waiting.length, waiting.arrival_s)
+            waiting.due = buckets.due
+            buckets.join(waiting.length, ask.now_s)
         entry = self._key(waiting), number, ask.request_id
         queue.fair_queue.add(*self._band(waiting), entry, waiting.start_tokens)
         if waiting.late:
@@ -288,15 +238,17 @@ class WaitQueue:
         self._queues[waiting.ask.model].fair_queue.charge(
             *self._band(waiting), waiting.start_tokens
         )
-        return self.remove(request_id)
+        return self.remove(request_id, started=True)
 
-    def remove(self, request_id: str) -> Waiting:
+    def remove(self, request_id: str, started: bool = False) -> Waiting:
         """Remove a request at any position of the queue without charging its tenant."""
         number, waiting = self._live.pop(request_id)
         self._leave_stream(waiting)
         ask = waiting.ask
         queue = self._queues[ask.model]
         queue.fair_queue.remove(*self._band(waiting), (self._key(waiting), number, request_id))
+        if waiting.place and queue.buckets is not None:
+            queue.buckets.leave(waiting.length, started)
         if waiting.late:
             del queue.late[request_id]
         elif waiting.latest_s < inf:
@@ -312,6 +264,45 @@ class WaitQueue:
         if not any(c.requests for c in queue.by_class.values()):
             del self._queues[ask.model]
         return waiting
+
+    def plan_is_due(self, model: str) -> bool:
+        """Whether the order by bucket of the requests for `model` should be planned again. O(1)."""
+        queue = self._queues.get(model)
+        return queue is not None and queue.buckets is not None and queue.buckets.plan_is_due
+
+    def plan_buckets(self, model: str, memory_tokens: int, length_max: int) -> None:
+        """Order the requests that are ordered by bucket again.
+
+        `memory_tokens`: KV tokens that they may use; `length_max`: the longest sequence.
+        """
+        queue = self._queues.get(model)
+        if queue is None or (buckets := queue.buckets) is None:
+            return
+        ordered, requests = list[Waiting](), list[Bucketed]()
+        for request_id in queue.fair_queue:
+            number, waiting = self._live[request_id]
+            if waiting.place:
+                ordered.append(waiting)
+                rank, arrival_s = float(waiting.ask.service.rank), waiting.arrival_s
+                order = (rank if self.rules.enabled else 0.0), arrival_s, float(number)
+                requests.append(Bucketed(order, waiting.length, waiting.due))
+        places = buckets.plan(requests, memory_tokens, length_max)
+        for waiting, place in zip(ordered, places, strict=True):
+            waiting.place = place
+        queue.fair_queue.sort(lambda request_id: self._key(self._live[request_id][1]))
+
+    def bucket_index(self, waiting: Waiting) -> Callable[[int], int] | None:
+        """Maps a length to the index of its bucket; None if there is a single bucket or none."""
+        buckets = self._queues[waiting.ask.model].buckets
+        if not waiting.place or buckets is None or not buckets.has_several:
+            return None
+        return buckets.index_of
+
+    def bucket_stats(self, model: str, now_s: float) -> BucketStats | None:
+        """Figures of the buckets of a model; None without any."""
+        queue = self._queues.get(model)
+        buckets = queue.buckets if queue is not None else None
+        return None if buckets is None else buckets.stats(model, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the indexes disagree."""
@@ -331,6 +322,8 @@ class WaitQueue:
             of_model = [w for w in all_waiting if w.ask.model == model]
             names = sorted(w.ask.request_id for w in of_model)
             assert names and sorted(queue.fair_queue) == names
+            if queue.buckets is not None:
+                queue.buckets.check_invariants([w.length for w in of_model if w.place])
             assert queue.late.keys() == {w.ask.request_id for w in of_model if w.late}
             assert queue.timely == sorted(
                 (w.latest_s, self._live[w.ask.request_id][0], w.ask.request_id)
@@ -349,7 +342,23 @@ class WaitQueue:
         assert {w.ask.model for w in all_waiting} == self._queues.keys()
 
     def _key(self, waiting: Waiting) -> QueueKey:
-        return self.rules.queue_order(waiting.ask.service, waiting.arrival_s)
+        key = self.rules.queue_order(waiting.ask.service, waiting.arrival_s)
+        # A bucket replaces the arrival, which is the last part of these keys.
+        return (*key[:-1], *waiting.place) if waiting.place else key
+
+    def _new_queue(self) -> _ModelQueue:
+        mode = self.rules.buckets
+        if mode is Bucketing.OFF:
+            return _ModelQueue()
+        return _ModelQueue(buckets=BucketOrder(mode, self.rules.batch_order))
+
+    def _buckets_of(self, waiting: Waiting) -> BucketOrder | None:
+        """The buckets that order a request; None if none do."""
+        # Resumed requests go before all others, by arrival.
+        if waiting.ask.resumed or not self.rules.has_buckets(waiting.ask.service):
+            return None
+        queue = self._queues.get(waiting.ask.model)
+        return queue.buckets if queue is not None else None
 
     def _band(self, waiting: Waiting) -> tuple[QueueKey, str]:
         """The priority band of a request, and its tenant ("" if the policy ignores classes)."""

@@ -31,6 +31,7 @@ from services.core.scheduler.dispatch import ScoreFunction, has_room, kv_share, 
 from services.core.scheduler.group_load import GROWTH_BLOCKS
 from services.core.scheduler.group_table import DemandMeter, GroupTable, ModelGroups
 from services.core.scheduler.lateness import WALK_REQUEST_S, WALK_S, Lateness
+from services.core.scheduler.prediction import UNKNOWN_OUTPUT
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
 from services.core.scheduler.state_reports import StateReports
@@ -269,6 +270,8 @@ class SchedulerState:
             return [refuse(ask, ask.stream_id, refused, ask.now_s, start_tokens, waiting.arrival_s)]
         if ask.estimated:
             return [SendProceed(request_id=ask.request_id, stream_id=ask.stream_id)]
+        if self.rules.has_buckets(ask.service):
+            waiting.length = _expected_tokens(ask, model)
         if model is not None and estimate is not None:
             self._admission.lateness.apply(estimate, waiting, model)
             if ask.service.service_class is ServiceClass.INTERACTIVE:
@@ -372,6 +375,14 @@ class SchedulerState:
         # A displaced retry with a booking keeps the rank of its first try.
         arrival_s, tokens = waiting.arrival_s, waiting.start_tokens
         return self._admission.refuse(ask, waiting.stream_id, refused, now_s, tokens, arrival_s)
+
+
+def _expected_tokens(ask: Asked, model: ModelGroups | None) -> int:
+    """Prompt and expected output tokens of a request, for its bucket."""
+    output = ask.max_tokens * UNKNOWN_OUTPUT
+    if model is not None:
+        output = model.meter.waits.expected_output(ask)
+    return ask.prompt_tokens + round(output)
 
 
 def _start_tokens(ask: Asked, model: ModelGroups | None) -> int:

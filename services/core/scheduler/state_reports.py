@@ -52,6 +52,11 @@ class StateReports:
             refused_total_by_class=dict(totals.refused_of_class),
             refused_late_total=dict(totals.refused_late),
             retries_broken_total=totals.retries_broken,
+            buckets=tuple(
+                stats
+                for model in self.queue.models()
+                if (stats := self.queue.bucket_stats(model, now_s)) is not None
+            ),
             **self.admission.lateness.predictions(now_s),
         )
 

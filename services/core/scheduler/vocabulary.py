@@ -12,6 +12,7 @@ from enum import StrEnum
 from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
 from services.core.cost.model import CostModel
 from services.core.report import LoadReport
+from services.core.scheduler.buckets import BucketStats
 from services.core.service import ServiceClass
 
 BATCH_TOKENS = 2048
@@ -291,3 +292,5 @@ class Snapshot:
     wait_ratios: dict[tuple[str, ServiceClass], tuple[tuple[int, ...], float]] = field(
         default_factory=dict
     )
+    # Buckets of the models with waiting requests.
+    buckets: tuple[BucketStats, ...] = ()

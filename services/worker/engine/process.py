@@ -207,7 +207,7 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
         return None
     profile = load_profile(config.paced)
     log.warning("PACED: every iteration is padded to the time of %s", profile.name)
-    return Pacer(profile.model)
+    return Pacer(profile.model, execution=config.planner.execution)
 
 
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:

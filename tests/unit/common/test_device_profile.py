@@ -22,7 +22,14 @@ ESTIMATES = [name for name in shipped_names() if name not in MEASURED]
 
 
 def test_what_is_shipped() -> None:
-    assert set(ESTIMATES) == {"A100-14B", "A100-40G-7B", "A800-14B", "H100-14B", "H800-14B"}
+    assert set(ESTIMATES) == {
+        "A100-14B",
+        "A100-40G-7B",
+        "A100-40G-13B",
+        "A800-14B",
+        "H100-14B",
+        "H800-14B",
+    }
     assert set(MEASURED) == {"H200-14B", "H200-7B"}
 
 
@@ -120,7 +127,7 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> Non
 
 
 def test_an_unknown_name_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="A100-14B, A100-40G-7B, A800-14B"):
+    with pytest.raises(ConfigError, match="A100-14B, A100-40G-13B, A100-40G-7B, A800-14B"):
         load_profile("B200-14B")
 
 

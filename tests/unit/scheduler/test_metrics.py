@@ -1,9 +1,13 @@
 """What a scheduler tells while it leads, and what while it stands by."""
 
 import itertools
+from dataclasses import replace
 
+from services.core.scheduler.buckets import Bucketing
+from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.state import SchedulerState
-from services.core.scheduler.vocabulary import Asked, GroupJoined, ServingGroup
+from services.core.scheduler.vocabulary import Asked, GroupJoined, ServingGroup, Ticked
+from services.core.service import Service, ServiceClass
 from services.scheduler.metrics import SchedulerCollector
 from tests.support.exposition import Samples, collected, value
 
@@ -69,3 +73,19 @@ def test_sums_over_a_leader_and_a_standby_are_right() -> None:
     assert summed["tideserve_scheduler_groups_known"] == 1
     assert summed["tideserve_scheduler_leader"] == 1
     assert waiting(both[1]) == {}
+
+
+def test_buckets_are_told_while_requests_wait() -> None:
+    state = SchedulerState(200, 120.0, rules=ClassRules(buckets=Bucketing.ON))
+    state.handle(GroupJoined(0.0, replace(GROUP, max_model_len=4096, capacity_blocks=300)))
+    assert "tideserve_scheduler_buckets" not in str(told(state, leads=True))
+    batch = Service(ServiceClass.BATCH)
+    for number in range(100):
+        tokens = (100, 2000)[number % 2]
+        state.handle(replace(asked(f"r{number}", "m", tokens), service=batch, max_tokens=2))
+    state.handle(Ticked(1.0))
+    found = told(state, leads=True)
+    assert value(found, "tideserve_scheduler_buckets", model_name="m") == 2
+    assert value(found, "tideserve_scheduler_bucket_padding_share", model_name="m") == 0
+    assert value(found, "tideserve_scheduler_bucket_mean_tokens", model_name="m") == 1051
+    assert value(found, "tideserve_scheduler_bucket_arrivals_per_second", model_name="m") == 10

@@ -71,6 +71,11 @@ def test_an_upstream_server_needs_no_memory_here() -> None:
         ({**OPENAI, "upstream_url": "http://h:1/v1"}, "the address of a server without a path"),
         ({"upstream_url": "http://h"}, "'upstream_url' requires `engine: openai`; remove it"),
         ({**OPENAI, "paced": "A100-14B"}, "'paced' has no effect with an upstream server"),
+        (
+            {"execution": "padded"},
+            "`execution: padded` only changes the times of paced workers; set 'paced'",
+        ),
+        ({**VLLM, "execution": "static"}, "`execution: static` only changes the times of paced"),
         ({"engine": "llama"}, "must be one of tideserve, vllm"),
         (
             {"scheduling": "fcfs", "packing": True},

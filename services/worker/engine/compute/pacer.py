@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from services.common.clock import monotonic_s
 from services.core.cost.model import CostModel
+from services.core.cost.padded import Execution
 from services.core.planner.batch import Batch
 
 SLICES = 32
@@ -26,8 +27,12 @@ class Pacer:
         model: CostModel,
         now_s: Callable[[], float] = monotonic_s,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        execution: Execution = Execution.RAGGED,
     ) -> None:
+        """`execution`: how the simulated device pads."""
         self.model = model
+        self._execution = execution
         self._now_s = now_s
         self._sleep = sleep
         self.iterations_total = 0
@@ -46,9 +51,8 @@ class Pacer:
         `share`: the fraction of the model's layers in this stage. `interrupted` is called after
         each of `SLICES` parts of the time and ends the sleep if it returns True.
         """
-        cost_s = share * self.model.batch_s(
-            (chunk.start, len(chunk.token_ids)) for chunk in batch.chunks
-        )
+        chunks = [(chunk.start, len(chunk.token_ids)) for chunk in batch.chunks]
+        cost_s = share * self.model.batch_s(self._execution.chunks(chunks))
         left_s = started_s + cost_s - self._now_s()
         # Positive if computing took longer than on the device of the profile.
         late_s = -left_s

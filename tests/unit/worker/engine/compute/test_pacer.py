@@ -3,6 +3,7 @@
 import pytest
 
 from services.core.cost.model import CostModel
+from services.core.cost.padded import Execution
 from services.core.planner.batch import Batch, Chunk
 from services.worker.engine.compute.pacer import SLICES, Pacer
 
@@ -28,6 +29,17 @@ def test_an_iteration_lasts_as_long_as_its_cost() -> None:
     pacer.pad(BATCH, started_s=0.0)
     assert clock.now == pytest.approx(MODEL.batch_s([(100, 1), (0, 3)])) == pytest.approx(0.6)
     assert (pacer.iterations_total, pacer.paced_late_total) == (1, 0)
+
+
+def test_a_padded_iteration_lasts_as_long_as_with_prompts_of_the_greatest_length() -> None:
+    prompts = Batch((Chunk("a", 0, (1,) * 4, (0,), None), Chunk("b", 0, (1,) * 9, (1,), None)))
+    for execution, rows in (
+        (Execution.RAGGED, [(0, 4), (0, 9)]),
+        (Execution.PADDED, [(0, 9), (0, 9)]),
+    ):
+        clock = FakeClock()
+        Pacer(MODEL, clock.now_s, clock.sleep, execution=execution).pad(prompts, started_s=0.0)
+        assert clock.now == pytest.approx(MODEL.batch_s(rows))
 
 
 def test_late_iterations_are_counted_and_not_padded(caplog: pytest.LogCaptureFixture) -> None:
