@@ -152,9 +152,9 @@ class SchedulerDriver:
         """A snapshot of now; the attribute `snapshot` is an older copy for other threads."""
         return self._state.snapshot(monotonic_s())
 
-    def room(self, model: str, worker_id: str) -> OtherRoom:
-        """Room for the requests of a worker that shuts down."""
-        return self._state.room(model, worker_id, monotonic_s())
+    def room(self, model: str, worker_id: str, outage: bool) -> OtherRoom:
+        """Room for the requests of a worker that shuts down or has an outage."""
+        return self._state.room(model, worker_id, outage, monotonic_s())
 
     def demands(self) -> tuple[ModelDemand, ...]:
         """The current demand per model."""

@@ -92,7 +92,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def FindRoom(
         self, request: scheduler_pb2.FindRoomRequest, _context: FindRoomContext
     ) -> scheduler_pb2.FindRoomResponse:
-        room = self._driver.room(request.model, request.worker_id)
+        room = self._driver.room(request.model, request.worker_id, request.outage)
         return scheduler_pb2.FindRoomResponse(
             longest_tokens=room.longest_tokens, group_tokens=room.group_tokens
         )

@@ -29,7 +29,7 @@ from services.core.setting import (
 from services.worker.engine_args import devices_of, normalized
 
 # Scheme, host and port.
-UPSTREAM_URL = re.compile(r"https?://[^/?#\s]+/?")
+UPSTREAM_URL = re.compile(r"https?://[^/?#@\s]+/?")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
@@ -328,7 +328,7 @@ class WorkerConfig(ServiceConfig):
         if not UPSTREAM_URL.fullmatch(self.upstream_url):
             raise ConfigError(
                 f"'upstream_url' is '{self.upstream_url}', but with `engine: openai` must be the"
-                " address of a server without a path, such as http://host:8000"
+                " address of a server without a path and a password, such as http://host:8000"
             )
         self._check_own_options("an upstream server")
 

@@ -6,6 +6,7 @@ the room.
 
 import asyncio
 import logging
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -41,12 +42,19 @@ class RequestReturns:
         self._request = scheduler_pb2.FindRoomRequest(
             worker_id=record.worker_id, model=record.model
         )
+        self._request_in_outage = scheduler_pb2.FindRoomRequest(
+            worker_id=record.worker_id, model=record.model, outage=True
+        )
         self._outage = asyncio.Event()
         self._no_outage = asyncio.Event()
 
     async def run(self) -> None:
         """Return requests until cancelled; without a scheduler they stay."""
-        await keep_pushing(self._services, "scheduler", self._return_requests, self._dial)
+        await self._run(self._request)
+
+    async def _run(self, request: scheduler_pb2.FindRoomRequest) -> None:
+        push = partial(self._return_requests, request)
+        await keep_pushing(self._services, "scheduler", push, self._dial)
 
     def note(self, report: EngineReport) -> None:
         """Update from a report of the engine."""
@@ -60,18 +68,20 @@ class RequestReturns:
         """Return requests whenever the engine reports an outage, until cancelled."""
         while True:
             await self._outage.wait()
-            returning = asyncio.create_task(self.run())
+            returning = asyncio.create_task(self._run(self._request_in_outage))
             try:
                 await self._no_outage.wait()
             finally:
                 returning.cancel()
                 await asyncio.gather(returning, return_exceptions=True)
 
-    async def _return_requests(self, channel: grpc.aio.Channel) -> None:
+    async def _return_requests(
+        self, request: scheduler_pb2.FindRoomRequest, channel: grpc.aio.Channel
+    ) -> None:
         scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         while True:
             try:
-                answer = await scheduler.FindRoom(self._request, timeout=ROOM_TIMEOUT_S)
+                answer = await scheduler.FindRoom(request, timeout=ROOM_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                     raise

@@ -229,6 +229,35 @@ async def test_a_full_server_is_asked_again(
     assert len(upstream.bodies) == 3
 
 
+async def test_metrics_that_fail_cut_no_streams(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.hold(after=2)
+    adapter.send(start())
+    await begun(adapter, 2)
+    upstream.metrics_status = 500
+    await eventually(lambda: upstream.failed_polls >= 2)
+    upstream.release()
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert len(upstream.bodies) == 1 and not (await adapter.settled()).report.outage
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_full_server_is_not_gone(
+    adapter: AdapterOnTest, upstream: UpstreamServer, status: int
+) -> None:
+    upstream.hold(after=2)
+    adapter.send(start())
+    await begun(adapter, 2)
+    upstream.refusals, upstream.probe_status = [500], status
+    adapter.send(start("lost"))
+    await begun(adapter, 2, "lost")
+    upstream.release()
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert await ended(adapter, "lost") is FinishReason.LENGTH
+    assert len(upstream.bodies) == 3  # only one request is repeated
+
+
 async def test_a_request_waits_only_so_long_for_a_full_server(
     model_dir: Path, upstream: UpstreamServer
 ) -> None:

@@ -48,7 +48,9 @@ class UpstreamServer:
     statuses of the next requests. `bodies`: of all completions; `hung_up`: prompts of streams that
     a client closed. With a `tokenizer`, it returns text only, and with `text_prompts` it takes only
     text; it refuses all completions unless it `completes`. While `polled` is not set,
-    /metrics does not answer. `ends_early`: streams end without a finish reason.
+    /metrics does not answer. `ends_early`: streams end without a finish reason. `metrics_status` is
+    the status of /metrics, `failed_polls` counts those that are not 200; `probe_status` is the
+    status of completions that are not streamed.
     """
 
     port: int = field(default_factory=free_port)
@@ -67,6 +69,9 @@ class UpstreamServer:
     running: int = 0
     polled: asyncio.Event = field(default_factory=asyncio.Event)
     ends_early: bool = False
+    metrics_status: int = 200
+    failed_polls: int = 0
+    probe_status: int = 200
     _server: uvicorn.Server | None = None
     _serving: "asyncio.Task[None] | None" = None
 
@@ -137,6 +142,9 @@ class UpstreamServer:
         if not self.has_metrics:
             return Response(status_code=404)
         await self.polled.wait()
+        if self.metrics_status != 200:
+            self.failed_polls += 1
+            return Response(status_code=self.metrics_status)
         return PlainTextResponse(
             "# TYPE vllm:num_requests_running gauge\n"
             f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
@@ -159,6 +167,8 @@ class UpstreamServer:
                 return JSONResponse(error, status, {"Retry-After": "0.02"})
             events = self._stream(body, prompt)
             return StreamingResponse(events, media_type="text/event-stream")
+        if self.probe_status != 200:
+            return JSONResponse({"error": {"message": "full"}}, self.probe_status)
         tokens = expected(prompt, body["max_tokens"])
         choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": "length"}
         if self.tokenizer is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.worker.config import UPSTREAM_URL
 from tideserve.cli.cache import cache_root
 from tideserve.cli.client import HttpClient
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -37,8 +38,16 @@ def upstream_model(urls: Sequence[str], key: str | None, wanted: str | None) -> 
     """The model `wanted`, or the only model, of the first server in `urls` that answers.
 
     Raises:
-        CommandError: if no server answers, or the server has several models and none is `wanted`.
+        CommandError: if a URL is malformed, if no server answers, or if the server has several
+            models and none is `wanted`.
     """
+    for url in urls:
+        if not UPSTREAM_URL.fullmatch(url):
+            raise CommandError(
+                f"--upstream '{url}' is not the address of a server without a path and a password;"
+                " write it as http://HOST:PORT, without /v1, and set --upstream-key-file for a key",
+                EXIT_UNUSABLE,
+            )
     for url in urls:
         with HttpClient(url, key) as client:
             response = client.probe("/v1/models")
@@ -58,7 +67,11 @@ def upstream_model(urls: Sequence[str], key: str | None, wanted: str | None) -> 
 
 def _chosen(listed: Any, wanted: str | None, url: str) -> UpstreamModel:
     models = listed.get("data") if isinstance(listed, dict) else None
-    named = {model["id"]: model for model in models or [] if isinstance(model, dict)}
+    named = {
+        model["id"]: model
+        for model in (models if isinstance(models, list) else [])
+        if isinstance(model, dict) and isinstance(model.get("id"), str)
+    }
     if wanted not in named and len(named) != 1:
         raise CommandError(
             f"{url} serves {', '.join(named) or 'no model'}; choose one with --upstream-model",

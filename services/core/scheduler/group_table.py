@@ -226,9 +226,13 @@ class ModelGroups:
             return sum(load.batch_tokens for load in loads)
         return sum(load.capacity_blocks * load.group.block_size for load in loads)
 
-    def room(self, now_s: float) -> OtherRoom:
-        """Room for resumed requests of a worker that shuts down, which is in none of the groups."""
-        loads = [load for load in self.index.loads.values() if serves(load, now_s)]
+    def room(self, now_s: float, own: str) -> OtherRoom:
+        """Room for resumed requests in the groups except `own`, an id."""
+        loads = [
+            load
+            for group_id, load in self.index.loads.items()
+            if group_id != own and serves(load, now_s)
+        ]
         return OtherRoom(
             longest_tokens=max((load.tokens_max for load in loads), default=0),
             group_tokens=tuple(
@@ -355,13 +359,16 @@ class GroupTable:
         """The groups of a model; None if no group serves it."""
         return self._models.get(model)
 
-    def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
-        """Room for the requests of a worker that shuts down; none while its group still serves."""
+    def room(self, model: str, worker_id: str, outage: bool, now_s: float) -> OtherRoom:
+        """Room for the requests of a worker in the other groups; none while its group still serves.
+
+        With an `outage`, its group serves but gets no requests.
+        """
         groups, own = self._models.get(model), self._group_of_worker.get(worker_id, "")
         # Returned requests would be assigned to the same worker again.
-        if groups is None or (own and self._loads[own].is_fresh(now_s)):
+        if groups is None or (own and not outage and self._loads[own].is_fresh(now_s)):
             return OtherRoom()
-        return groups.room(now_s)
+        return groups.room(now_s, own)
 
     def at_epoch(self, group_id: str, epoch: int) -> GroupLoad | None:
         """The group if it serves at that epoch, else None."""

@@ -189,9 +189,9 @@ class SchedulerState:
             for load in model.index.loads.values()
         )
 
-    def room(self, model: str, worker_id: str, now_s: float) -> OtherRoom:
-        """Room for the requests of a worker that shuts down, in the other groups of its model."""
-        return self._groups.room(model, worker_id, now_s)
+    def room(self, model: str, worker_id: str, outage: bool, now_s: float) -> OtherRoom:
+        """Room for the requests of a worker that shuts down or has an outage, in other groups."""
+        return self._groups.room(model, worker_id, outage, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the parts of the state contradict each other."""

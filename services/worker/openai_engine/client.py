@@ -9,6 +9,7 @@ import httpx2
 import msgspec
 
 from services.common.timeouts import timeout
+from services.worker.openai_engine.completions import MESSAGE_CHARS_MAX
 from services.worker.openai_engine.errors import UpstreamBusy, UpstreamLost, UpstreamRefused
 
 CONNECT_TIMEOUT_S = 5.0
@@ -17,11 +18,11 @@ ANSWER_BYTES_MAX = 16 * 2**20
 RETRY_AFTER_S = 1.0
 """Time until a refused request is tried again, unless the server says otherwise."""
 RETRY_AFTER_MAX_S = 10.0
-_BUSY = (429, 503)
+BUSY = (429, 503)
+"""Statuses of a server without room."""
 _CHANGED = (401, 403, 404)
 """Statuses of a server that accepted the key and had the model when the worker started."""
 _DONE = "[DONE]"
-_MESSAGE_CHARS_MAX = 500
 
 
 class UpstreamClient:
@@ -65,11 +66,14 @@ class UpstreamClient:
 
         Raises:
             UpstreamLost: without an answer in `timeout_s`, or one that is no JSON object.
+            UpstreamBusy: if the server has no room.
         """
         with _losses():
             async with timeout(timeout_s), self._opened(path, body) as response:
                 content = await _content(response)
                 status = response.status_code
+                if status in BUSY:
+                    _check(response, content)
                 return status, _json(content) if status == httpx2.codes.OK else {}
 
     async def answer(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def _check(response: httpx2.Response, content: bytes) -> None:
     status = response.status_code
     if status == httpx2.codes.OK:
         return
-    if status in _BUSY:
+    if status in BUSY:
         raise UpstreamBusy(_retry_after_s(response.headers.get("retry-after")))
     if status in _CHANGED or status >= httpx2.codes.INTERNAL_SERVER_ERROR:
         # Without its message, which may quote the prompt: losses are logged.
@@ -195,10 +199,10 @@ def message_of(content: bytes) -> str:
     try:
         body = msgspec.json.decode(content)
     except msgspec.DecodeError:
-        return text[:_MESSAGE_CHARS_MAX]
+        return text[:MESSAGE_CHARS_MAX]
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message or text)[:_MESSAGE_CHARS_MAX]
+    return str(message or text)[:MESSAGE_CHARS_MAX]
 
 
 def _retry_after_s(header: str | None) -> float:

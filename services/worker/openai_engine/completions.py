@@ -1,11 +1,16 @@
 """Requests and events of `/v1/completions` with token ids, as vLLM and tideserve serve it. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from services.core.service import ServiceClass
 from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
-from services.worker.openai_engine.output import LogprobMap, StreamedLogprob, StreamPiece
+from services.worker.openai_engine.output import (
+    LogprobMap,
+    StreamedLogprob,
+    StreamPiece,
+    StreamReader,
+)
 from services.worker.vllm_engine.arguments import class_of
 
 PATH = "/v1/completions"
@@ -17,10 +22,8 @@ _TIERS = {
     ServiceClass.BATCH: "flex",
 }
 _SERVER_ERRORS = 500
-
-
-StreamReader = Callable[[Mapping[str, Any]], StreamPiece]
-"""Returns what an event of a stream adds to the output; raises its error."""
+MESSAGE_CHARS_MAX = 500
+"""Longest part of a server's message that is passed on."""
 
 
 class UpstreamDialect(Protocol):
@@ -104,7 +107,7 @@ def raise_error(event: Mapping[str, Any]) -> None:
     code = fields.get("code")
     refused = isinstance(code, int) and 400 <= code < _SERVER_ERRORS
     if refused or fields.get("type") == "invalid_request_error":
-        message = fields.get("message", "")
+        message = str(fields.get("message", ""))[:MESSAGE_CHARS_MAX]
         raise UpstreamRefused(f"the upstream server refused the request: {message}")
     # Without its message, which may quote the prompt: losses are logged.
     raise UpstreamLost("the upstream server reported an error in a stream")

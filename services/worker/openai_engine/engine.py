@@ -21,12 +21,14 @@ from services.worker.openai_engine.errors import (
     UpstreamRefused,
 )
 from services.worker.openai_engine.link import UpstreamLink
+from services.worker.openai_engine.model_limits import ModelLimits
 from services.worker.openai_engine.output import (
     LogprobMap,
     OutputAssembler,
     StreamedCompletion,
     StreamedMoments,
     StreamedOutput,
+    read_event,
 )
 from services.worker.openai_engine.probe import UpstreamFacts
 from services.worker.vllm_engine.outputs import VllmOutput
@@ -63,7 +65,7 @@ class StreamLimits:
 
 
 class UpstreamEngine:
-    """An upstream server with `facts`, as an `AsyncEngine`; `eos_ids` are the model's."""
+    """An upstream server with `facts` that serves `model`, as an `AsyncEngine`."""
 
     def __init__(
         self,
@@ -71,14 +73,14 @@ class UpstreamEngine:
         dialect: UpstreamDialect,
         link: UpstreamLink,
         facts: UpstreamFacts,
-        eos_ids: Sequence[int],
+        model: ModelLimits,
         limits: StreamLimits,
     ) -> None:
         self._client = client
         self._dialect = dialect
         self._link = link
         self._facts = facts
-        self._eos_ids = eos_ids
+        self._model = model
         self._limits = limits
 
     async def is_paused(self) -> bool:
@@ -97,7 +99,7 @@ class UpstreamEngine:
         arguments = dict(sampling_params)
         rows = await self._prompt_rows(prompt, arguments)
         output = OutputAssembler(
-            arguments["max_tokens"], frozenset(arguments["stop_token_ids"]), self._eos_ids
+            arguments["max_tokens"], frozenset(arguments["stop_token_ids"]), self._model.eos_ids
         )
         began_s = monotonic_s()
         moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
@@ -145,7 +147,8 @@ class UpstreamEngine:
         read = self._dialect.reader()
         async with aclosing(stream) as events:
             async for event in events:
-                completion = output.push(read(event))
+                self._link.note_event()
+                completion = output.push(read_event(read, event, self._model.vocab_size))
                 if completion is not None:
                     yield completion
                 if output.finished:

@@ -8,12 +8,14 @@ them. A server that comes back is probed again, because another model may run th
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout, wait_set
 from services.worker.openai_engine.client import UpstreamClient
 from services.worker.openai_engine.errors import (
+    UpstreamBusy,
     UpstreamChanged,
     UpstreamFailed,
     UpstreamLost,
@@ -25,6 +27,7 @@ from services.worker.vllm_engine.running import EngineState, StepStats
 
 POLL_S = 0.5
 POLL_TIMEOUT_S = 2.0
+_OK, _ERRORS = 200, 400
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,10 @@ class UpstreamLink:
         self._ready.clear()
         self._poll_now.set()
 
+    def note_event(self) -> None:
+        """A stream has an event: a server that only answers no polls in time is not gone."""
+        self._answered_s = monotonic_s()
+
     async def wait_ready(self) -> None:
         """Wait until the server answers; raises UpstreamFailed after `wait_s`."""
         try:
@@ -102,32 +109,39 @@ class UpstreamLink:
             self._state.full = self._refused > 0
 
     async def _load(self) -> UpstreamLoad:
-        if not self._facts.has_metrics:
-            await self._get(MODELS_PATH)
-            return UpstreamLoad()
-        content = await self._get(METRICS_PATH)
-        try:
-            return read_metrics(content.decode(errors="replace"))
-        except ValueError as error:
-            raise UpstreamLost(f"{METRICS_PATH} of the upstream server is malformed") from error
-
-    async def _get(self, path: str) -> bytes:
-        status, content = await self._client.get(path, POLL_TIMEOUT_S)
-        if status >= 400:
-            raise UpstreamLost(f"{path} of the upstream server answers with status {status}")
-        return content
+        if self._facts.has_metrics:
+            status, content = await self._client.get(METRICS_PATH, POLL_TIMEOUT_S)
+            if status == _OK:
+                with suppress(ValueError):
+                    return read_metrics(content.decode(errors="replace"))
+        # Without usable numbers, a server that still lists its models is not gone.
+        status, _ = await self._client.get(MODELS_PATH, POLL_TIMEOUT_S)
+        if status >= _ERRORS:
+            raise UpstreamLost(f"{MODELS_PATH} of the upstream server answers with status {status}")
+        stats = self._stats
+        return UpstreamLoad(
+            preemptions_total=stats.preemptions_total,
+            prefix_queries_total=stats.prefix_queries_total,
+            prefix_hits_total=stats.prefix_hits_total,
+        )
 
     async def _probe_again(self) -> None:
         try:
             facts = await self._probe()
         except UpstreamUnusable as error:
             raise UpstreamChanged(str(error)) from error
+        except UpstreamBusy as error:
+            if self._state.outage:
+                raise UpstreamLost(str(error)) from error
+            return  # A full server is not gone: its other streams go on.
         if not facts.continues(self._facts):
             raise UpstreamChanged(
                 f"{self._client.url} now serves {facts.summary}, before it was"
                 f" {self._facts.summary}; the worker starts again"
             )
-        self._facts = facts
+        # Its /metrics may have failed just now.
+        has_metrics = facts.has_metrics or self._facts.has_metrics
+        self._facts = replace(facts, has_metrics=has_metrics)
         self._state.kv_blocks = facts.kv_blocks
         self._state.upstream = f"{self._client.url}: {facts.summary}"
 

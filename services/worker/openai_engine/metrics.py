@@ -4,8 +4,9 @@ A server with several engines (data parallelism) has a series per engine: number
 the KV usage is averaged.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -47,6 +48,13 @@ class UpstreamLoad:
 
 def read_metrics(text: str) -> UpstreamLoad:
     """The load in a text of Prometheus' format; raises ValueError if a line is malformed."""
+    try:
+        return _load(text)
+    except OverflowError as error:
+        raise ValueError("a number is infinite") from error
+
+
+def _load(text: str) -> UpstreamLoad:
     samples: dict[str, list[Sample]] = {}
     for sample in _samples(text):
         samples.setdefault(sample.name, []).append(sample)
@@ -58,13 +66,19 @@ def read_metrics(text: str) -> UpstreamLoad:
     return UpstreamLoad(
         running=None if running is None else int(running),
         waiting=int(_sum(samples, WAITING) or 0),
-        kv_usage=sum(entry.value for entry in usage) / len(usage) if usage else None,
+        kv_usage=_mean_fraction([entry.value for entry in usage]),
         block_size=block_size if kv_blocks else 0,
         kv_blocks=kv_blocks,
         preemptions_total=int(_sum(samples, PREEMPTIONS) or 0),
         prefix_queries_total=int(_sum(samples, PREFIX_QUERIES) or 0),
         prefix_hits_total=int(_sum(samples, PREFIX_HITS) or 0),
     )
+
+
+def _mean_fraction(values: Sequence[float]) -> float | None:
+    """The mean, limited to [0, 1]; None without values or if it is not a number."""
+    mean = sum(values) / len(values) if values else nan
+    return None if isnan(mean) else min(1.0, max(0.0, mean))
 
 
 def _samples(text: str) -> Iterator[Sample]:
@@ -93,6 +107,6 @@ def _cache(series: Iterable[Sample]) -> tuple[int, int]:
     sizes, blocks = 0, 0
     for sample in series:
         size, count = sample.labels.get("block_size", ""), sample.labels.get("num_gpu_blocks", "")
-        if size.isdecimal() and count.isdecimal():
+        if size.isdecimal() and count.isdecimal() and int(size):
             sizes, blocks = int(size), blocks + max(0, int(count) - NULL_BLOCKS)
     return sizes, blocks

@@ -64,7 +64,7 @@ async def open_upstream(config: WorkerConfig) -> OpenedEngine:
     limits = StreamLimits(FIRST_TIMEOUTS * event_s, event_s, wait_s)
     dialect = _dialect(facts, config.model_dir, model)
     return OpenedEngine(
-        UpstreamEngine(client, dialect, link, facts, model.eos_ids, limits),
+        UpstreamEngine(client, dialect, link, facts, model, limits),
         _ready(config, facts, model),
         stats,
         to_params=dict,
@@ -94,7 +94,7 @@ async def _first_facts(client: UpstreamClient, ask: Any, timeout_s: float) -> Up
     while True:
         try:
             facts: UpstreamFacts = await ask()
-        except UpstreamLost as error:
+        except (UpstreamLost, UpstreamBusy) as error:
             if monotonic_s() >= deadline_s:
                 raise UpstreamUnusable(
                     f"{client.url} did not serve within {timeout_s:g} s ({error}); start the"

@@ -1,9 +1,10 @@
 """Assembles the output of a request from the events of a server's stream. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost
+from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
 from services.worker.vllm_engine.outputs import Completion, Logprob, RequestMoments
 
 
@@ -32,6 +33,33 @@ class StreamPiece:
     stop_token: int | None = None
     logprobs: tuple[LogprobMap, ...] | None = None
     counted: bool = True
+
+
+StreamReader = Callable[[Mapping[str, Any]], StreamPiece]
+"""Returns what an event of a stream adds to the output; raises its error."""
+
+
+def read_event(read: StreamReader, event: Mapping[str, Any], vocab_size: int) -> StreamPiece:
+    """What `read` finds in an event; the token ids are those of a vocabulary of `vocab_size`.
+
+    Raises:
+        UpstreamLost, UpstreamRefused, UpstreamFailed: as `read` does.
+        UpstreamFailed: if the event is malformed, or has other token ids.
+    """
+    try:
+        piece = read(event)
+    except UpstreamRefused:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UpstreamFailed("the upstream server sent a malformed event") from error
+    # Further services take token ids as they are; bool is a subclass of int.
+    if not all(
+        type(token_id) is int and 0 <= token_id < vocab_size for token_id in piece.token_ids
+    ):
+        raise UpstreamFailed(
+            f"the upstream server sent token ids outside the model's vocabulary of {vocab_size}"
+        )
+    return piece
 
 
 @dataclass(slots=True)

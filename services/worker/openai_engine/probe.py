@@ -113,6 +113,7 @@ async def probe(client: UpstreamClient, options: ProbeOptions) -> UpstreamFacts:
 
     Raises:
         UpstreamLost: if the server does not answer, or is not ready.
+        UpstreamBusy: if it has no room for the token.
         UpstreamUnusable: if it denies access or cannot serve the model.
     """
     model = _model(await _models(client), options, client.url)

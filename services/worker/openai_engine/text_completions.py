@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.worker.openai_engine.completions import PATH, StreamReader, raise_error
+from services.worker.openai_engine.completions import PATH, raise_error
 from services.worker.openai_engine.errors import UpstreamRefused
-from services.worker.openai_engine.output import StreamPiece
+from services.worker.openai_engine.output import StreamPiece, StreamReader
 from services.worker.openai_engine.retokenizer import Retokenizer
 
 _NEEDS_IDS = {

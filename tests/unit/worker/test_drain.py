@@ -78,7 +78,7 @@ async def returning(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        task = asyncio.create_task(returns._return_requests(channel))
+        task = asyncio.create_task(returns._return_requests(returns._request, channel))
         yield rooms
         assert not task.done()
         task.cancel()

@@ -667,25 +667,29 @@ Global___ReportLoadResponse: _TypeAlias = ReportLoadResponse  # noqa: Y015
 
 @_typing.final
 class FindRoomRequest(_message.Message):
-    """A worker that shuts down looks for room for its requests."""
+    """A worker that shuts down, or whose upstream server is gone, looks for room for its requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    OUTAGE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     model: _builtins.str
     """Name of its model."""
+    outage: _builtins.bool
+    """Whether its upstream server is gone: its group gets no requests, although it serves."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         model: _builtins.str = ...,
+        outage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outage", b"outage", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,8 +697,8 @@ Global___FindRoomRequest: _TypeAlias = FindRoomRequest  # noqa: Y015
 
 @_typing.final
 class FindRoomResponse(_message.Message):
-    """Room in the groups that serve the model. Empty while the scheduler still assigns requests to the
-    worker.
+    """Room in the other groups that serve the model. Empty while the scheduler still assigns requests to
+    the worker.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

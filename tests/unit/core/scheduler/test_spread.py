@@ -78,11 +78,20 @@ def test_a_worker_that_leaves_learns_the_room_of_other_groups() -> None:
     for name, free, prefill in (("w0", 90, 0), ("w1", 50, 0), ("w2", 70, 10_000), ("w3", 0, 0)):
         scheduler.join(name, max_batch_tokens=BATCH_TOKENS)
         scheduler.report(name, free=free, prefill=prefill)
-    room = scheduler.state.room("m", "w0", 0.0)
+    room = scheduler.state.room("m", "w0", False, 0.0)
     assert room == OtherRoom(), "it still gets requests, and would get those that it returns"
     scheduler.report("w0", epoch=0)
-    room = scheduler.state.room("m", "w0", 0.0)
+    room = scheduler.state.room("m", "w0", False, 0.0)
     assert room.longest_tokens == 1024
     assert room.group_tokens == (49 * 16,), "w2 has a backlog, w3 is full"
-    assert scheduler.state.room("other", "w0", 0.0) == OtherRoom()
-    assert scheduler.state.room("m", "w0", 100.0) == OtherRoom(), "no report is fresh"
+    assert scheduler.state.room("other", "w0", False, 0.0) == OtherRoom()
+    assert scheduler.state.room("m", "w0", False, 100.0) == OtherRoom(), "no report is fresh"
+
+
+def test_a_worker_with_an_outage_learns_the_room_of_other_groups_while_it_reports() -> None:
+    scheduler = Scheduler()
+    for name, free in (("w0", 90), ("w1", 50)):
+        scheduler.join(name, max_batch_tokens=BATCH_TOKENS)
+        scheduler.report(name, free=free)
+    assert scheduler.state.room("m", "w0", True, 0.0).group_tokens == (49 * 16,), "not its own"
+    assert scheduler.state.room("m", "w1", True, 0.0).group_tokens == (89 * 16,)

@@ -33,6 +33,20 @@ def test_the_model_of_the_first_server_that_answers() -> None:
             upstream_model([server.url], None, None)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://h:8000/v1", "http://h/v1/", "h:8000", "ftp://h", "http://user:key@h", ""]
+)
+def test_malformed_urls_are_refused_before_any_is_called(url: str) -> None:
+    with pytest.raises(CommandError, match=r"write it as http://HOST:PORT, without /v1"):
+        upstream_model(["http://127.0.0.1:9", url], None, None)
+
+
+def test_models_without_a_name_are_none() -> None:
+    with fake_openai() as server, pytest.raises(CommandError, match="serves no model"):
+        server.pages["/v1/models"] = {"data": [{"name": "x"}, 5]}
+        upstream_model([server.url], None, None)
+
+
 def test_servers_that_do_not_answer() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(CommandError, match=f"no upstream server answers at {url}; start one"):

@@ -44,5 +44,18 @@ def test_a_server_with_other_metrics_exports_no_load() -> None:
 
 
 def test_malformed_lines_are_refused() -> None:
-    with pytest.raises(ValueError):
-        read_metrics('vllm:num_requests_running{engine="0" many\n')
+    for line in ('vllm:num_requests_running{engine="0" many', "vllm:num_requests_running +Inf"):
+        with pytest.raises(ValueError):
+            read_metrics(f"{line}\n")
+
+
+def test_blocks_without_a_size_are_no_cache() -> None:
+    text = 'vllm:cache_config_info{block_size="0",num_gpu_blocks="9"} 1.0\n'
+    assert read_metrics(text) == UpstreamLoad()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("NaN", None), ("-3", 0.0), ("33", 1.0), ("0.4", 0.4)]
+)
+def test_kv_usage_is_a_fraction(given: str, wanted: float | None) -> None:
+    assert read_metrics(f"vllm:kv_cache_usage_perc {given}\n").kv_usage == wanted

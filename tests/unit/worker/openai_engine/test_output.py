@@ -1,9 +1,17 @@
 """Output tokens and finish reasons from the events of servers that report them differently."""
 
+from typing import Any
+
 import pytest
 
-from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost
-from services.worker.openai_engine.output import OutputAssembler, StreamedLogprob, StreamPiece
+from services.worker.openai_engine.completions import Completions
+from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
+from services.worker.openai_engine.output import (
+    OutputAssembler,
+    StreamedLogprob,
+    StreamPiece,
+    read_event,
+)
 
 STOPS = frozenset({7, 9})
 
@@ -87,3 +95,33 @@ def test_text_ends_at_a_stop_token_and_at_the_limit() -> None:
 def test_other_ends_are_failures(piece: StreamPiece, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         OutputAssembler(8, frozenset()).push(piece)
+
+
+@pytest.mark.parametrize("ids", [[-1], [64], [2**40], "abc", ["7"], [1.5], [None], [[1]], [True]])
+def test_token_ids_outside_the_vocabulary_fail_the_request(ids: Any) -> None:
+    with pytest.raises(UpstreamFailed, match="outside the model's vocabulary of 64"):
+        read_event(Completions("m").reader(), {"choices": [{"token_ids": ids}]}, 64)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": {"a": 1}},
+        {"choices": ["a"]},
+        {"choices": 5},
+        {"choices": [{"token_ids": 5}]},
+        {"choices": [{"token_ids": [5], "logprobs": {"tokens": ["token_id:x"]}}]},
+    ],
+)
+def test_malformed_events_fail_the_request(event: dict[str, Any]) -> None:
+    with pytest.raises(UpstreamFailed, match="a malformed event"):
+        read_event(Completions("m").reader(), event, 64)
+
+
+def test_events_of_the_vocabulary_and_errors_are_passed_on() -> None:
+    read = Completions("m").reader()
+    assert read_event(read, {"choices": [{"token_ids": [0, 63]}]}, 64).token_ids == (0, 63)
+    error = {"type": "invalid_request_error", "message": "x" * 10_000}
+    with pytest.raises(UpstreamRefused) as raised:
+        read_event(read, {"error": error}, 64)
+    assert len(str(raised.value)) < 1_000
