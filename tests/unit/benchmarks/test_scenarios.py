@@ -19,7 +19,7 @@ REQUESTS_MIN = 200
 def test_an_unknown_one_is_one_sentence() -> None:
     with pytest.raises(
         BenchError,
-        match="unknown scenario 'x'; scenarios are batch, burst, churn, clients, coserve, drain,",
+        match="unknown scenario 'x'; scenarios are batch, buckets, burst, churn, clients,",
     ):
         find_scenario("x")
 
