@@ -27,6 +27,7 @@ from services.core.service import Service, ServiceClass
 from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import AbortRequest, ReturnRequests, StartRequest
+from services.worker.openai_engine import opening
 from services.worker.openai_engine.engine import LOST_MAX, LossCount
 from services.worker.openai_engine.errors import UpstreamChanged
 from services.worker.openai_engine.opening import open_upstream
@@ -242,7 +243,7 @@ async def test_metrics_that_fail_cut_no_streams(
     assert len(upstream.bodies) == 1 and not (await adapter.settled()).report.outage
 
 
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [429, 503, 529])
 async def test_a_full_server_is_not_gone(
     adapter: AdapterOnTest, upstream: UpstreamServer, status: int
 ) -> None:
@@ -258,10 +259,11 @@ async def test_a_full_server_is_not_gone(
     assert len(upstream.bodies) == 3  # only one request is repeated
 
 
+@pytest.mark.parametrize("status", [429, 503, 529])
 async def test_a_request_waits_only_so_long_for_a_full_server(
-    model_dir: Path, upstream: UpstreamServer
+    model_dir: Path, upstream: UpstreamServer, status: int
 ) -> None:
-    upstream.refusals = [503]
+    upstream.refusals = [status]
     async with worker(model_dir, upstream, upstream_wait_s=0) as adapter:
         adapter.send(start())
         refusal = await ended(adapter)
@@ -285,9 +287,67 @@ async def test_a_stream_that_ends_early_continues_and_then_fails(
     upstream.ends_early = True
     adapter.send(start())
     refusal = await ended(adapter)
-    assert isinstance(refusal, RefuseRequest) and not refusal.retryable
+    assert isinstance(refusal, RefuseRequest) and refusal.retryable
     assert f"was lost {LOST_MAX} times under this request" in refusal.message
     assert ids(adapter) == expected(list(prompt_of("r")), LOST_MAX)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"refusals": [500, 502, 504]}, "failed with HTTP status 504"),
+        ({"refusals": [204] * LOST_MAX}, "failed with HTTP status 204"),
+        ({"content_type": "text/html"}, "got 'text/html'"),
+        ({"breaks": True}, "the connection to the upstream server failed"),
+    ],
+)
+async def test_a_server_that_fails_each_time_is_no_fault_of_the_request(
+    adapter: AdapterOnTest, upstream: UpstreamServer, fault: dict[str, Any], message: str
+) -> None:
+    vars(upstream).update(fault)
+    adapter.send(start())
+    refusal = await ended(adapter)
+    assert isinstance(refusal, RefuseRequest) and refusal.retryable
+    assert message in refusal.message and "do not retry" not in refusal.message
+    assert len(upstream.bodies) == LOST_MAX
+
+
+async def test_a_redirect_is_an_error_of_the_server(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.refusals = [307]
+    adapter.send(start())
+    refusal = await ended(adapter)
+    assert isinstance(refusal, RefuseRequest) and refusal.retryable
+    assert "redirects requests (HTTP 307)" in refusal.message
+    assert "set 'upstream_url'" in refusal.message
+
+
+@pytest.mark.parametrize("filler", ['data: {"choices":[]}\n\n', ": keep-alive\n\n"])
+@pytest.mark.parametrize("held_after", [0, 2])
+async def test_a_stream_without_tokens_is_lost(
+    model_dir: Path,
+    upstream: UpstreamServer,
+    monkeypatch: pytest.MonkeyPatch,
+    filler: str,
+    held_after: int,
+) -> None:
+    monkeypatch.setattr(opening, "FIRST_TIMEOUTS", 1)
+    async with worker(model_dir, upstream, engine_dead_s=1) as adapter:
+        upstream.filler = filler
+        upstream.hold(after=held_after)
+        adapter.send(start())
+        await eventually(lambda: upstream.hung_up, deadline_s=30)
+        upstream.release()
+        assert await ended(adapter) is FinishReason.LENGTH
+        assert ids(adapter) == expected(list(prompt_of("r")), 8)
+
+
+async def test_bad_words_are_refused_in_the_name_of_the_server(adapter: AdapterOnTest) -> None:
+    adapter.send(start(sampling=replace(GREEDY, bad_words=((5,),))))
+    refusal = await ended(adapter)
+    assert isinstance(refusal, RefuseRequest) and not refusal.retryable
+    assert refusal.message.startswith("bad_words is not supported with the upstream server; use")
 
 
 def test_losses_long_ago_are_forgotten() -> None:
@@ -312,8 +372,11 @@ async def test_a_grammar_starts_again_only_without_output(
     await upstream.start()
     end = await ended(adapter)
     if with_output:
-        assert isinstance(end, RefuseRequest) and not end.retryable
+        assert isinstance(end, RefuseRequest) and end.retryable
         assert "in the middle of a grammar" in end.message
+        adapter.send(start("resumed", sampling=grammar, output_ids=(5,)))
+        resumed = (await eventually(lambda: refusals(adapter)[1:]))[0]
+        assert resumed.retryable and "the upstream server cannot resume" in resumed.message
     else:
         assert end is FinishReason.LENGTH
         assert ids(adapter) == expected(list(prompt_of("r")), 8)
@@ -405,6 +468,31 @@ async def test_without_metrics_the_cache_holds_the_configured_tokens(model_dir: 
             assert (await adapter.settled()).report.load.kv_blocks_free == 40
 
 
+@pytest.mark.parametrize(
+    ("server", "options", "warns"),
+    [
+        ({"owned_by": "tideserve", "has_metrics": False}, {}, True),
+        ({"owned_by": "tideserve", "has_metrics": False}, {"upstream_kv_tokens": 640}, False),
+        ({"owned_by": "tideserve"}, {}, False),
+        ({"has_metrics": False}, {}, False),
+    ],
+)
+async def test_a_tideserve_server_without_cluster_metrics_is_warned_of(
+    model_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    server: dict[str, Any],
+    options: dict[str, Any],
+    warns: bool,
+) -> None:
+    async with UpstreamServer(**server) as upstream:
+        await open_upstream(config_of(model_dir, upstream, max_running=4, **options))
+    warnings = [r.getMessage() for r in caplog.records if "KV capacity" in r.getMessage()]
+    assert len(warnings) == warns
+    for warning in warnings:
+        assert f"{upstream.url} exports no KV capacity" in warning
+        assert "assumes 2048 tokens; set 'cluster_metrics: true'" in warning
+
+
 @pytest.fixture(params=[False, True], ids=["prompts of ids", "prompts of text"])
 async def text_server(
     request: pytest.FixtureRequest, model_dir: Path
@@ -443,7 +531,7 @@ async def test_output_as_text_does_not_survive_the_server(
         await eventually(lambda: len(text_server.bodies) == 2)
         await text_server.kill()
         (refusal,) = await eventually(lambda: refusals(adapter))
-        assert refusal.request_id == "begun" and not refusal.retryable
+        assert refusal.request_id == "begun" and refusal.retryable
         assert "cannot continue the output because it returns text only" in refusal.message
         text_server.release()
         await text_server.start()
@@ -451,6 +539,7 @@ async def test_output_as_text_does_not_survive_the_server(
         assert ids(adapter, "new") == expected(list(prompt_of("new")), 8)
         adapter.send(start("resumed", output_ids=(5,)))
         refused = await eventually(lambda: refusals(adapter)[1:])
+        assert refused[0].retryable
         assert "cannot continue the output of another worker" in refused[0].message
 
 

@@ -50,7 +50,9 @@ class UpstreamServer:
     text; it refuses all completions unless it `completes`. While `polled` is not set,
     /metrics does not answer. `ends_early`: streams end without a finish reason. `metrics_status` is
     the status of /metrics, `failed_polls` counts those that are not 200; `probe_status` is the
-    status of completions that are not streamed.
+    status of completions that are not streamed. `content_type` is that of streams, `filler` is sent
+    again and again while a stream pauses, `owned_by` is the kind of server. `breaks`: connections
+    of streams close after the headers.
     """
 
     port: int = field(default_factory=free_port)
@@ -72,6 +74,10 @@ class UpstreamServer:
     metrics_status: int = 200
     failed_polls: int = 0
     probe_status: int = 200
+    content_type: str = "text/event-stream"
+    filler: str = ""
+    owned_by: str = "vllm"
+    breaks: bool = False
     _server: uvicorn.Server | None = None
     _serving: "asyncio.Task[None] | None" = None
 
@@ -132,7 +138,7 @@ class UpstreamServer:
     async def _models(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "no such key"}}, 401)
-        model = {"id": self.model, "owned_by": "vllm", "max_model_len": self.max_model_len}
+        model = {"id": self.model, "owned_by": self.owned_by, "max_model_len": self.max_model_len}
         return JSONResponse({"object": "list", "data": [model | {"root": self.model}]})
 
     async def _version(self, _: Request) -> Response:
@@ -166,7 +172,7 @@ class UpstreamServer:
                 error = {"error": {"message": "as the test wants", "code": status}}
                 return JSONResponse(error, status, {"Retry-After": "0.02"})
             events = self._stream(body, prompt)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return StreamingResponse(events, media_type=self.content_type)
         if self.probe_status != 200:
             return JSONResponse({"error": {"message": "full"}}, self.probe_status)
         tokens = expected(prompt, body["max_tokens"])
@@ -192,8 +198,13 @@ class UpstreamServer:
         self.running += 1
         finished = False
         try:
+            if self.breaks:
+                raise ConnectionAbortedError
             for count, token in enumerate(expected(prompt, body["max_tokens"]), start=1):
                 if count > self.held_after:
+                    while self.filler and not self.gate.is_set():
+                        yield self.filler
+                        await asyncio.sleep(0.01)
                     await self.gate.wait()
                 reason = "length" if count == body["max_tokens"] else None
                 if token in stops:

@@ -8,9 +8,15 @@ from typing import Any
 import httpx2
 import msgspec
 
+from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
-from services.worker.openai_engine.completions import MESSAGE_CHARS_MAX
-from services.worker.openai_engine.errors import UpstreamBusy, UpstreamLost, UpstreamRefused
+from services.worker.openai_engine.completions import BUSY, CHANGED, MESSAGE_CHARS_MAX
+from services.worker.openai_engine.errors import (
+    UpstreamBusy,
+    UpstreamFailed,
+    UpstreamLost,
+    UpstreamRefused,
+)
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_BYTES_MAX = 16 * 2**20
@@ -18,11 +24,24 @@ ANSWER_BYTES_MAX = 16 * 2**20
 RETRY_AFTER_S = 1.0
 """Time until a refused request is tried again, unless the server says otherwise."""
 RETRY_AFTER_MAX_S = 10.0
-BUSY = (429, 503)
-"""Statuses of a server without room."""
-_CHANGED = (401, 403, 404)
-"""Statuses of a server that accepted the key and had the model when the worker started."""
 _DONE = "[DONE]"
+
+
+class TokenDeadline:
+    """When a stream must have its next token: after `first_s`, then `later_s` after each token."""
+
+    def __init__(self, first_s: float, later_s: float) -> None:
+        self._later_s = later_s
+        self._due_s = monotonic_s() + first_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self._due_s - monotonic_s()
+
+    def note_token(self) -> None:
+        """The stream has a token."""
+        self._due_s = monotonic_s() + self._later_s
 
 
 class UpstreamClient:
@@ -83,6 +102,7 @@ class UpstreamClient:
             UpstreamLost: if the server or the connection fails, or there is no answer in time.
             UpstreamBusy: if the server has no room.
             UpstreamRefused: if it refuses the request.
+            UpstreamFailed: if it redirects the request.
         """
         with _losses():
             async with timeout(timeout_s), self._opened(path, body) as response:
@@ -91,36 +111,35 @@ class UpstreamClient:
                 return _json(content)
 
     async def events(
-        self, path: str, body: Mapping[str, Any], first_timeout_s: float, timeout_s: float
+        self, path: str, body: Mapping[str, Any], deadline: TokenDeadline
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed POST; closing the generator hangs up.
 
-        `first_timeout_s` limits the time until the headers and until the first event, `timeout_s`
-        the time between events.
+        The caller notes tokens in `deadline`, which limits each wait: events without tokens and
+        comments do not defer it.
 
         Raises:
             UpstreamLost: if the server or the connection fails, or `cut` is called.
             UpstreamBusy: if the server has no room.
             UpstreamRefused: if it refuses the request.
+            UpstreamFailed: if it redirects the request.
         """
         with _losses():
             request = self._opened(path, body)
-            async with self._cuttable(first_timeout_s):
+            async with self._cuttable(deadline.left_s):
                 response = await request.__aenter__()
             try:
                 if response.status_code != httpx2.codes.OK:
-                    async with self._cuttable(timeout_s):
+                    async with self._cuttable(deadline.left_s):
                         content = await _content(response)
                     _check(response, content)
-                limit_s = first_timeout_s
                 source = httpx2.EventSource(response, ANSWER_BYTES_MAX)
                 async with aclosing(_data(source)) as events:
                     while True:
-                        async with self._cuttable(limit_s):
+                        async with self._cuttable(deadline.left_s):
                             data = await anext(events, None)
                         if data is None or data == _DONE:
                             return
-                        limit_s = timeout_s
                         yield _json(data.encode())
             finally:
                 # Closes the connection unless the answer has been read to its end.
@@ -149,7 +168,12 @@ def _check(response: httpx2.Response, content: bytes) -> None:
         return
     if status in BUSY:
         raise UpstreamBusy(_retry_after_s(response.headers.get("retry-after")))
-    if status in _CHANGED or status >= httpx2.codes.INTERNAL_SERVER_ERROR:
+    if httpx2.codes.is_redirect(status):
+        raise UpstreamFailed(
+            f"the upstream server redirects requests (HTTP {status}), which the worker does not"
+            " follow; set 'upstream_url' to the address that it redirects to"
+        )
+    if status in CHANGED or not httpx2.codes.is_client_error(status):
         # Without its message, which may quote the prompt: losses are logged.
         raise UpstreamLost(f"the upstream server failed with HTTP status {status}")
     message = f"{message_of(content)} (HTTP {status})"

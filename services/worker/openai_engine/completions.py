@@ -21,6 +21,10 @@ _TIERS = {
     ServiceClass.STANDARD: "default",
     ServiceClass.BATCH: "flex",
 }
+BUSY = (429, 503, 529)
+"""Statuses of a server without room."""
+CHANGED = (401, 403, 404)
+"""Statuses of a server that accepted the key and had the model when the worker started."""
 _SERVER_ERRORS = 500
 MESSAGE_CHARS_MAX = 500
 """Longest part of a server's message that is passed on."""
@@ -106,6 +110,7 @@ def raise_error(event: Mapping[str, Any]) -> None:
     fields = error if isinstance(error, Mapping) else {"message": str(error)}
     code = fields.get("code")
     refused = isinstance(code, int) and 400 <= code < _SERVER_ERRORS
+    refused = refused and code not in (*BUSY, *CHANGED)
     if refused or fields.get("type") == "invalid_request_error":
         message = str(fields.get("message", ""))[:MESSAGE_CHARS_MAX]
         raise UpstreamRefused(f"the upstream server refused the request: {message}")

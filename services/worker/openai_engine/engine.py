@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.clock import monotonic_s
-from services.worker.openai_engine.client import UpstreamClient
+from services.worker.openai_engine.client import TokenDeadline, UpstreamClient
 from services.worker.openai_engine.completions import UpstreamDialect, priority_fields, prompt_rows
 from services.worker.openai_engine.errors import (
     UpstreamBusy,
     UpstreamFailed,
     UpstreamLost,
-    UpstreamRefused,
 )
 from services.worker.openai_engine.link import UpstreamLink
 from services.worker.openai_engine.model_limits import ModelLimits
@@ -56,8 +55,8 @@ class LossCount:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Longest waits of a request, in seconds: for the first event of a stream, for each later
-    event, and for a server without room."""
+    """Longest waits of a request, in seconds: for the first token of a stream, for each later
+    token, and for a server without room."""
 
     first_s: float
     event_s: float
@@ -93,8 +92,9 @@ class UpstreamEngine:
         """Yield the output of a request; closing the generator aborts it at the server.
 
         Raises:
-            UpstreamRefused: if the server refuses the request, or cannot continue it.
-            UpstreamFailed: if the request failed, or the server was gone for too long.
+            UpstreamRefused: if the server refuses the request.
+            UpstreamFailed: if the request failed or cannot continue, or the server was gone for
+                too long or lost too often.
         """
         arguments = dict(sampling_params)
         rows = await self._prompt_rows(prompt, arguments)
@@ -126,29 +126,31 @@ class UpstreamEngine:
                 losses.note(len(output.token_ids))
                 self._link.note_loss(error)
                 if output.token_ids and not self._facts.resumes:
-                    raise UpstreamRefused(
+                    raise UpstreamFailed(
                         "the upstream server was lost, and cannot continue the output because it"
-                        " returns text only; retry the request"
+                        " returns text only"
                     ) from error
                 if losses.count >= LOST_MAX:
-                    raise UpstreamRefused(
+                    raise UpstreamFailed(
                         f"the upstream server was lost {losses.count} times under this request,"
-                        f" which may be the cause ({error}); do not retry it"
+                        f" which may be the cause; the last time: {error}"
                     ) from error
 
     async def _completions(
         self, body: Mapping[str, Any], output: OutputAssembler
     ) -> AsyncGenerator[StreamedCompletion, None]:
         """The completions of a stream, until the request or the stream ends."""
-        stream = self._client.events(
-            self._dialect.path, body, self._limits.first_s, self._limits.event_s
-        )
+        deadline = TokenDeadline(self._limits.first_s, self._limits.event_s)
+        stream = self._client.events(self._dialect.path, body, deadline)
         output.begin()
         read = self._dialect.reader()
         async with aclosing(stream) as events:
             async for event in events:
-                self._link.note_event()
-                completion = output.push(read_event(read, event, self._model.vocab_size))
+                piece = read_event(read, event, self._model.vocab_size)
+                if piece.token_ids:
+                    deadline.note_token()
+                    self._link.note_token()
+                completion = output.push(piece)
                 if completion is not None:
                     yield completion
                 if output.finished:
@@ -184,14 +186,13 @@ def continued(arguments: Mapping[str, Any], emitted: int) -> dict[str, Any]:
     """The arguments of a request that continues after `emitted` tokens.
 
     Raises:
-        UpstreamRefused: if it has a grammar, because its output is partly matched.
+        UpstreamFailed: if it has a grammar, because its output is partly matched.
     """
     if not emitted:
         return dict(arguments)
     if "structured_outputs" in arguments:
-        raise UpstreamRefused(
-            "the upstream server was lost in the middle of a grammar, which it cannot continue;"
-            " retry the request"
+        raise UpstreamFailed(
+            "the upstream server was lost in the middle of a grammar, which it cannot continue"
         )
     return {
         **arguments,

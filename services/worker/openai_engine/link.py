@@ -82,8 +82,8 @@ class UpstreamLink:
         self._ready.clear()
         self._poll_now.set()
 
-    def note_event(self) -> None:
-        """A stream has an event: a server that only answers no polls in time is not gone."""
+    def note_token(self) -> None:
+        """A stream has a token: a server that only answers no polls in time is not gone."""
         self._answered_s = monotonic_s()
 
     async def wait_ready(self) -> None:

@@ -1,5 +1,6 @@
 """Asks an upstream server what it serves, and what it supports."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,8 @@ _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "tideser
 _DENIED = (401, 403)
 _OK = 200
 _SERVER_ERROR = 500
+
+log = logging.getLogger(__name__)
 
 
 class UpstreamApi(StrEnum):
@@ -128,6 +131,13 @@ async def probe(client: UpstreamClient, options: ProbeOptions) -> UpstreamFacts:
         api, priorities = UpstreamApi.LLAMA_CPP, False
     else:
         api, priorities = await _api(client, model["id"], kind)
+    exported = load is not None and load.kv_blocks > 0
+    if kind == "tideserve" and not exported and options.kv_tokens is None:
+        log.warning(
+            "%s exports no KV capacity in /metrics, so the worker assumes %d tokens; set"
+            " 'cluster_metrics: true' at its gateway, or 'upstream_kv_tokens' at this worker",
+            *(client.url, block_size * blocks),
+        )
     version = props.get("build_info") or (await _json(client, VERSION_PATH)).get("version")
     return UpstreamFacts(
         kind=kind,

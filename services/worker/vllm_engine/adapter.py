@@ -67,25 +67,27 @@ class CannotServe(ValueError):
     """vLLM cannot serve a request; the message has cause and remedy."""
 
 
-def parameters_of(request: Request) -> dict[str, Any]:
+class CannotResume(Exception):
+    """The engine cannot continue the output of another worker; the request may start again."""
+
+
+def parameters_of(request: Request, engine: str = "vLLM") -> dict[str, Any]:
     """Arguments of vLLM's `SamplingParams`; for a grammar, those of `StructuredOutputsParams`.
 
     For vLLM, the output of a resumed request is part of its prompt. So presence and frequency
-    penalties do not include it, and the random number generator starts again.
+    penalties do not include it, and the random number generator starts again. Errors name `engine`.
 
     Raises:
-        CannotServe: for `bad_words`, because vLLM tokenizes words itself; or for a resumed request
-            with a grammar, because vLLM cannot continue a partly matched grammar.
+        CannotServe: for `bad_words`, because vLLM tokenizes words itself.
+        CannotResume: for a resumed request with a grammar, because vLLM cannot continue a partly
+            matched grammar.
     """
     if request.sampling.bad_words:
         raise CannotServe(
-            "bad_words is not supported with the vLLM engine; use logit_bias -100 for tokens to"
-            " exclude"
+            f"bad_words is not supported with {engine}; use logit_bias -100 for tokens to exclude"
         )
     if request.output_ids and request.sampling.grammar is not None:
-        raise CannotServe(
-            "vLLM cannot resume a response in the middle of a grammar; retry the request"
-        )
+        raise CannotResume(f"{engine} cannot resume a response in the middle of a grammar")
     return {
         **_sampling(request.sampling),
         **_limits(request.limits, len(request.output_ids)),
@@ -193,7 +195,8 @@ class VllmAdapter:
         self._facts = facts = opened.facts
         self._to_params = opened.to_params
         self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
-        self._transient: tuple[type[Exception], ...] = (RequestFailed, *opened.transient)
+        transient = (RequestFailed, CannotResume, *opened.transient)
+        self._transient: tuple[type[Exception], ...] = transient
         self._dead = opened.dead
         self._name = opened.name
         self._state = opened.state
@@ -292,10 +295,8 @@ class VllmAdapter:
         reader = OutputReader(request)
         try:
             if request.output_ids and not self._state.resumes:
-                raise CannotServe(
-                    f"{self._name} cannot continue the output of another worker; retry the request"
-                )
-            params = self._to_params(parameters_of(request))
+                raise CannotResume(f"{self._name} cannot continue the output of another worker")
+            params = self._to_params(parameters_of(request, self._name))
             priority = priority_of(request.service)
             # Closing the generator early makes vLLM abort the request.
             async with aclosing(

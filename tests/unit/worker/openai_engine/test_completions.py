@@ -74,6 +74,7 @@ def test_events(event: dict[str, Any], piece: StreamPiece) -> None:
             *(UpstreamRefused, "bad"),
         ),
         ({"error": {"message": "died", "code": 500}}, UpstreamLost, "error in a stream$"),
+        ({"error": {"message": "full", "code": 429}}, UpstreamLost, "error in a stream$"),
         ({"error": "died"}, UpstreamLost, "error in a stream$"),
         ({"choices": [{"text": "a"}]}, UpstreamFailed, "without token ids"),
     ],

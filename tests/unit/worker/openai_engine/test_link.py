@@ -26,7 +26,7 @@ async def test_a_server_that_streams_but_answers_no_polls_is_not_gone(
     link = UpstreamLink(client, facts, probe, StepStats(), state, silent_s=10, wait_s=10)
     silence = UpstreamLost("no answer in time", silent=True)
     now_s[0] = 9.0
-    link.note_event()
+    link.note_token()
     now_s[0] = 18.0
     link._note_failure(silence)
     assert not state.outage

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.core.request import Grammar, GrammarKind, Limits, LogprobOptions, Request, Sampling
-from services.worker.vllm_engine.adapter import CannotServe, parameters_of
+from services.worker.vllm_engine.adapter import CannotResume, CannotServe, parameters_of
 
 
 def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, Any]:
@@ -76,5 +76,5 @@ def test_what_another_worker_has_made_counts_for_the_limits() -> None:
 
 def test_an_answer_in_the_middle_of_a_grammar_is_refused() -> None:
     sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, "a+"))
-    with pytest.raises(CannotServe, match="middle of a grammar"):
+    with pytest.raises(CannotResume, match="middle of a grammar"):
         parameters_of(Request("r", (1,), sampling, Limits(9), 0.0, output_ids=(2,)))
