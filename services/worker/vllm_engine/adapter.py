@@ -195,8 +195,8 @@ class VllmAdapter:
         self._facts = facts = opened.facts
         self._to_params = opened.to_params
         self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
-        transient = (RequestFailed, CannotResume, *opened.transient)
-        self._transient: tuple[type[Exception], ...] = transient
+        failures: tuple[type[Exception], ...] = (RequestFailed, CannotResume)
+        self._transient = failures + opened.transient
         self._dead = opened.dead
         self._name = opened.name
         self._state = opened.state
