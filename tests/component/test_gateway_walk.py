@@ -253,6 +253,8 @@ FOREIGN_HTTP: dict[str, tuple[dict[str, Any], int]] = {
     # No gateway has that.
     "/v1/embeddings": ({"input": "hi"}, 400),
     "/v1/requests/{request_id:path}/cancel": ({}, 200),
+    # A probe needs no key.
+    "/ping": ({}, 200),
     # Without a store of batches; the lines of a batch are checked by its validation.
     "/v1/files": ({}, 501),
     "/v1/files/{rest:path}": ({}, 501),
