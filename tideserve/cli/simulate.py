@@ -140,6 +140,22 @@ def simulate(
     return Cluster(spec, prepared.time_model, workload).run(progress)
 
 
+def figures_of_load(
+    prepared: PreparedSimulation, note: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Simulate a load; returns the figures by system. `note` gets the name of each before it runs.
+
+    Raises ConfigError.
+    """
+    systems = {}
+    for system in prepared.systems:
+        note(system)
+        systems[system] = figures(simulate(prepared, system))
+        if system == prepared.targets_of:
+            prepared = targeted(prepared, systems[system])
+    return systems
+
+
 def targeted(prepared: PreparedSimulation, figures: Mapping[str, Any]) -> PreparedSimulation:
     """Set the P99 latencies of `figures` as targets of online requests. Raises ConfigError."""
     online = figures.get("classes", {}).get("online")

@@ -104,6 +104,11 @@ def read_simulations(path: Path, seed: int | None) -> dict[str, PreparedSimulati
     data = read_yaml(path)
     if seed is not None:
         data["seed"] = seed
+    return simulations_of(data, path)
+
+
+def simulations_of(data: dict[str, Any], path: Path) -> dict[str, PreparedSimulation]:
+    """As `read_simulations`, of the contents of the file at `path`. Raises ConfigError."""
     return {name: _read(load_data, path) for name, load_data in by_load(data, path)}
 
 

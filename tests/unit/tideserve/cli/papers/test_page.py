@@ -1,0 +1,74 @@
+"""Pages of papers: numbers beside numbers, and charts without other files."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from tideserve.cli.papers.bucketserve import Served, attained_load
+from tideserve.cli.papers.page import Comparison, PaperPage, ratio, value_text
+from tideserve.cli.papers.svg import HEIGHT, TOP, BarChart, LineChart
+
+SVG = "svg"
+
+
+def drawn(chart: LineChart | BarChart) -> ElementTree.Element:
+    figure = ElementTree.fromstring(chart.svg())
+    (element,) = figure.iter(SVG)
+    return element
+
+
+def test_a_line_has_a_point_for_each_value_and_higher_values_are_higher() -> None:
+    chart = LineChart("a < b", "x", "y", {"up": [(0, 0), (10, 5)], "flat": [(0, 2)]}, guide=4)
+    lines = drawn(chart).findall("polyline")
+    assert [len(line.get("points", "").split()) for line in lines] == [2, 1]
+    (_, low), (_, high) = (
+        tuple(map(float, point.split(","))) for point in lines[0].get("points", "").split()
+    )
+    assert TOP <= high < low <= HEIGHT
+    assert sum(line.get("stroke-dasharray") is not None for line in drawn(chart).iter("line")) == 1
+
+
+def test_bars_are_as_high_as_their_values_and_missing_values_have_none() -> None:
+    chart = BarChart("t", "y", ["a", "b"], {"one": [1.0, 2.0], "other": [None, 4.0]})
+    bars = [bar for bar in drawn(chart).iter("rect") if bar.find("title") is not None]
+    heights = [float(bar.get("height", "")) for bar in bars]
+    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
+    assert heights[2] == pytest.approx(4 * heights[0], abs=0.4)
+    assert len(heights) == 3
+
+
+def test_charts_without_values_are_drawn() -> None:
+    assert drawn(LineChart("t", "x", "y", {"none": []})) is not None
+    assert drawn(BarChart("t", "y", [], {})) is not None
+
+
+def test_a_page_has_its_numbers_and_escapes_text() -> None:
+    rows = [
+        Comparison("Figure 1", "gain", 2.0, 2.2),
+        Comparison("Figure 2", "a < b", 2.0, 3.0, note="because"),
+        Comparison("Figure 3", "unknown", None, 0.5, "%"),
+    ]
+    html = PaperPage("T", ["setting"], rows, [], ["left"]).html()
+    assert "a &lt; b" in html and "because" in html and "left" in html
+    assert html.count("<td>yes</td>") == 1
+    assert "2.2 ×" in html and "50.0%" in html
+    assert "http" not in html, "it needs no other file"
+
+
+def test_values_near_the_papers_count_as_reproduced() -> None:
+    near = [Comparison("", "", 2.0, ours).near for ours in (1.6, 2.4, 1.59, 2.41, None)]
+    assert near == [True, True, False, False, False]
+
+
+def test_text_of_values() -> None:
+    assert value_text(None, "×") == "–"
+    assert value_text(0.8166, "%") == "81.7%"
+    assert value_text(1234.5, "") == "1,234"
+    assert ratio(3.0, 0.0) is None and ratio(None, 1.0) is None and ratio(3.0, 2.0) == 1.5
+
+
+def test_the_load_at_which_targets_are_met_is_between_the_points() -> None:
+    points = [Served(rate, rate, share, 0, 0) for rate, share in ((1, 1.0), (2, 0.9), (3, 0.7))]
+    assert attained_load(points) == pytest.approx(2.5)
+    assert attained_load(points[:2]) == 2
+    assert attained_load(points[2:]) is None

@@ -1,0 +1,114 @@
+"""BROS §7: real-time requests beside best-effort ones, and alone."""
+
+from collections.abc import Mapping
+
+from tideserve.cli.papers.page import Comparison, PaperPage, ratio
+from tideserve.cli.papers.runs import Figures, PageRun, at, run_example
+from tideserve.cli.papers.svg import BarChart, Chart
+
+FIRST, ROBIN, BROS, OURS = "prefill-first", "round-robin", "bros", "slo"
+
+
+def page(run: PageRun) -> PaperPage:
+    """Run the simulations of the examples `hybrid-bros-opt-13b` and `hybrid-bros-alone`."""
+    loads = run_example("hybrid-bros-opt-13b", run)
+    alone = run_example("hybrid-bros-alone", run)
+    return PaperPage(
+        "BROS: hybrid real-time and best-effort requests",
+        (
+            "OPT-13B on two A100 of 40 GB as one device, an estimate from data sheets. The examples"
+            " hybrid-bros-opt-30b and hybrid-bros-llama-70b have the paper's other models.",
+            "prefill-first: the paper's vLLM. bros: its packing, without shared blocks and host"
+            " memory: best-effort work that loses its KV is computed again. slo: our default.",
+        ),
+        [row for load, systems in loads.items() for row in _rows(load, systems)]
+        + [row for load, systems in alone.items() for row in _alone_rows(load, systems)],
+        _charts(loads),
+        (
+            "Figure 13, with and without shared blocks: not part of these simulations.",
+            "TGI as a baseline.",
+        ),
+    )
+
+
+def _latency(figures: Figures) -> float | None:
+    value: float | None = at(figures, "classes", "online", "normalized_latency_s", "mean")
+    return value
+
+
+def _attained(figures: Figures) -> float | None:
+    value: float | None = at(figures, "classes", "online", "slo_attainment", "ttft")
+    return value
+
+
+def _best_effort(figures: Figures) -> float | None:
+    value: float | None = at(figures, "classes", "batch", "throughput_requests_per_s")
+    return value
+
+
+def _rows(load: str, systems: Mapping[str, Figures]) -> list[Comparison]:
+    first, robin, bros = (systems[name] for name in (FIRST, ROBIN, BROS))
+    mean = "The paper's value is the mean over its loads."
+    return [
+        Comparison(
+            "Figure 10",
+            f"latency per token, bros over vLLM, {load}",
+            0.258,
+            ratio(_latency(bros), _latency(first)),
+            note=mean,
+        ),
+        Comparison(
+            "Figure 10",
+            f"latency per token, bros over round robin, {load}",
+            0.457,
+            ratio(_latency(bros), _latency(robin)),
+            note=f"{mean} Our round robin runs prompts in chunks.",
+        ),
+        Comparison(
+            "Figure 10",
+            f"best-effort requests per second, bros over vLLM, {load}",
+            0.887,
+            ratio(_best_effort(bros), _best_effort(first)),
+            note=f"{mean} Without its shared blocks and host memory, preempted work runs again.",
+        ),
+        Comparison(
+            "Figure 11",
+            f"first tokens in time, bros over vLLM, {load}",
+            36.38,
+            ratio(_attained(bros), _attained(first)),
+            note="The paper's value is the highest of its loads: vLLM attains next to nothing"
+            " there. Ours depends on how little prefill-first attains.",
+        ),
+    ]
+
+
+def _alone_rows(load: str, systems: Mapping[str, Figures]) -> list[Comparison]:
+    if not {FIRST, BROS} <= systems.keys():
+        return []
+    return [
+        Comparison(
+            "Figure 12",
+            f"latency per token without best-effort work, bros over vLLM, {load or 'alone'}",
+            0.706,
+            ratio(_latency(systems[BROS]), _latency(systems[FIRST])),
+            note="The paper's value is the mean over its loads; the gain grows with the load.",
+        )
+    ]
+
+
+def _charts(loads: Mapping[str, Mapping[str, Figures]]) -> list[Chart]:
+    shown = (FIRST, ROBIN, BROS, OURS)
+    names = [load.replace(", ", " ").replace(" a second", "/s") for load in loads]
+    return [
+        BarChart(
+            title,
+            unit,
+            names,
+            {name: [value_of(systems[name]) for systems in loads.values()] for name in shown},
+        )
+        for title, unit, value_of in (
+            ("Figure 10: latency per token, real time", "seconds", _latency),
+            ("Figure 10: best-effort requests", "per second", _best_effort),
+            ("Figure 11: first tokens in time", "share", _attained),
+        )
+    ]
