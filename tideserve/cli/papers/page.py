@@ -21,7 +21,7 @@ figcaption{font-weight:600;margin:.4em 0}svg{width:100%;font-size:11px}.differs{
 class Comparison:
     """A number of the paper beside ours; `paper` and `ours` have the same unit, None: not known.
 
-    `note`: why they differ, or how ours was obtained.
+    `note`: why they differ, or how ours was obtained. `at_most`: the paper's is a bound.
     """
 
     figure: str
@@ -30,12 +30,15 @@ class Comparison:
     ours: float | None
     unit: str = "×"
     note: str = ""
+    at_most: bool = False
 
     @property
     def near(self) -> bool:
-        """Whether ours is within `NEAR` of the paper's."""
+        """Whether ours is within `NEAR` of the paper's, or within its bound."""
         if self.paper is None or self.ours is None:
             return False
+        if self.at_most:
+            return self.ours <= self.paper
         return abs(self.ours - self.paper) <= NEAR * abs(self.paper)
 
 

@@ -58,6 +58,8 @@ def test_a_page_has_its_numbers_and_escapes_text() -> None:
 def test_values_near_the_papers_count_as_reproduced() -> None:
     near = [Comparison("", "", 2.0, ours).near for ours in (1.6, 2.4, 1.59, 2.41, None)]
     assert near == [True, True, False, False, False]
+    assert Comparison("", "", 0.01, 0.001, at_most=True).near
+    assert not Comparison("", "", 0.01, 0.011, at_most=True).near
 
 
 def test_text_of_values() -> None:
