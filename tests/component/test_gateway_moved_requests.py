@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gateway(workers=2, max_model_len=4096)
 @pytest.fixture(autouse=True)
 def moving(case: Case) -> None:
     """Both workers send each request to the other after three tokens."""
-    one, two = case.cluster.workers
-    for worker, other in ((one, two), (two, one)):
+    source, target = case.cluster.workers
+    for worker, other in ((source, target), (target, source)):
         worker.fails_after, worker.failure = 3, worker_pb2.FINISH_REASON_RETURNED
         worker.go_to = other
 
@@ -27,8 +27,8 @@ async def test_a_request_goes_where_its_kv_is(case: Case) -> None:
     assert sorted(len(start.output_ids) for start in starts) == [0, 3, 6, 9]
     assert all(start.resumable for start in starts)
     first = scheduler.asks[0].request_id
-    assert [one.request_id for one in scheduler.placed] == [first] * 3
-    groups = [one.group_id for one in scheduler.placed]
+    assert [placed.request_id for placed in scheduler.placed] == [first] * 3
+    groups = [placed.group_id for placed in scheduler.placed]
     assert groups[0] == groups[2] != groups[1]
     metrics = (await case.http.get("/metrics")).text
     assert "tideserve_gateway_moved_streams_total 3.0" in metrics
@@ -41,38 +41,38 @@ async def test_a_request_goes_where_its_kv_is(case: Case) -> None:
 async def test_it_asks_if_the_place_refuses(
     case: Case, reason: "worker_pb2.FinishReason.ValueType"
 ) -> None:
-    one, two = case.cluster.workers
-    for worker in (one, two):
+    source, target = case.cluster.workers
+    for worker in (source, target):
         worker.fails_after = None
-    case.cluster.scheduler.workers = (one,)  # asks are answered with the first
-    one.fails_after, two.fails_after, two.failure = 3, 0, reason
+    case.cluster.scheduler.workers = (source,)  # asks are answered with the first
+    source.fails_after, target.fails_after, target.failure = 3, 0, reason
 
     async def generate(start: worker_pb2.Start, *others: object) -> None:
         if start.output_ids:
-            one.fails_after = None
+            source.fails_after = None
         await original(start, *others)
 
-    original = one._generate
-    one._generate = generate  # type: ignore[method-assign,assignment]
+    original = source._generate
+    source._generate = generate  # type: ignore[method-assign,assignment]
     answer = await case.complete(max_tokens=12)
     assert answer.json()["choices"][0]["text"] == TEXT[:12]
     again = case.cluster.scheduler.asks[1]
     assert len(case.cluster.scheduler.asks) == 2 and again.resumed
-    assert (again.refused_group_id, again.returned) == (f"group-{two.worker_id}", False)
+    assert (again.refused_group_id, again.returned) == (f"group-{target.worker_id}", False)
 
 
 async def test_a_request_that_is_only_moved_ends(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.fails_after = 0
-    one = case.cluster.workers[0]
+    source = case.cluster.workers[0]
 
     async def generate(start: worker_pb2.Start, *others: object) -> None:
-        one.fails_after = 0 if start.output_ids else 3
+        source.fails_after = 0 if start.output_ids else 3
         await original(start, *others)
 
-    original = one._generate
-    one._generate = generate  # type: ignore[method-assign,assignment]
-    case.cluster.scheduler.workers = (one,)
+    original = source._generate
+    source._generate = generate  # type: ignore[method-assign,assignment]
+    case.cluster.scheduler.workers = (source,)
     answer = await case.complete(max_tokens=12)
     assert answer.status_code == 503
     starts = sum(len(worker.starts) for worker in case.cluster.workers)

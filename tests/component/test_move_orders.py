@@ -50,15 +50,15 @@ async def move(
 
 async def test_both_workers_are_introduced_and_the_source_gets_the_order(store: Store) -> None:
     async with cluster(store, {}, {}, {}) as (address, members):
-        one, two, three = (one.engine for one in members)
-        one.running, two.blocks_free, three.blocks_free = 5, 3, 9
-        two.blocks_total = three.blocks_total = 10
+        first, second, third = (member.engine for member in members)
+        first.running, second.blocks_free, third.blocks_free = 5, 3, 9
+        second.blocks_total = third.blocks_total = 10
 
         async def sees_room() -> bool:
             return (await move(address, "w0", requests=1)).target_worker_id == "w2"
 
         await eventually(sees_room)
-        (order, *_) = one.orders
+        (order, *_) = first.orders
         assert (order.target.worker_id, order.target.group_id) in (
             ("w1", "group-w1"),
             ("w2", "group-w2"),
@@ -67,9 +67,9 @@ async def test_both_workers_are_introduced_and_the_source_gets_the_order(store: 
         answer = await move(address, "w0", "w1", 2)
         assert (answer.target_worker_id, answer.moved) == ("w1", 2)
         assert "no further request" in answer.reason
-        assert one.introduced[-1] == two.introduced[-1] == ["w0", "w1"]
-        assert len({order.order for order in one.orders}) == len(one.orders)
-        assert not (two.orders or three.orders)
+        assert first.introduced[-1] == second.introduced[-1] == ["w0", "w1"]
+        assert len({order.order for order in first.orders}) == len(first.orders)
+        assert not (second.orders or third.orders)
 
 
 @pytest.mark.parametrize(
@@ -92,43 +92,43 @@ async def test_an_impossible_move_is_refused_with_the_reason(
             await move(address, source, target)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert message in (raised.value.details() or "")
-        assert not any(one.engine.orders for one in members)
+        assert not any(member.engine.orders for member in members)
 
 
 async def test_a_worker_checks_fence_and_group(store: Store) -> None:
     async with cluster(store, {}, {}) as (_, members):
-        one = members[0]
-        await move_directly(one, epoch=1)
+        member = members[0]
+        await move_directly(member, epoch=1)
         for changes in ({"incarnation": "other"}, {"epoch": 2}, {"group_id": "g"}):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await move_directly(one, **changes)
+                await move_directly(member, **changes)
             assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        one.servicer.refuse_all()
-        await move_directly(one, epoch=1)  # a worker that shuts down moves its requests
-        assert len(one.engine.orders) == 2
+        member.servicer.refuse_all()
+        await move_directly(member, epoch=1)  # a worker that shuts down moves its requests
+        assert len(member.engine.orders) == 2
 
 
-async def move_directly(one: FakeMember, **changes: Any) -> worker_pb2.ShipRequestsResponse:
+async def move_directly(member: FakeMember, **changes: Any) -> worker_pb2.ShipRequestsResponse:
     fields: dict[str, Any] = {
         "token": 2**40,
-        "incarnation": one.record.incarnation,
+        "incarnation": member.record.incarnation,
         "group_id": "group-w0",
         "epoch": 1,
         "order": "o",
         "target": worker_pb2.GoTo(worker_id="w1", address="x:1", group_id="group-w1", epoch=1),
     }
-    async with open_channel(one.record.address) as channel:
+    async with open_channel(member.record.address) as channel:
         request = worker_pb2.ShipRequestsRequest(**(fields | changes))
-        return await one.stub(channel).ShipRequests(request, timeout=DEADLINE_S)
+        return await member.stub(channel).ShipRequests(request, timeout=DEADLINE_S)
 
 
-async def test_a_worker_that_leaves_is_told_to_move_its_requests(store: Store) -> None:
+async def test_a_worker_that_leaves_is_ordered_to_move_its_requests(store: Store) -> None:
     async with cluster(store, {"draining": True}, {}, {}) as (_, members):
-        one, *others = members
-        one.servicer.refuse_all()
-        one.engine.running = 5
-        await eventually(lambda: one.engine.running == 0)
-        orders = one.engine.orders
+        member, *others = members
+        member.servicer.refuse_all()
+        member.engine.running = 5
+        await eventually(lambda: member.engine.running == 0)
+        orders = member.engine.orders
         assert orders[0].requests_max == 3, "an even share for each of the others"
         assert all(order.if_cheaper for order in orders)
         assert not any(other.engine.orders for other in others)
@@ -136,9 +136,9 @@ async def test_a_worker_that_leaves_is_told_to_move_its_requests(store: Store) -
 
 async def test_a_refused_order_is_repeated_later(store: Store) -> None:
     async with cluster(store, {"draining": True}, {}) as (_, members):
-        one = members[0]
-        one.engine.refuse, one.engine.running = "not now", 2
-        await eventually(lambda: len(one.engine.orders) == 1)
-        one.engine.refuse = ""
-        await eventually(lambda: one.engine.running == 0)
-        assert len(one.engine.orders) >= 2
+        member = members[0]
+        member.engine.refuse, member.engine.running = "not now", 2
+        await eventually(lambda: len(member.engine.orders) == 1)
+        member.engine.refuse = ""
+        await eventually(lambda: member.engine.running == 0)
+        assert len(member.engine.orders) >= 2

@@ -4,7 +4,6 @@ Streams of every kind of sampling, at several moments, with other parts of the c
 killed meanwhile.
 """
 
-import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,15 @@ import pytest
 
 from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
-from tests.support.disturbed_streams import KINDS, OUTPUT_TOKENS, Answer, ask, check_answers
-from tests.support.tiny_models import make_tiny_model
+from tests.support.disturbed_streams import (
+    OUTPUT_TOKENS,
+    Answer,
+    both_serve,
+    check_answers,
+    logged_cluster,
+    metric,
+    run_all,
+)
 
 RESUMED = "tideserve_gateway_resumed_streams_total"
 SHIPPED = "tideserve_gateway_moved_streams_total"
@@ -29,40 +35,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
-    with Cluster(
-        model_dir=folder,
-        memory="32MiB",
-        dtype="float64",
-        services={"event_log": str(logs)},
-        chunk_size="64KiB",
-        overload_policy="recompute",  # groups do not change
-    ) as running:
+    with logged_cluster(tmp_path_factory.mktemp("model"), logs) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> list[Answer]:
-    return stream_all(cluster, lambda _: None)
-
-
-def stream_all(cluster: Cluster, note: Callable[[int], None]) -> list[Answer]:
-    async def run() -> list[Answer]:
-        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
-
-    return asyncio.run(run())
-
-
-def metric(cluster: Cluster, name: str) -> float:
-    """A metric of the gateway."""
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
-
-
-def both_serve(cluster: Cluster) -> None:
-    cluster.eventually(
-        lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, deadline_s=120
-    )
+    return run_all(cluster)
 
 
 def drained(
@@ -77,7 +56,7 @@ def drained(
             also()
             stopped.update({name: cluster.kill(name, signal.SIGTERM) for name in names})
 
-    answers = stream_all(cluster, note)
+    answers = run_all(cluster, note)
     for name, pid in stopped.items():
         cluster.wait_for_restart(name, pid)
     return answers, metric(cluster, RESUMED) - resumed

@@ -1,14 +1,13 @@
 """A worker of a merged group is killed: no layer that a worker has is read from disk."""
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.disturbed_streams import KINDS, Answer, ask, check_answers, kill
+from tests.support.disturbed_streams import check_answers, kill, run_all
 from tests.support.exposition import samples
 from tests.support.tiny_models import make_tiny_model
 from tideserve.cli.groups import drop
@@ -38,13 +37,6 @@ def groups(cluster: Cluster) -> list[list[str]]:
     rows = cluster.status()["groups"]
     busy = any(row["degraded"] or row["changing"] for row in rows)
     return [] if busy else sorted(row["members"] for row in rows)
-
-
-def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
-    async def run() -> list[Answer]:
-        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
-
-    return asyncio.run(run())
 
 
 def restored(cluster: Cluster, worker: str) -> dict[str, float]:

@@ -3,9 +3,8 @@
 What the survivors lead is computed again there; what a dead leader led goes on from the gateway.
 """
 
-import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread, Timer
 from urllib.error import HTTPError
@@ -16,15 +15,14 @@ import pytest
 from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import (
-    KINDS,
     Answer,
     apart,
-    ask,
     check_answers,
     kill,
+    logged_cluster,
     merge,
+    run_all,
 )
-from tests.support.tiny_models import make_tiny_model
 
 STOPPED_S = 12.0
 """Longer than a stalled microbatch is waited for, and than a member may be silent."""
@@ -37,23 +35,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
-    with Cluster(
-        model_dir=folder,
-        memory="32MiB",
-        dtype="float64",
-        services={"event_log": str(logs)},
-        chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
-    ) as running:
+    with logged_cluster(tmp_path_factory.mktemp("model"), logs) as running:
         yield running
-
-
-def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
-    async def run() -> list[Answer]:
-        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")

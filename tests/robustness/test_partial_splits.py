@@ -1,7 +1,6 @@
 """A merged group of four splits into 2+2 and then into single workers while requests run."""
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -11,7 +10,7 @@ import pytest
 from benchmarks.audit_logs import audit_logs
 from services.gateway.admin.guard import ADMIN_HEADER
 from tests.support.cluster import Cluster
-from tests.support.disturbed_streams import KINDS, Answer, ask, check_answers
+from tests.support.disturbed_streams import check_answers, run_all
 from tests.support.tiny_models import make_tiny_model
 
 WORKERS = 4
@@ -37,13 +36,6 @@ def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         memmgr={"split_dwell_s": 3600},
     ) as running:
         yield running
-
-
-def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
-    async def run() -> list[Answer]:
-        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
-
-    return asyncio.run(run())
 
 
 def change(cluster: Cluster, what: str) -> str:

@@ -1,7 +1,10 @@
 """Streams of every kind of sampling, for tests that disturb the cluster meanwhile."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +14,7 @@ import pytest
 from services.gateway.admin.guard import ADMIN_HEADER
 from tests.support.client import TIMEOUT_S, prompt_of
 from tests.support.cluster import Cluster
+from tests.support.tiny_models import make_tiny_model
 
 OUTPUT_TOKENS = 300
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
@@ -68,6 +72,43 @@ async def ask(cluster: Cluster, number: int, note: Callable[[int], None] | None 
                 if note is not None:
                     note(len(one["ids"]))
     return choices
+
+
+def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
+    """The answers of a stream of each kind, all at the same time; see `ask`."""
+
+    async def run() -> list[Answer]:
+        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def logged_cluster(folder: Path, logs: Path) -> Iterator[Cluster]:
+    """Two workers with a tiny model in `folder`, whose groups change by hand only."""
+    model = make_tiny_model(folder, seed=3, layers=4)
+    with Cluster(
+        model_dir=model,
+        memory="32MiB",
+        dtype="float64",
+        services={"event_log": str(logs)},
+        chunk_size="64KiB",
+        overload_policy="recompute",
+    ) as running:
+        yield running
+
+
+def metric(cluster: Cluster, name: str) -> float:
+    """A metric of the gateway."""
+    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+
+def both_serve(cluster: Cluster) -> None:
+    """Wait until both workers serve."""
+    cluster.eventually(
+        lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, deadline_s=120
+    )
 
 
 async def streamed_ids(

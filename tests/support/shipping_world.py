@@ -177,13 +177,13 @@ class ShippingWorld:
         self.nodes[source].handle(ShippingAsked(self.now_s, order, place, requests_max))
         return order
 
-    def part(self, one: str, other: str) -> None:
+    def part(self, name_a: str, name_b: str) -> None:
         """The connection of a pair breaks, with all that is on its way; later ones are new."""
-        for pair in ((one, other), (other, one)):
+        for pair in ((name_a, name_b), (name_b, name_a)):
             self.frames.pop(pair, None)
-        for part in [p for p in self.parts if {p.source, p.command.peer} == {one, other}]:
+        for part in [p for p in self.parts if {p.source, p.command.peer} == {name_a, name_b}]:
             self._fail(part)
-        for name, peer in ((one, other), (other, one)):
+        for name, peer in ((name_a, name_b), (name_b, name_a)):
             self.nodes[name].handle(ShippingPeerLost(peer))
 
     def _start(self, client: Client) -> None:

@@ -75,7 +75,7 @@ def test_sums_over_a_leader_and_a_standby_are_right() -> None:
     assert waiting(both[1]) == {}
 
 
-def test_buckets_are_told_while_requests_wait() -> None:
+def test_buckets_are_exported_while_requests_wait() -> None:
     state = SchedulerState(200, 120.0, rules=ClassRules(buckets=Bucketing.ON))
     state.handle(GroupJoined(0.0, replace(GROUP, max_model_len=4096, capacity_blocks=300)))
     assert "tideserve_scheduler_buckets" not in str(told(state, leads=True))
