@@ -37,17 +37,6 @@ def batch_size(lengths: Sequence[int], safe_tokens: float) -> int:
     return len(lengths)
 
 
-def padding(lengths: Sequence[int], bounds: Sequence[int]) -> int:
-    """Padding tokens if each request is padded to the longest of its bucket.
-
-    `bounds`: the greatest length of each bucket, ascending; the last has all longer requests.
-    """
-    buckets: list[list[int]] = [[] for _ in range(len(bounds) + 1)]
-    for length in lengths:
-        buckets[bucket_of(length, bounds)].append(length)
-    return sum(max(of, default=0) * len(of) - sum(of) for of in buckets)
-
-
 def bucket_of(length: int, bounds: Sequence[int]) -> int:
     """Index of the bucket of a length; requests above the last bound are in the last bucket."""
     return min(bisect_left(bounds, length), max(0, len(bounds) - 1))

@@ -56,7 +56,7 @@ class GroupClient:
             try:
                 answer = await stub.MoveRequests(request, timeout=CHANGE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                raise _to_gateway_error(error) from error
+                raise _to_gateway_error(error, "move the requests") from error
         return RequestsMoved(answer.target_worker_id, answer.moved, answer.kept, answer.reason)
 
     async def _change(self, call: Callable[[Any], AsyncIterator[Any]]) -> AsyncIterator[GroupStep]:
@@ -66,23 +66,24 @@ class GroupClient:
                 async for answer in call(stub):
                     yield translate.group_step(answer.step)
             except grpc.aio.AioRpcError as error:
-                raise _to_gateway_error(error) from error
+                raise _to_gateway_error(error, "change the groups") from error
 
     def _address(self) -> str:
         address = self._view.address_of("memmgr")
         if address is None:
             raise ServiceUnavailable(
-                "no memory manager is leading, so groups cannot change; retry in a few seconds",
+                "no memory manager is leading; retry in a few seconds",
                 retry_after_s=RETRY_AFTER_S,
             )
         return address
 
 
-def _to_gateway_error(error: grpc.aio.AioRpcError) -> GatewayError:
+def _to_gateway_error(error: grpc.aio.AioRpcError, action: str) -> GatewayError:
+    """The error of a call that was to do `action`."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return BadRequest(error.details() or "the memory manager rejected this change of groups")
+        return BadRequest(error.details() or f"the memory manager refused to {action}")
     return ServiceUnavailable(
-        f"the memory manager could not change the groups ({error.details() or error.code().name});"
+        f"the memory manager could not {action} ({error.details() or error.code().name});"
         " retry in a few seconds",
         retry_after_s=RETRY_AFTER_S,
     )

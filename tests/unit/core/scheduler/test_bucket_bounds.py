@@ -13,11 +13,18 @@ from services.core.scheduler.bucket_bounds import (
     batch_size,
     bisected_bounds,
     bucket_of,
-    padding,
 )
 from tideserve.load.traces import AZURE_CODE, AZURE_CONVERSATIONS, load_trace
 
 NEAR = 1.15
+
+
+def padding(lengths: list[int], bounds: tuple[int, ...]) -> int:
+    """Padding tokens if each request is padded to the longest of its bucket (eq. 2-3)."""
+    buckets: list[list[int]] = [[] for _ in range(len(bounds) + 1)]
+    for length in lengths:
+        buckets[bucket_of(length, bounds)].append(length)
+    return sum(max(of, default=0) * len(of) - sum(of) for of in buckets)
 
 
 def least_padding(ordered: list[int], buckets: int) -> int:
