@@ -121,7 +121,7 @@ class OverloadMonitor:
         return obstacles
 
     def load(self, model: str) -> ModelLoad:
-        """Demand and capacity of a served model, as of the last events."""
+        """Demand and capacity of a model as of the last events; zeros before its first groups."""
         groups, state = self._counted(model), self._models.get(model)
         lookahead_s = self.config.lookahead_s
         demand = self._demands.get(model) or ModelDemand(model)
@@ -343,4 +343,4 @@ class OverloadMonitor:
 
     def _counted(self, model: str) -> list[GroupUse]:
         """The groups that count as demand and capacity: those without a leaving member."""
-        return [group for group in self._groups[model] if not group.draining]
+        return [group for group in self._groups.get(model, ()) if not group.draining]

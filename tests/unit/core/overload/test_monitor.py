@@ -1,7 +1,7 @@
 """Overload and subsided demand from their numbers; they must not alternate."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
@@ -17,6 +17,7 @@ from services.core.overload.events import (
     ManualChange,
     MemberUse,
     MergesPlanned,
+    ModelLoad,
     OverloadConfig,
     OverloadPolicy,
     ReportStatus,
@@ -314,6 +315,10 @@ def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
     world.tick(60)
     assert monitor.shortfalls == {MODEL: 0}
     assert monitor.handle(MergesPlanned(now_s, "gone", 7)) == []
+
+
+def test_a_model_without_reported_groups_has_no_load() -> None:
+    assert OverloadMonitor().load(MODEL) == ModelLoad(*[0] * len(fields(ModelLoad)))
 
 
 def test_silent_groups_hold_nothing() -> None:
