@@ -124,8 +124,10 @@ class TokenEvent(msgspec.Struct, frozen=True):
     `logprobs` has an entry per token, or is empty. `prompt_logprobs` are set with the first tokens,
     if requested; they may be many, so they are decoded lazily. `moved` is set in the
     last event of a worker whose request another worker has adopted, `times` in the last event of a
-    worker that reports times. `cached_tokens`, set with the first output token, is the number of
-    prompt tokens from the prefix cache. `go_to` may be set if the worker returns the request.
+    worker that reports times. `cached_tokens` is the number of prompt tokens from the prefix cache,
+    set with the first output token, or with the last in front of an upstream server. `go_to` may be
+    set if the worker returns the request, `server_losses` (of upstream servers under it, in all) if
+    it returns or fails.
     """
 
     request_id: str
@@ -139,6 +141,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     cached_tokens: int = 0
     go_to: Destination | None = None
+    server_losses: int = 0
 
 
 class UnreadTokens(msgspec.Struct, frozen=True):

@@ -25,7 +25,8 @@ class StreamPiece:
 
     `finish`: the server's finish reason, if the output ends; `stop_token`: the stop token that
     ended it, if the server names it. `logprobs`, if requested, has an entry per token. `counted`:
-    the tokens are those that the server counts, not derived from its text.
+    the tokens are those that the server counts, not derived from its text. `cached_tokens`: prompt
+    tokens that it found in its prefix cache, None if the event does not say.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -33,6 +34,7 @@ class StreamPiece:
     stop_token: int | None = None
     logprobs: tuple[LogprobMap, ...] | None = None
     counted: bool = True
+    cached_tokens: int | None = None
 
 
 StreamReader = Callable[[Mapping[str, Any]], StreamPiece]
@@ -113,12 +115,20 @@ class OutputAssembler:
         self._stop_token_ids = stop_token_ids
         self._eos_ids = eos_ids
         self._held: list[int] = []
+        self._whole = True  # the stream began with the request
         self.token_ids: list[int] = []
         self.finished = False
+        self.cached_tokens = 0  # prompt tokens from the server's prefix cache
 
     def begin(self) -> None:
         """Another stream continues after `token_ids`."""
-        self._held = []
+        self._held, self._whole = [], not self.token_ids
+
+    def note_cached(self, piece: StreamPiece) -> None:
+        """Keep the number of cached prompt tokens, if the event has it."""
+        # The prompt of a stream that continues includes output.
+        if piece.cached_tokens is not None and self._whole:
+            self.cached_tokens = piece.cached_tokens
 
     def push(self, piece: StreamPiece) -> StreamedCompletion | None:
         """The tokens that an event adds, with the finish reason; None if it adds none.
