@@ -157,8 +157,13 @@ def resumed_ask(ask: Ask, request: Request, output: int) -> Ask:
     )
 
 
-def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
-    """The request that resumes on another worker after the output `token_ids`."""
+def resumed(request: Request, token_ids: tuple[int, ...], server_losses: int = 0) -> Request:
+    """The request that resumes on another worker after the output `token_ids`.
+
+    `server_losses`: recent losses of upstream servers under the request.
+    """
+    if server_losses:
+        request = replace(request, server_losses=server_losses)
     if not token_ids:
         return request
     # The prompt's log probabilities arrived with the first output token: do not compute them again.

@@ -57,11 +57,23 @@ class ClassWait:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingBuckets:
+    """Waiting requests by length: the greatest length in tokens and the count of each bucket.
+
+    `padding_share`: share of the tokens that would be padding if requests were padded to the
+    greatest length of their bucket.
+    """
+
+    buckets: tuple[tuple[int, int], ...]
+    padding_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes.
 
     `class_waits`: by model and class. `wants_outcomes`: the gateway reports first tokens and ends
-    of requests.
+    of requests. `buckets`: by model.
     """
 
     groups_serving: int
@@ -69,6 +81,7 @@ class Heartbeat:
     wants_prefixes: bool = False
     class_waits: Mapping[tuple[str, ServiceClass], ClassWait] = field(default_factory=dict)
     wants_outcomes: bool = False
+    buckets: Mapping[str, WaitingBuckets] = field(default_factory=dict)
 
 
 SchedulerMessage = Ticket | Assignment | Refusal | Proceed | Heartbeat

@@ -29,7 +29,6 @@ from services.worker.openai_engine.output import (
     OutputAssembler,
     StreamedCompletion,
     StreamedMoments,
-    StreamedOutput,
     StreamReader,
     read_event,
 )
@@ -88,9 +87,7 @@ class UpstreamEngine:
         """
         arguments = dict(sampling_params)
         rows = await self._prompt_rows(prompt, arguments)
-        output = OutputAssembler(
-            arguments["max_tokens"], frozenset(arguments["stop_token_ids"]), self._model.eos_ids
-        )
+        output = self._assembler(prompt, arguments)
         began_s = monotonic_s()
         moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
         losses: LossCount = prompt["server_losses"]
@@ -102,8 +99,7 @@ class UpstreamEngine:
                 async with aclosing(self._completions(body, output)) as completions:
                     async for completion in completions:
                         moments.note_tokens(monotonic_s())
-                        cached = min(output.cached_tokens, len(prompt["prompt_token_ids"]))
-                        yield StreamedOutput([completion], output.finished, rows, moments, cached)
+                        yield output.streamed(completion, rows, moments)
                         rows, busy_until_s = None, monotonic_s() + self._limits.busy_s
                 if output.finished:
                     return
@@ -161,6 +157,14 @@ class UpstreamEngine:
                     output.note_cached(piece)
                     if piece.token_ids:
                         return
+
+    def _assembler(self, prompt: Any, arguments: Mapping[str, Any]) -> OutputAssembler:
+        return OutputAssembler(
+            arguments["max_tokens"],
+            frozenset(arguments["stop_token_ids"]),
+            self._model.eos_ids,
+            len(prompt["prompt_token_ids"]),
+        )
 
     def _body(
         self, prompt: Any, arguments: Mapping[str, Any], output: OutputAssembler, priority: int

@@ -108,9 +108,14 @@ class OutputAssembler:
     """
 
     def __init__(
-        self, max_tokens: int, stop_token_ids: frozenset[int], eos_ids: Sequence[int] = ()
+        self,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        eos_ids: Sequence[int] = (),
+        prompt_tokens: int = 0,
     ) -> None:
         """`eos_ids`: end-of-sequence tokens of the model, whether or not they end the request."""
+        self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._eos_ids = eos_ids
@@ -128,7 +133,7 @@ class OutputAssembler:
         """Keep the number of cached prompt tokens, if the event has it."""
         # The prompt of a stream that continues includes output.
         if piece.cached_tokens is not None and self._whole:
-            self.cached_tokens = piece.cached_tokens
+            self.cached_tokens = min(piece.cached_tokens, self._prompt_tokens)
 
     def push(self, piece: StreamPiece) -> StreamedCompletion | None:
         """The tokens that an event adds, with the finish reason; None if it adds none.
@@ -158,6 +163,17 @@ class OutputAssembler:
                     " context is shorter than configured"
                 )
         raise UpstreamLost(f"the upstream server ended the request ({piece.finish})")
+
+    def streamed(
+        self,
+        completion: StreamedCompletion,
+        prompt_logprobs: Sequence[LogprobMap | None] | None,
+        moments: StreamedMoments,
+    ) -> StreamedOutput:
+        """A completion that `push` returned as vLLM's `RequestOutput`."""
+        return StreamedOutput(
+            [completion], self.finished, prompt_logprobs, moments, self.cached_tokens
+        )
 
     def _reason(self, token_id: int, count: int) -> str | None:
         """The finish reason if the token, the `count`-th of the output, is the last."""
