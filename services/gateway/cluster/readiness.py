@@ -12,6 +12,7 @@ from services.common.clock import monotonic_s
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.vocabulary.message import WaitingBuckets
 
 POLL_INTERVAL_S = 1.0
 
@@ -118,3 +119,8 @@ class ReadinessProbe:
         """Requests in the scheduler's queue; None while no scheduler responds."""
         heartbeat = self._admission.heartbeat
         return heartbeat.queued if heartbeat is not None else None
+
+    def buckets(self, model: str) -> WaitingBuckets | None:
+        """Waiting requests of a model by length; None if the scheduler does not order by length."""
+        heartbeat = self._admission.heartbeat
+        return heartbeat.buckets.get(model) if heartbeat is not None else None

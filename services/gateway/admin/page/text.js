@@ -29,6 +29,21 @@ export function batchText(batch) {
   return parts.join(" · ");
 }
 
+/** The range of lengths of each bucket, given its greatest length and count. */
+export function bucketTexts(buckets) {
+  return buckets.map(([length], index) => {
+    const above = index ? buckets[index - 1][0] : 0;
+    return `${(above + 1).toLocaleString()} to ${length.toLocaleString()} tokens`;
+  });
+}
+
+/** What padding would cost with these buckets; "" without any. */
+export function paddingText(lengths) {
+  if (!lengths?.buckets.length) return "";
+  const share = (100 * lengths.padding_share).toFixed(1);
+  return `${share} % of all tokens would be padding on an engine that pads to the longest of a bucket.`;
+}
+
 /** Parameter bytes of the whole model on a worker; 0 if the model's shape is unknown. */
 export function wholeModel(worker) {
   const shape = worker.shape;
