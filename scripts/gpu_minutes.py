@@ -40,7 +40,7 @@ class Step:
 
 STEPS = (
     Step("environment", "environment", 45),
-    Step("cluster", "cluster", 130, serves=True),
+    Step("cluster", "cluster", 150, serves=True),
     Step("chunks", "chunks", 40),
     Step("engine", "engine", 90),
     Step("cluster-exact", "cluster", 70, ("--exact",), serves=True),

@@ -93,7 +93,7 @@ def main() -> None:
             memory_bytes=parse_size_bytes(setting.memory),
             dtype=setting.dtype,
             device=device,
-            options=TINY_OPTIONS if chosen.dry else {**TINY_ON_GPU, "ready_timeout": 100},
+            options=TINY_OPTIONS if chosen.dry else {**TINY_ON_GPU, "ready_timeout": 110},
         )
         began_s = time.monotonic()
         with running_cluster(deployment, WORKERS, BY_HAND, say) as cluster:

@@ -185,10 +185,11 @@ class EngineTrial:
     def _decodes_s(self, beside: "Copies | None" = None) -> float:
         """Median duration of decodes for `copies_s`; takes the lock of `beside` before each."""
         terms = SampleTerms(SAMPLINGS["greedy"])
-        times_s = []
+        times_s: list[float] = []
         ends_s = time.perf_counter() + self._size.copies_s
         while time.perf_counter() < ends_s:
-            batch = self._decode(self._size.rows, self._size.context, "beside", terms, 0)
+            step = len(times_s)
+            batch = self._decode(self._size.rows, self._size.context, "beside", terms, step)
             began_s = time.perf_counter()
             if beside is not None:
                 # As the engine, which must find the lock free in every turn.
