@@ -180,6 +180,7 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         "paced": paced_of(record),
         "engine": engine_of(record),
         "can_merge": CAN_DROP in record.capabilities,
+        "no_drops": record.no_drops,
         "draining": record.draining,
         "host": host_of(record.address),
         "block_size": record.block_size,

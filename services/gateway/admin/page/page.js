@@ -4,7 +4,7 @@ import { change, follow, rememberKey } from "./feed.js";
 import {
   Groups, Sparkline, MemoryChart, drawBatches, drawBuckets, drawDecisions, drawServices, drawTable, make, write,
 } from "./draw.js";
-import { headline, paddingText, seconds, totals } from "./text.js";
+import { headline, paddingText, seconds, totals, withoutDrops } from "./text.js";
 
 // The charts show 240 samples, that is two minutes.
 const SAMPLE_MS = 500;
@@ -41,6 +41,9 @@ function show(state) {
   write(element("headline"), title);
   write(element("subline"), below);
   write(element("model"), state.model);
+  const noDrops = withoutDrops(state);
+  element("no-drops").hidden = !noDrops;
+  write(element("no-drops"), noDrops);
   const sum = totals(state);
   write(element("waiting"), String(sum.waiting));
   write(element("waiting-note"), `${state.queued ?? "?"} in the scheduler's queue, ${sum.running} running`);

@@ -86,6 +86,16 @@ export function changing(group, workers) {
   return group.changing ? "preparing to change" : "";
 }
 
+/** Why workers cannot drop layers, a sentence for each reason; "" if all can. */
+export function withoutDrops(state) {
+  const names = new Map();
+  for (const worker of state.workers) {
+    if (!worker.no_drops) continue;
+    names.set(worker.no_drops, [...(names.get(worker.no_drops) ?? []), worker.id]);
+  }
+  return [...names].map(([reason, ids]) => `${ids.join(", ")} cannot drop layers: ${reason}.`).join(" ");
+}
+
 /** A headline for the cluster's memory, and a sentence with the figures. */
 export function headline(state) {
   if (!state.workers.length) {
