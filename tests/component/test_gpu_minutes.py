@@ -25,7 +25,7 @@ def rehearse(folder: Path, *steps: str) -> dict[str, Any]:
 
 
 def test_a_process_imports_chunks_and_an_engine_is_measured(tmp_path: Path) -> None:
-    results = rehearse(tmp_path, "environment", "chunks", "engine")
+    results = rehearse(tmp_path, "environment", "chunks", "engine", "loop", "kernels")
     assert "tcp/lo" in results["environment"]["figures"]["ucx"]["transports"]
     chunks = results["chunks"]["figures"]
     assert chunks["remapped"] == {"view": [22, 22], "alias": [11, 11]}
@@ -34,6 +34,10 @@ def test_a_process_imports_chunks_and_an_engine_is_measured(tmp_path: Path) -> N
     assert engine["decode_ms"]["qwen_default"]["p50"] > 0
     assert not engine["copies"]["pack"]["failure"] and not engine["copies"]["unpack"]["failure"]
     assert engine["capture_ms"]["drop"]["dropped_bytes"] > 0
+    for case in ("1 greedy", "1 qwen_default"):
+        assert 0 < results["loop"]["figures"][case]["interval_p50_ms"] < 1000
+    prefill = results["kernels"]["figures"]["prefill 32"]
+    assert prefill["kernels_us"] > 0 and prefill["kernels"]
 
 
 def test_two_workers_merge_split_and_lose_a_member(tmp_path: Path) -> None:
