@@ -86,6 +86,8 @@ class Minutes:
             command += ["--tokenizer", str(self._tokenizer)]
         if self._dry:
             command.append("--dry")
+        # Kernels of a dry run are interpreted.
+        interpreted = {"TRITON_INTERPRET": "1"} if self._dry else {}
         inherited = os.environ.get("PYTHONPATH") if step.site is None else step.site
         paths = [str(PACKAGES), *filter(None, [inherited])]
         child = subprocess.Popen(
@@ -93,7 +95,12 @@ class Minutes:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
+            env={
+                **os.environ,
+                **interpreted,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONUNBUFFERED": "1",
+            },
             start_new_session=True,
         )
         try:
