@@ -170,6 +170,7 @@ class DeviceSampler:
 
     def launch(self, logits: torch.Tensor, rows: Sequence[DeviceRow]) -> DeviceDraws:
         """Sample a token from each row of `logits` [rows, vocab], which is not changed."""
+        logits = _aligned(logits)
         counted = [(row.seq_id, row.counts) for row in rows if row.counts is not None]
         slots = self._counts.rows_for(counted) if counted else []
         inputs = row_inputs(rows, slots, self._vocab_size, self._limits)
@@ -208,7 +209,7 @@ class DeviceSampler:
 
         At most `rows_max` rows. Waits for the device.
         """
-        rows = len(token_ids)
+        rows, logits = len(token_ids), _aligned(logits)
         columns, tokens = self._copied(
             score_columns(range(rows), top), np.array(token_ids, np.int64)
         )
@@ -305,6 +306,11 @@ class DeviceSampler:
         event = torch.cuda.Event()
         event.record()
         return event
+
+
+def _aligned(logits: torch.Tensor) -> torch.Tensor:
+    """Return `logits` at an address that kernels can read, see `Launcher`: a copy of odd slices."""
+    return logits.clone() if logits.data_ptr() % 16 else logits
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
