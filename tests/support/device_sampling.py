@@ -14,7 +14,7 @@ from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 from tests.support.device import DEVICE
 
-SIZES = KernelSizes(span=128, lane=8, chunk=512, room=64)
+SIZES = KernelSizes(span=128, lane=8, chunk=512, room=64, wide_room=200)
 """A row of a few hundred tokens has several spans, and its nucleus often exceeds the window."""
 
 

@@ -23,15 +23,16 @@ from services.worker.engine.sampling.device_sampler import GPU_SIZES, MASKED, WA
 KERNELS = (
     logit_rules.penalize,
     logit_rules.adjust,
-    *(token_draw.peaks, token_draw.threshold, token_draw.weigh, token_draw.choose),
+    *(token_draw.peaks, token_draw.threshold, token_draw.weigh, token_draw.widen),
+    token_draw.choose,
     token_scores.score,
 )
 POINTERS = {
     "*bf16": ("logits",),
     "*fp32": ("scores", "lane_peaks", "span_peaks", "row_peaks", "thresholds", "logprobs"),
     "*i16": ("counts",),
-    "*i32": ("span_best", "sizes", "masks", "ids"),
-    "*i64": ("columns", "span_masses", "places", "masses", "tokens", "entries"),
+    "*i32": ("span_best", "sizes", "window", "wide", "wide_sizes", "masks", "ids"),
+    "*i64": ("columns", "span_masses", "window_masses", "tokens", "entries"),
 }
 CONSTANTS = {
     "SPAN": GPU_SIZES.span,

@@ -39,12 +39,13 @@ MASKED, UNMASKED = -3.4e38, -float("inf")
 
 
 class KernelSizes(NamedTuple):
-    """Tokens per span and lane (`token_places`), per step of a loop, and per window."""
+    """Tokens per span and lane (`token_places`), step of a loop, window, and wide window."""
 
     span: int = 4096
     lane: int = 32
     chunk: int = 512
     room: int = 2048
+    wide_room: int = 16_384
 
 
 GPU_SIZES = KernelSizes()
@@ -56,7 +57,8 @@ def device_sampler_bytes(vocab_size: int, rows: int, slots: int, max_model_len: 
     spans = -(-vocab_size // sizes.span)
     scores, masks = 4 * vocab_size, vocab_size // 8 + 8
     lanes = 4 * spans * (sizes.span // sizes.lane)
-    row = scores + masks + lanes + 16 * (spans + sizes.room) + 16 * token_places.COLUMNS + 64
+    windows = 4 * (sizes.room + sizes.wide_room)
+    row = scores + masks + lanes + windows + 16 * spans + 16 * token_places.COLUMNS + 64
     return rows * row + slots * vocab_size * counts_dtype(max_model_len).itemsize
 
 
@@ -128,13 +130,16 @@ class DeviceSampler:
         self._span_width = triton.next_power_of_2(self._spans)
         self._counts = DeviceCounts(slots, vocab_size, counts_dtype(max_model_len), device)
         # Without fused multiply-adds, operations in float32 have the bits of the host's.
-        self._penalize, self._peaks, self._threshold, self._weigh, self._choose, self._score = (
+        self._penalize, self._peaks, self._threshold, self._weigh = (
             Launcher(kernel, num_warps=WARPS, enable_fp_fusion=False)
             for kernel in (
-                logit_rules.penalize,
-                *(token_draw.peaks, token_draw.threshold, token_draw.weigh, token_draw.choose),
-                token_scores.score,
+                *(logit_rules.penalize, token_draw.peaks),
+                *(token_draw.threshold, token_draw.weigh),
             )
+        )
+        self._widen, self._choose, self._score = (
+            Launcher(kernel, num_warps=WARPS, enable_fp_fusion=False)
+            for kernel in (token_draw.widen, token_draw.choose, token_scores.score)
         )
         self._adjust = Launcher(logit_rules.adjust)
 
@@ -148,8 +153,10 @@ class DeviceSampler:
         )
         self._no_mask = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_peaks, self._thresholds = empty(torch.float32), empty(torch.float32)
-        self._window_sizes = empty(torch.int32)
-        self._places, self._masses = (empty(torch.int64, sizes.room) for _ in range(2))
+        self._window_sizes, self._wide_sizes = empty(torch.int32), empty(torch.int32)
+        self._window_masses = empty(torch.int64)
+        self._window = empty(torch.int32, sizes.room)
+        self._wide = empty(torch.int32, sizes.wide_room)
 
     def takes(self, logits: torch.Tensor) -> bool:
         """Whether the kernels support the dtype of `logits`."""
@@ -188,14 +195,17 @@ class DeviceSampler:
         self._find_peaks(scores, columns, len(rows))
         if any(row.terms.temperature for row in rows):
             self._weigh_tokens(scores, columns, len(rows), MASKED)
+        if any(row.terms.temperature and row.terms.top_p < 1 for row in rows):
+            self._widen_windows(scores, columns, len(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         self._choose(
             (len(rows),),
             (
                 *(scores, columns, self._row_peaks, self._thresholds, self._window_sizes),
-                *(self._span_masses, self._places, self._masses, self._span_peaks),
-                *(self._span_best, self._counts.table, tokens, len(rows), self._vocab_size),
-                *(self._spans, self._sizes.room),
+                *(self._span_masses, self._window_masses, self._window, self._wide),
+                *(self._wide_sizes, self._span_peaks, self._span_best, self._counts.table),
+                *(tokens, len(rows), self._vocab_size, self._spans),
+                *(self._sizes.room, self._sizes.wide_room),
             ),
             *(self._sizes.span, self._span_width, self._id_bits, self._sizes.chunk),
         )
@@ -261,7 +271,8 @@ class DeviceSampler:
             (rows,),
             (
                 *(columns, self._lane_peaks, self._span_peaks, self._row_peaks),
-                *(self._thresholds, self._window_sizes, rows, self._lanes, self._spans),
+                *(self._thresholds, self._window_sizes, self._window_masses, self._wide_sizes),
+                *(rows, self._lanes, self._spans),
             ),
             *(self._span_width, triton.next_power_of_2(self._lanes)),
         )
@@ -274,10 +285,23 @@ class DeviceSampler:
             (rows, self._spans),
             (
                 *(scores, columns, self._row_peaks, self._thresholds, self._window_sizes),
-                *(self._span_masses, self._places, self._masses, rows, self._vocab_size),
-                *(self._spans, self._sizes.room),
+                *(self._span_masses, self._window_masses, self._window, rows),
+                *(self._vocab_size, self._spans, self._sizes.room),
             ),
-            *(self._sizes.span, lowest, self._id_bits),
+            *(self._sizes.span, lowest),
+        )
+
+    def _widen_windows(self, scores: torch.Tensor, columns: torch.Tensor, rows: int) -> None:
+        """Fill the wide windows of rows whose windows do not suffice."""
+        self._widen(
+            (rows, self._spans),
+            (
+                *(scores, columns, self._row_peaks, self._thresholds, self._window_sizes),
+                *(self._span_masses, self._window_masses, self._wide, self._wide_sizes),
+                *(rows, self._vocab_size, self._spans),
+                *(self._sizes.room, self._sizes.wide_room),
+            ),
+            *(self._sizes.span, self._span_width),
         )
 
     def _scores(
@@ -292,7 +316,7 @@ class DeviceSampler:
             (rows,),
             (
                 *(logits, columns, self._row_peaks, self._window_sizes, self._span_masses),
-                *(self._places, tokens, ids, values, rows, self._vocab_size, self._spans),
+                *(self._window, tokens, ids, values, rows, self._vocab_size, self._spans),
                 *(self._sizes.room, top),
             ),
             *(self._span_width, self._id_bits, self._sizes.chunk),

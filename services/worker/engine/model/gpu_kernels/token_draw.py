@@ -60,7 +60,8 @@ def peaks(
 
 @triton.jit(do_not_specialize=["rows", "lanes", "spans"])
 def threshold(
-    columns, lane_peaks, span_peaks, row_peaks, thresholds, sizes, rows, lanes, spans,
+    columns, lane_peaks, span_peaks, row_peaks, thresholds, sizes, window_masses, wide_sizes,
+    rows, lanes, spans,
     SPANS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Find the row's peak, and a scaled score that WANTED tokens or a few more reach. Grid: [row].
@@ -73,6 +74,8 @@ def threshold(
     peak = tl.max(tl.where(peak == peak, peak, -INFINITY), 0)
     tl.store(row_peaks + row, peak)
     tl.store(sizes + row, 0)
+    tl.store(window_masses + row, 0)
+    tl.store(wide_sizes + row, 0)
     wanted = integer(columns, WANTED, row, rows)
     if wanted > 0:
         lane = tl.arange(0, LANES)
@@ -94,13 +97,14 @@ def threshold(
 
 @triton.jit(do_not_specialize=["rows", "vocab", "spans", "room"])
 def weigh(
-    scores, columns, row_peaks, thresholds, sizes, span_masses, places, masses,
+    scores, columns, row_peaks, thresholds, sizes, span_masses, window_masses, window,
     rows, vocab, spans, room,
-    SPAN: tl.constexpr, LOWEST: tl.constexpr, ID_BITS: tl.constexpr,
+    SPAN: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     """Compute the mass of each span, and add the tokens up to the threshold to the window.
 
-    Grid: [row, span]. `sizes` counts the tokens of each window, which has `room` for so many.
+    Grid: [row, span]. `sizes` counts the tokens of each window, which has `room` for so many;
+    `window_masses` is their mass.
     Tokens with a score below LOWEST are masked.
     """
     row = tl.program_id(0)
@@ -123,10 +127,60 @@ def weigh(
             # The order of the spans in the window differs between runs, and affects no sum.
             begin = tl.atomic_add(sizes + row, tl.sum(count, 0))
             at = begin + tl.cumsum(count, 0) - count
-            kept = chosen & (at < room)
-            target = row.to(tl.int64) * room + at
-            tl.store(places + target, places_of(scaled, ids, ID_BITS), kept)
-            tl.store(masses + target, mass, kept)
+            tl.store(window + row * room + at, ids, chosen & (at < room))
+            tl.atomic_add(window_masses + row, tl.sum(tl.where(chosen, mass, 0), 0))
+
+
+@triton.jit
+def _suffices(size, room, mass, total, bound, top_k, top_p, least):
+    """Whether a window has all tokens that the filters keep.
+
+    It has `size` tokens with this `mass`, of the row's `total`; `bound` is its threshold.
+    """
+    if top_k > 0:
+        # Top-p removes a share of the mass of all tokens that top-k keeps.
+        enough = (size >= top_k) | ((bound <= least) & (top_p >= 1))
+    else:
+        enough = (mass.to(tl.float64) >= top_p * total.to(tl.float64)) | (bound <= least)
+    # Or all tokens are there.
+    enough |= bound == -INFINITY
+    return enough & (size <= room)
+
+
+@triton.jit(do_not_specialize=["rows", "vocab", "spans", "room", "wide_room"])
+def widen(
+    scores, columns, row_peaks, thresholds, sizes, span_masses, window_masses, wide, wide_sizes,
+    rows, vocab, spans, room, wide_room,
+    SPAN: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    """List the tokens of a wide window if the window does not suffice for top-p. Grid: [row, span].
+
+    All other tokens together have less than half of the mass that top-p removes.
+    """
+    row = tl.program_id(0)
+    temperature = number(columns, TEMPERATURE, row, rows).to(tl.float32)
+    wanted = integer(columns, WANTED, row, rows)
+    if (temperature > 0) & (wanted > 0) & (integer(columns, TOP_K, row, rows) == 0):
+        at = tl.arange(0, SPANS)
+        total = tl.sum(tl.load(span_masses + row * spans + at, at < spans, 0), 0)
+        top_p = number(columns, TOP_P, row, rows)
+        least = number(columns, LOG_MIN_P, row, rows).to(tl.float32)
+        enough = _suffices(
+            tl.load(sizes + row), room, tl.load(window_masses + row), total,
+            tl.load(thresholds + row), 0, top_p, least,
+        )  # fmt: skip
+        if enough == 0:
+            source = integer(columns, SOURCE, row, rows)
+            ids = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+            value = tl.load(scores + source * vocab + ids, ids < vocab, float("nan"))
+            scaled = scaled_by(value.to(tl.float32), tl.load(row_peaks + row), temperature)
+            share = (1 - top_p) * total.to(tl.float64) / (2 * vocab)
+            # Weights below a unit are 0, so that all tokens with a mass are there.
+            chosen = mass_of(scaled).to(tl.float64) >= tl.maximum(share, 1.0)
+            count = chosen.to(tl.int32)
+            begin = tl.atomic_add(wide_sizes + row, tl.sum(count, 0))
+            place = begin + tl.cumsum(count, 0) - count
+            tl.store(wide + row * wide_room + place, ids, chosen & (place < wide_room))
 
 
 @triton.jit
@@ -150,8 +204,8 @@ def _draw_by_id(
 
 @triton.jit
 def _draw_by_rank(
-    scores, places, masses, size, peak, temperature, total, top_k, top_p, least, draw,
-    WINDOW: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, listed, size, peak, temperature, total, top_k, top_p, least, draw,
+    LISTED: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the first token, best first, up to which the kept tokens exceed `draw` × their mass.
 
@@ -160,30 +214,22 @@ def _draw_by_rank(
     limit = tl.full((), ALL, tl.int64)
     if top_k > 0:
         limit = place_reaching(
-            scores, places, masses, size, peak, temperature, limit, top_k,
-            True, WINDOW, ID_BITS, CHUNK,
-        )  # fmt: skip
-        total = mass_up_to(
-            scores, places, masses, size, peak, temperature, limit, WINDOW, ID_BITS, CHUNK
+            scores, listed, size, peak, temperature, limit, top_k, True, LISTED, ID_BITS, CHUNK
         )
+        total = mass_up_to(scores, listed, size, peak, temperature, limit, LISTED, ID_BITS, CHUNK)
     if top_p < 1:
         target = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
         last = place_reaching(
-            scores, places, masses, size, peak, temperature, limit, target,
-            False, WINDOW, ID_BITS, CHUNK,
-        )  # fmt: skip
+            scores, listed, size, peak, temperature, limit, target, False, LISTED, ID_BITS, CHUNK
+        )
         limit = tl.minimum(limit, last)
     # Min-p is a place, too: the last of the tokens with its distance from the peak.
-    last = places_of(least, (1 << ID_BITS) - 1, ID_BITS)
-    limit = tl.minimum(limit, last)
-    total = mass_up_to(
-        scores, places, masses, size, peak, temperature, limit, WINDOW, ID_BITS, CHUNK
-    )
+    limit = tl.minimum(limit, places_of(least, (1 << ID_BITS) - 1, ID_BITS))
+    total = mass_up_to(scores, listed, size, peak, temperature, limit, LISTED, ID_BITS, CHUNK)
     target = tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1) + 1
     place = place_reaching(
-        scores, places, masses, size, peak, temperature, limit, target,
-        False, WINDOW, ID_BITS, CHUNK,
-    )  # fmt: skip
+        scores, listed, size, peak, temperature, limit, target, False, LISTED, ID_BITS, CHUNK
+    )
     return (place & ((1 << ID_BITS) - 1)).to(tl.int32)
 
 
@@ -200,48 +246,10 @@ def _best_token(span_peaks, span_best, peak, vocab, spans, SPANS: tl.constexpr):
     return tl.where((peak == -INFINITY) & (nans == 0), -1, token)
 
 
-@triton.jit
-def _suffices(
-    places, masses, size, room, bound, total, top_k, top_p, least,
-    ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Whether the window has all tokens that the filters keep; `bound` is its threshold."""
-    # All tokens are in it, or all that min-p keeps.
-    enough = (bound == -INFINITY) | (bound <= least)
-    if top_k > 0:
-        enough |= size >= top_k
-    elif size <= room:
-        mass = mass_up_to(places, places, masses, size, 0.0, 1.0, ALL, True, ID_BITS, CHUNK)
-        enough |= mass.to(tl.float64) >= top_p * total.to(tl.float64)
-    return enough & (size <= room)
-
-
-@triton.jit
-def _draw_in_window_or_row(
-    scores, places, masses, span_masses, size, bound, peak, temperature, top_k, top_p, least, draw,
-    vocab, spans, room,
-    SPANS: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """As `_draw_by_rank`, from the window if it suffices, and else from the whole row."""
-    at = tl.arange(0, SPANS)
-    total = tl.sum(tl.load(span_masses + at, at < spans, 0), 0)
-    if _suffices(places, masses, size, room, bound, total, top_k, top_p, least, ID_BITS, CHUNK):
-        token = _draw_by_rank(
-            scores, places, masses, size, peak, temperature, total, top_k, top_p, least, draw,
-            True, ID_BITS, CHUNK,
-        )  # fmt: skip
-    else:
-        token = _draw_by_rank(
-            scores, places, masses, vocab, peak, temperature, total, top_k, top_p, least, draw,
-            False, ID_BITS, CHUNK,
-        )  # fmt: skip
-    return token
-
-
-@triton.jit(do_not_specialize=["rows", "vocab", "spans", "room"])
+@triton.jit(do_not_specialize=["rows", "vocab", "spans", "room", "wide_room"])
 def choose(
-    scores, columns, row_peaks, thresholds, sizes, span_masses, places, masses,
-    span_peaks, span_best, counts, tokens, rows, vocab, spans, room,
+    scores, columns, row_peaks, thresholds, sizes, span_masses, window_masses, window, wide,
+    wide_sizes, span_peaks, span_best, counts, tokens, rows, vocab, spans, room, wide_room,
     SPAN: tl.constexpr, SPANS: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Choose a token from each row, and count it in the row's slot. Grid: [row].
@@ -256,12 +264,12 @@ def choose(
         draw = number(columns, NUMBER, row, rows)
         row_scores = scores + integer(columns, SOURCE, row, rows) * vocab
         if integer(columns, WANTED, row, rows) > 0:
-            first = row.to(tl.int64) * room
-            token = _draw_in_window_or_row(
-                row_scores, places + first, masses + first, span_masses + row * spans,
-                tl.load(sizes + row), tl.load(thresholds + row), peak, temperature,
+            token = _draw_from_list_or_row(
+                row_scores, span_masses + row * spans, tl.load(sizes + row),
+                tl.load(window_masses + row), window + row * room, tl.load(wide_sizes + row),
+                wide + row * wide_room, tl.load(thresholds + row), peak, temperature,
                 integer(columns, TOP_K, row, rows), number(columns, TOP_P, row, rows),
-                least, draw, vocab, spans, room, SPANS, ID_BITS, CHUNK,
+                least, draw, vocab, spans, room, wide_room, SPANS, ID_BITS, CHUNK,
             )  # fmt: skip
         else:
             token = _draw_by_id(
@@ -277,3 +285,32 @@ def choose(
     if (slot >= 0) & (token >= 0):
         count = counts + slot * vocab + token
         tl.store(count, tl.maximum(tl.load(count), 0) + 1)
+
+
+@triton.jit
+def _draw_from_list_or_row(
+    scores, span_masses, size, mass, window, wide_size, wide, bound, peak, temperature, top_k,
+    top_p, least, draw, vocab, spans, room, wide_room,
+    SPANS: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As `_draw_by_rank`, from the shortest list that suffices, and else from the whole row."""
+    at = tl.arange(0, SPANS)
+    total = tl.sum(tl.load(span_masses + at, at < spans, 0), 0)
+    listed = window
+    if _suffices(size, room, mass, total, bound, top_k, top_p, least) == 0:
+        listed = wide
+        size = wide_size
+        # `widen` lists nothing for top-k.
+        if (wide_size == 0) | (wide_size > wide_room):
+            size = 0
+    if size > 0:
+        token = _draw_by_rank(
+            scores, listed, size, peak, temperature, total, top_k, top_p, least, draw,
+            True, ID_BITS, CHUNK,
+        )  # fmt: skip
+    else:
+        token = _draw_by_rank(
+            scores, listed, vocab, peak, temperature, total, top_k, top_p, least, draw,
+            False, ID_BITS, CHUNK,
+        )  # fmt: skip
+    return token

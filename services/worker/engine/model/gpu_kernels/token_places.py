@@ -8,8 +8,8 @@ first: the bits of its distance to the peak, then the id, in an integer.
 
 Top-k, top-p and min-p keep the tokens up to a place, and a draw takes the first token up to which
 the kept tokens exceed a mass. `place_reaching` finds such places by their digits (radix
-selection). It reads a *window*, which holds all tokens up to a *threshold*, and if that does not
-suffice, the whole row.
+selection). It reads a *window*, a list of all tokens up to a *threshold*. If their mass does not
+suffice, it reads a *wide* window, and if that has too many tokens, the whole row.
 
 The *columns* of a row are its parameters, int64 [COLUMNS, rows]; numbers are the bits of float64.
 """
@@ -92,36 +92,34 @@ def places_of(scaled, ids, ID_BITS: tl.constexpr):
 
 @triton.jit
 def tokens_of(
-    scores, places, masses, first, size, peak, temperature,
-    WINDOW: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, listed, first, size, peak, temperature,
+    LISTED: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return places and masses of CHUNK tokens, from the window or from the row of scores.
+    """Return places and masses of CHUNK tokens: LISTED those of the list, or those of the row.
 
     Masked tokens, and those from `size` on, come after all places and have no mass.
     """
     at = first + tl.arange(0, CHUNK)
-    if WINDOW:
-        place = tl.load(places + at, at < size, ALL)
-        mass = tl.load(masses + at, at < size, 0)
-    else:
-        value = tl.load(scores + at, at < size, -INFINITY).to(tl.float32)
-        scaled = scaled_by(value, peak, temperature)
-        there = value >= LOWEST
-        place = tl.where(there, places_of(scaled, at, ID_BITS), ALL)
-        mass = tl.where(there, mass_of(scaled), 0)
-    return place, mass
+    token = at
+    if LISTED:
+        token = tl.load(listed + at, at < size, 0)
+    value = tl.load(scores + token, at < size, -INFINITY).to(tl.float32)
+    scaled = scaled_by(value, peak, temperature)
+    there = value >= LOWEST
+    place = tl.where(there, places_of(scaled, token, ID_BITS), ALL)
+    return place, tl.where(there, mass_of(scaled), 0)
 
 
 @triton.jit
 def mass_up_to(
-    scores, places, masses, size, peak, temperature, limit,
-    WINDOW: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, listed, size, peak, temperature, limit,
+    LISTED: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the mass of the tokens up to the place `limit`."""
     total = tl.zeros((CHUNK,), tl.int64)
     for first in range(0, size, CHUNK):
         place, mass = tokens_of(
-            scores, places, masses, first, size, peak, temperature, WINDOW, ID_BITS, CHUNK
+            scores, listed, first, size, peak, temperature, LISTED, ID_BITS, CHUNK
         )
         total += tl.where(place <= limit, mass, 0)
     return tl.sum(total, 0)
@@ -129,8 +127,8 @@ def mass_up_to(
 
 @triton.jit
 def place_reaching(
-    scores, places, masses, size, peak, temperature, limit, target,
-    COUNTS: tl.constexpr, WINDOW: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, listed, size, peak, temperature, limit, target,
+    COUNTS: tl.constexpr, LISTED: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the first place up to which the tokens up to `limit` have a mass of `target`.
 
@@ -147,7 +145,7 @@ def place_reaching(
         sums = tl.zeros((16,), tl.int64)
         for first in range(0, size, CHUNK):
             place, mass = tokens_of(
-                scores, places, masses, first, size, peak, temperature, WINDOW, ID_BITS, CHUNK
+                scores, listed, first, size, peak, temperature, LISTED, ID_BITS, CHUNK
             )
             if COUNTS:
                 mass = (place != ALL).to(tl.int64)

@@ -22,26 +22,26 @@ _UNIT = tl.constexpr(UNIT)
 
 @triton.jit
 def _next_place(
-    scores, places, size, peak, last,
-    WINDOW: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
+    scores, listed, size, peak, last,
+    LISTED: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the first place after `last`, of the window or of the row of scores."""
+    """Return the first place after `last`, of the LISTED tokens or of the row."""
     best = tl.full((CHUNK,), ALL, tl.int64)
     for first in range(0, size, CHUNK):
         at = first + tl.arange(0, CHUNK)
-        if WINDOW:
-            place = tl.load(places + at, at < size, ALL)
-        else:
-            value = tl.load(scores + at, at < size, float("nan")).to(tl.float32)
-            place = places_of(scaled_by(value, peak, 1.0), at, ID_BITS)
-            place = tl.where(value == value, place, ALL)
+        token = at
+        if LISTED:
+            token = tl.load(listed + at, at < size, 0)
+        value = tl.load(scores + token, at < size, float("nan")).to(tl.float32)
+        place = places_of(scaled_by(value, peak, 1.0), token, ID_BITS)
+        place = tl.where(value == value, place, ALL)
         best = tl.minimum(best, tl.where(place > last, place, ALL))
     return tl.min(best, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "vocab", "spans", "room", "top"])
 def score(
-    scores, columns, row_peaks, sizes, span_masses, places, tokens, ids, logprobs,
+    scores, columns, row_peaks, sizes, span_masses, window, tokens, ids, logprobs,
     rows, vocab, spans, room, top,
     SPANS: tl.constexpr, ID_BITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -71,10 +71,10 @@ def score(
     last = tl.full((), -1, tl.int64)
     for place in range(top):
         if size <= room:
-            window = places + row.to(tl.int64) * room
-            last = _next_place(row_scores, window, size, peak, last, True, ID_BITS, CHUNK)
+            listed = window + row * room
+            last = _next_place(row_scores, listed, size, peak, last, True, ID_BITS, CHUNK)
         else:
-            last = _next_place(row_scores, places, vocab, peak, last, False, ID_BITS, CHUNK)
+            last = _next_place(row_scores, window, vocab, peak, last, False, ID_BITS, CHUNK)
         # There are fewer tokens only if logits are NaN.
         there = last != ALL
         token = tl.where(there, (last & ((1 << ID_BITS) - 1)).to(tl.int32), place)

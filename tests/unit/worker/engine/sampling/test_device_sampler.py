@@ -67,8 +67,8 @@ def test_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        KernelSizes(span=32, lane=2, chunk=64, room=16),
-        KernelSizes(span=512, lane=32, chunk=128, room=512),
+        KernelSizes(span=32, lane=2, chunk=64, room=16, wide_room=100),
+        KernelSizes(span=512, lane=32, chunk=128, room=512, wide_room=512),
     ],
 )
 def test_sizes_of_kernels_do_not_matter(sizes: KernelSizes, model_dir: Path) -> None:
@@ -80,6 +80,20 @@ def test_sizes_of_kernels_do_not_matter(sizes: KernelSizes, model_dir: Path) -> 
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_ten_thousand_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
     check_random_rows(seed, 250, model_dir, device_sampler(VOCAB))
+
+
+def test_top_p_counts_all_that_top_k_keeps_though_min_p_keeps_few() -> None:
+    """The window has all that min-p keeps, but not the mass of which top-p is a share."""
+    rng = np.random.default_rng(8)
+    logits = torch.from_numpy(rng.normal(0, 0.7, (12, VOCAB)).astype(np.float32))
+    terms = [
+        SampleTerms(Sampling(top_k=VOCAB - 1 - row, top_p=0.3, min_p=0.5, seed=row))
+        for row in range(12)
+    ]
+    rows = Rows(logits, terms, [0] * 12)
+    host = sample(rows, NO_FOLDER, None)
+    assert len(set(host.tokens.values())) > 6
+    check_equal(sample(rows, NO_FOLDER, device_sampler(VOCAB)), host, rows)
 
 
 def test_counts_follow_the_sampled_tokens() -> None:
@@ -220,5 +234,5 @@ def test_kernels_are_compiled_without_spills(capability: int, tmp_path: Path) ->
     )
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 8
     assert all(line.endswith(" 0 0") for line in lines), ended.stdout
