@@ -18,8 +18,8 @@ from services.core.changeover.transfer_outcome import TransferOutcome, TransferS
 from services.core.changeover.vocabulary import SendBlocks
 from services.core.shipments.vocabulary import ShipBlocks, part_of
 from services.worker.engine.pipeline.failpoints import (
-    SHIP_LANDED,
-    SHIP_PART,
+    SHIP_PART_SOURCE,
+    SHIP_PART_TARGET,
     ChangeFailpoints,
 )
 from services.worker.engine.pipeline.links import Links
@@ -105,7 +105,7 @@ class KvTransfers:
             memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
 
     def _store_shipped(self, piece: KvPiece, payload: Bytes) -> None:
-        failpoint.hit(SHIP_LANDED)
+        failpoint.hit(SHIP_PART_TARGET)
         with self.stage.lock:
             blocks = self.changeover.landing_blocks(
                 piece.transfer_id, piece.seq_id, piece.first_block, piece.num_blocks
@@ -119,7 +119,7 @@ class KvTransfers:
         """Return a function that packs blocks of a pin, or raises TransferRefused."""
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            failpoint.hit(SHIP_PART)
+            failpoint.hit(SHIP_PART_SOURCE)
             # A pin is never taken again after its release; its blocks may have been relocated.
             with self.stage.lock:
                 ids = self.stage.table.block_ids(pin)[first : first + count]
