@@ -43,6 +43,7 @@ STEPS = (
     Step("cluster", "cluster", 150, serves=True),
     Step("chunks", "chunks", 40),
     Step("engine", "engine", 90),
+    Step("sampling", "sampling", 90),
     Step("cluster-exact", "cluster", 70, ("--exact",), serves=True),
 )
 """The most valuable first."""
@@ -112,13 +113,20 @@ class Minutes:
             command += ["--tokenizer", str(self._tokenizer)]
         if self._dry:
             command.append("--dry")
+        # Kernels of a dry run are interpreted.
+        interpreted = {"TRITON_INTERPRET": "1"} if self._dry else {}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
+            env={
+                **os.environ,
+                **interpreted,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONUNBUFFERED": "1",
+            },
             start_new_session=True,
         )
         try:

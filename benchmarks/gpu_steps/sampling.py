@@ -1,17 +1,11 @@
-"""Time sampling beside decodes on a GPU, and compare its tokens with the host's.
+"""Sampling on a GPU: its tokens beside the host's, and its time, alone and beside decodes.
 
-    python -m benchmarks.gpu_sampling FILE [--size 14B] [--memory-gib 60]
-
-Weights are random; the logits are made up, so that a few tokens have almost all of the probability.
-`TRITON_INTERPRET=1 python -m benchmarks.gpu_sampling FILE --device cpu --size tiny --memory-gib
-0.1 --rows 2 --repeats 1` runs the same steps without a GPU. The figures are written to FILE as
-JSON.
+Weights are random; logits are made up, so that a few tokens have almost all of the probability.
+Without a GPU, the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
-import argparse
-import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,65 +14,73 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_engine import LEAD_CYCLES, REPEATS, SIZES, load, typical_ms
+from benchmarks.gpu_steps.figures import Figures, step_parser
 from benchmarks.sampling_rows import Rows, language_logits, random_rows
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.planner.block_pool import BlockPool
 from services.core.request import Sampling, blocks_for
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.sampling.device_sampler import DeviceSampler
+from services.worker.engine.sampling.device_sampler import GPU_SIZES, DeviceSampler, KernelSizes
 from services.worker.engine.sampling.grammar import Grammars
 from services.worker.engine.sampling.sampler import Sampled, Sampler
 
 CONTEXT, OUTPUT = 1000, 200
 QWEN = Sampling(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05)
-"""Qwen2.5's generation_config."""
+"""The generation_config.json of Qwen2.5-7B- and 14B-Instruct."""
 CASES: dict[str, SampleTerms] = {
     "greedy": SampleTerms(Sampling(temperature=0.0)),
-    "temperature 1": SampleTerms(Sampling()),
-    "top-p 0.8": SampleTerms(Sampling(top_p=0.8)),
-    "Qwen2.5": SampleTerms(QWEN),
-    "Qwen2.5, 5 log probabilities": SampleTerms(QWEN, top_logprobs=5),
-    "Qwen2.5, allowed tokens": SampleTerms(replace(QWEN, allowed_token_ids=tuple(range(500)))),
+    "temperature": SampleTerms(Sampling()),
+    "top_p": SampleTerms(Sampling(top_p=0.8)),
+    "qwen_default": SampleTerms(QWEN),
+    "qwen_default_logprobs_5": SampleTerms(QWEN, top_logprobs=5),
+    "qwen_default_allowed": SampleTerms(replace(QWEN, allowed_token_ids=tuple(range(500)))),
 }
-ON_HOST = "Qwen2.5, sampled on the host"
-EQUALITY = ((32_000, 32), (152_064, 8))
-"""(vocabulary, batches) of the comparison with the host."""
 NO_MODEL = Path("no model")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The requests of an iteration, the repeats of each time, and the comparisons with the host.
+
+    `equality`: (vocabulary, batches).
+    """
+
+    rows: int
+    repeats: int
+    equality: tuple[tuple[int, int], ...]
+    kernels: KernelSizes
+
+
+FULL = Extent(64, REPEATS, ((32_000, 32), (152_064, 8)), GPU_SIZES)
+DRY = Extent(1, 1, ((1000, 4),), KernelSizes(1024, 8, 1024, 256, 1000))
 
 
 def main() -> None:
     """Measure and write the file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path, help="output file of the figures")
-    parser.add_argument("--size", default="14B", choices=SIZES)
-    parser.add_argument("--memory-gib", type=float, default=60, help="budget of the engine")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rows", type=int, default=64, help="requests of an iteration")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser = step_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--memory-gib", type=float, default=40)
     chosen = parser.parse_args()
-    device = torch.device(chosen.device)
-    figures: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "date": time.strftime("%Y-%m-%d"),
-        "pytorch": torch.__version__,
-        "model": f"the sizes of {chosen.size} in bfloat16, random weights",
-        "rows": chosen.rows,
-    }
-    vocab_size: int = SIZES[chosen.size]["vocab_size"]
-    sizes = EQUALITY if device.type == "cuda" else ((vocab_size, 4),)
-    figures["equality"] = [equality(*each, chosen.rows, device) for each in sizes]
-    figures["sampler"] = sampler_figures(vocab_size, chosen.rows, chosen.repeats, device)
-    runner = load(SIZES[chosen.size], device, int(chosen.memory_gib * 2**30))
-    figures["decode"] = decode_figures(runner, chosen.rows, chosen.repeats)
-    runner.close()
-    chosen.file.write_text(json.dumps(figures, indent=1))
-    print(json.dumps(figures, indent=1))
+    figures = Figures(chosen.file)
+    extent = DRY if chosen.dry else FULL
+    device = torch.device("cpu" if chosen.dry else chosen.device)
+    size = SIZES["tiny"] if chosen.dry else SIZES["14B"] | {"num_hidden_layers": chosen.layers}
+    figures.add("rows", extent.rows)
+    for vocab_size, batches in extent.equality:
+        compare = partial(equality, vocab_size, batches, extent, device)
+        figures.measure(f"equality_{vocab_size}", compare)
+    figures.measure("sampler_ms", partial(sampler_figures, size["vocab_size"], extent, device))
+    budget_bytes = 100 << 20 if chosen.dry else int(chosen.memory_gib * 2**30)
+    runner = load(size, device, budget_bytes)
+    figures.add("layers", runner.geometry.num_layers)
+    figures.measure("decode_ms", partial(decode_figures, runner, extent))
+    figures.end()
 
 
-def equality(vocab_size: int, batches: int, rows: int, device: torch.device) -> dict[str, Any]:
+def equality(vocab_size: int, batches: int, extent: Extent, device: torch.device) -> dict[str, Any]:
     """Compare the choices of the device with the host's, for random rows with every option."""
-    rng = np.random.default_rng(vocab_size)
-    on_device = device_sampler(vocab_size, rows, device)
+    rng, rows = np.random.default_rng(vocab_size), extent.rows
+    on_device = device_sampler(vocab_size, extent, device)
     differ: list[str] = []
     for _ in range(batches):
         made = random_rows(rng, rows, vocab_size)
@@ -89,8 +91,7 @@ def equality(vocab_size: int, batches: int, rows: int, device: torch.device) -> 
             if (host.tokens.get(name), host.failed.get(name))
             != (there.tokens.get(name), there.failed.get(name))
         ]
-    sizes = {"vocabulary": vocab_size, "rows": batches * rows}
-    return sizes | {"differ": len(differ), "first": differ[:3]}
+    return {"rows": batches * rows, "differ": len(differ), "first": differ[:3]}
 
 
 def sampled(rows: Rows, on_device: DeviceSampler | None, device: torch.device) -> Sampled:
@@ -108,29 +109,35 @@ def sampled(rows: Rows, on_device: DeviceSampler | None, device: torch.device) -
     return made
 
 
-def device_sampler(vocab_size: int, rows: int, device: torch.device) -> DeviceSampler:
-    """A sampler for batches of `rows` rows."""
+def device_sampler(vocab_size: int, extent: Extent, device: torch.device) -> DeviceSampler:
+    """A sampler for batches of `extent`."""
     return DeviceSampler(
-        vocab_size, rows_max=rows, slots=rows, max_model_len=10 * CONTEXT, device=device
+        vocab_size,
+        rows_max=extent.rows,
+        slots=extent.rows,
+        max_model_len=10 * CONTEXT,
+        device=device,
+        sizes=extent.kernels,
     )
 
 
 def sampler_figures(
-    vocab_size: int, rows: int, repeats: int, device: torch.device
+    vocab_size: int, extent: Extent, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """Time the sampler alone: until the host has the tokens, and on the device."""
-    logits = language_logits(np.random.default_rng(1), rows, vocab_size).to(device)
-    flat = torch.zeros_like(logits).normal_(0, 0.03)
-    figures = {name: sampler_ms(logits, terms, repeats) for name, terms in CASES.items()}
-    # The nucleus does not fit into the window.
-    figures["top-p 0.8, equal logits"] = sampler_ms(flat, CASES["top-p 0.8"], repeats)
+    logits = language_logits(np.random.default_rng(1), extent.rows, vocab_size).to(device)
+    figures = {name: sampler_ms(logits, terms, extent) for name, terms in CASES.items()}
+    # Nuclei that do not fit into a window, or into a wide window.
+    for name, deviation in (("wide", 1.8), ("flat", 0.03)):
+        wide = torch.zeros_like(logits).normal_(0, deviation)
+        figures[f"top_p_{name}"] = sampler_ms(wide, CASES["top_p"], extent)
     return figures
 
 
-def sampler_ms(logits: torch.Tensor, terms: SampleTerms, repeats: int) -> dict[str, float]:
+def sampler_ms(logits: torch.Tensor, terms: SampleTerms, extent: Extent) -> dict[str, float]:
     """Time iterations of a sampler of `logits` [rows, vocab]."""
     rows, vocab_size = logits.shape
-    on_device = device_sampler(vocab_size, rows, logits.device)
+    on_device = device_sampler(vocab_size, extent, logits.device)
     sampler = Sampler(vocab_size, Grammars(NO_MODEL, vocab_size), torch.float32, on_device)
     steps = Requests(terms, rows, vocab_size)
 
@@ -154,9 +161,9 @@ def sampler_ms(logits: torch.Tensor, terms: SampleTerms, repeats: int) -> dict[s
         steps.add(made.tokens)
         return began.elapsed_time(ended) / 1e3
 
-    figures = {"until_tokens_ms": typical_ms(iterate, repeats)}
+    figures = {"until_tokens": typical_ms(iterate, extent.repeats)}
     if logits.is_cuda:
-        figures["device_ms"] = typical_ms(on_device_s, repeats)
+        figures["device"] = typical_ms(on_device_s, extent.repeats)
     return figures
 
 
@@ -193,9 +200,10 @@ class Requests:
         self._index += 1
 
 
-def decode_figures(runner: ModelRunner, rows: int, repeats: int) -> dict[str, float]:
-    """Time decodes of `rows` requests at `CONTEXT` tokens for each case, in ms per iteration."""
+def decode_figures(runner: ModelRunner, extent: Extent) -> dict[str, float]:
+    """Time decodes of all requests at `CONTEXT` tokens for each case, in ms per iteration."""
     device, vocab_size = runner.device, runner.geometry.vocab_size
+    rows, repeats = extent.rows, extent.repeats
     logits = language_logits(np.random.default_rng(2), rows, vocab_size).to(device)
     compute = runner.decoder.logits
 
@@ -212,8 +220,8 @@ def decode_figures(runner: ModelRunner, rows: int, repeats: int) -> dict[str, fl
             )
         sampler = runner.sampler
         runner.sampler = Sampler(vocab_size, runner.grammars, torch.float32)
-        requests = Requests(CASES["Qwen2.5"], rows, vocab_size)
-        figures[ON_HOST] = typical_ms(partial(decoded_s, runner, requests), repeats)
+        requests = Requests(CASES["qwen_default"], rows, vocab_size)
+        figures["qwen_default_on_host"] = typical_ms(partial(decoded_s, runner, requests), repeats)
         runner.sampler = sampler
         runner.decoder.logits = compute  # type: ignore[method-assign]
     return figures
