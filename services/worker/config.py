@@ -182,6 +182,12 @@ class WorkerConfig(ServiceConfig):
         minimum=0,
         maximum=2**50,
     )
+    device_sampling: bool = option(
+        True,
+        "Whether a GPU chooses the tokens, for logits of up to 32 bits; if not, the host does. No"
+        " effect without a GPU.",
+        expert=True,
+    )
     slabs_at_once: int = number(
         4,
         "Layers that a worker restores at the same time.",

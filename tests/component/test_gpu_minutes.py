@@ -40,6 +40,14 @@ def test_a_process_imports_chunks_and_an_engine_is_measured(tmp_path: Path) -> N
     assert prefill["kernels_us"] > 0 and prefill["kernels"]
 
 
+def test_sampling_is_measured_and_compared_with_the_host(tmp_path: Path) -> None:
+    figures = rehearse(tmp_path, "sampling")["sampling"]["figures"]
+    assert figures["equality_1000"] == {"rows": 4, "differ": 0, "first": []}
+    assert len(figures["sampler_ms"]) == 8
+    assert all(times["until_tokens"] > 0 for times in figures["sampler_ms"].values())
+    assert len(figures["decode_ms"]) == 7 and min(figures["decode_ms"].values()) > 0
+
+
 def test_two_workers_merge_split_and_lose_a_member(tmp_path: Path) -> None:
     figures = rehearse(tmp_path, "cluster")["cluster"]["figures"]
     assert [figures[part]["groups"] for part in ("merged", "split", "merged_again")] == [1, 2, 1]

@@ -154,6 +154,7 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         threads=config.threads,
         suspends=resumes and planner.preemption is not Preempt.OFF,
         host_weights_bytes=config.host_weights_bytes,
+        device_sampling=config.device_sampling,
     )
 
 

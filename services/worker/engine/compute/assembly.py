@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from services.core.groups.slab_names import layer_name
 from services.worker.config import DEVICES, cpu_only_torch_error
+from services.worker.engine.compute import device_sampling
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype, logit_rows
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import (
@@ -44,8 +45,11 @@ from services.worker.engine.model.decoder import Decoder, LayerRunner, slab_layo
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
 from services.worker.engine.model.modules import Skeleton
-from services.worker.engine.sampling.device_draw import draw_bytes
 from services.worker.errors import DeviceError
+
+if TYPE_CHECKING:
+    # It imports Triton, which CPU builds of torch may lack.
+    from services.worker.engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     upcasts = compute != config.dtype
     needed = _activations_bytes(config, geometry, compute) + logits
     if device.type == "cuda":
-        needed += CUDA_BYTES + draw_bytes(geometry.vocab_size)
+        needed += CUDA_BYTES + device_sampling.memory_bytes(config, geometry, compute)
         return needed + _gpu_attention_bytes(config, geometry, compute)
     return needed + (SCRATCH_BYTES if upcasts else 0) + gathered_bytes(config, geometry, compute)
 
@@ -154,11 +158,15 @@ def check_gpu_needs(device: torch.device) -> None:
 
 
 class LoadedModel(NamedTuple):
-    """A model in memory; `stage_memory` owns the parameters and the KV cache."""
+    """A model in memory; `stage_memory` owns the parameters and the KV cache.
+
+    `device_sampler`: None if the host samples.
+    """
 
     geometry: ModelGeometry
     stage_memory: StageMemory
     decoder: Decoder
+    device_sampler: "DeviceSampler | None" = None
 
 
 def load_model(config: RunnerConfig) -> LoadedModel:
@@ -208,8 +216,9 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             verify_manifest(config.model_dir)
         stage_memory.load()
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
+        sampler = _device_sampler(config, geometry)
         stack.pop_all()
-    return LoadedModel(geometry, stage_memory, decoder)
+    return LoadedModel(geometry, stage_memory, decoder, sampler)
 
 
 def uses_gpu_kernels(device: torch.device) -> bool:
@@ -304,6 +313,13 @@ def _build_decoder(
             _gpu_layers(skeleton, stage_memory, attention) if uses_gpu_kernels(device) else None
         ),
     )
+
+
+def _device_sampler(config: RunnerConfig, geometry: ModelGeometry) -> "DeviceSampler | None":
+    device = torch.device(config.device)
+    if not uses_gpu_kernels(device):
+        return None
+    return device_sampling.device_sampler(config, geometry, compute_dtype(device, config.dtype))
 
 
 def _attention(

@@ -100,7 +100,10 @@ class ModelRunner:
             self.device, config.dtype, self._compute_dtype
         )
         self.sampler = Sampler(
-            geometry.vocab_size, self.grammars, logits_dtype(self._compute_dtype)
+            geometry.vocab_size,
+            self.grammars,
+            logits_dtype(self._compute_dtype),
+            loaded.device_sampler,
         )
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
