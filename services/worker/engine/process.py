@@ -95,6 +95,7 @@ def build_engine() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, member, config),
+        overlaps=runner.device.type == "cuda",
     )
 
 
