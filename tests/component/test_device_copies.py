@@ -5,6 +5,8 @@ The memory and the streams are those of a fake driver; the model computes on the
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from tests.support.undisturbed import Oracle, tight_config
 SEEDS = range(48)
 SEEDS_OF_FAULTS = range(24)
 EVENTS = 8
+COPIED_BYTES = 240 << 10  # three of the five slabs
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +45,22 @@ def oracle(config: RunnerConfig) -> Oracle:
     return Oracle(config)
 
 
+Drivers = dict[DeviceCopies, FakeStreams]
+
+
+class AtOnce(Executor):
+    """Runs what is submitted at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 @pytest.fixture
-def drivers(monkeypatch: pytest.MonkeyPatch) -> dict[DeviceCopies, FakeStreams]:
+def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
     """The streams of each engine that is loaded from now on."""
-    made: dict[DeviceCopies, FakeStreams] = {}
+    made: Drivers = {}
 
     def open_memory(
         device: torch.device, plan: MemoryPlan, block_bytes: int
@@ -58,10 +73,8 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> dict[DeviceCopies, FakeStreams]:
         return CudaArena(driver, copies.fence, **sizes), copies
 
     monkeypatch.setattr(assembly, "open_memory", open_memory)
+    monkeypatch.setattr(assembly, "_hashers", lambda device: AtOnce())
     return made
-
-
-Drivers = dict[DeviceCopies, FakeStreams]
 
 
 class LateKernels:
@@ -116,7 +129,11 @@ def run(
     drivers: Drivers,
     kernels: LateKernels | None = None,
 ) -> Counter[str]:
-    """Run a scenario and compare its tokens; returns what the streams have done."""
+    """Run a scenario and compare its tokens; returns what the streams have done.
+
+    In each second one, members have copies of some layers.
+    """
+    config = replace(config, host_weights_bytes=seed % 2 * COPIED_BYTES)
     scenario = Scenario(config, oracle.requests, seed, QueueNetwork())
     streams = []
     if kernels is not None:

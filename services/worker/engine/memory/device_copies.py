@@ -172,7 +172,7 @@ class DeviceCopies:
         )
         # Set by the engine's thread: copies wait for it.
         self._work = streams.record_work()
-        # Set by the mover's thread under the stage's lock: work waits for it.
+        # Set under the stage's lock: work waits for it.
         self._last_copy: StreamEvent | None = None
         self._mover_thread: int | None = None  # which has the device as its current device
 
@@ -204,6 +204,16 @@ class DeviceCopies:
     def fence(self) -> Fence:
         """Return a point after all work and copies so far; call it under the stage's lock."""
         return Fence(self._streams.record_work(), self._last_copy)
+
+    def write(self, target: torch.Tensor, source: torch.Tensor) -> StreamEvent:
+        """Start to copy pinned memory to device memory; returns the event after the copy.
+
+        Call it under the stage's lock.
+        """
+        self._streams.copies_wait(self._work)
+        self._streams.write(target, source)
+        self._last_copy = self._streams.record_copies()
+        return self._last_copy
 
     # --- the mover's thread
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -121,6 +122,14 @@ def _digests_of(data: torch.Tensor, tag: bytes, *, first: bool) -> _Digests:
     return _Digests(xxh3.digest(), sha256.digest())
 
 
+def _update(hashes: Sequence[_Hash | None], piece: torch.Tensor) -> None:
+    """Update hashes with bytes in host memory."""
+    data = piece.numpy()
+    for part in hashes:
+        if part is not None:
+            part.update(data)
+
+
 class LayerSlab:
     """A slab in the arena; `name` appears in errors.
 
@@ -202,10 +211,11 @@ class LayerSlab:
         offset_bytes: int,
         piece: torch.Tensor,
         write: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
-        """Write a piece, uint8 [n], at an offset; `write` copies it, later if it wants.
+    ) -> Callable[[], None] | None:
+        """Write a piece, uint8 [n], at an offset. Raises InvalidStage.
 
-        Raises InvalidStage.
+        `write` starts the copy of the piece instead. The result then updates the hash, before
+        `finish` and before the next piece; it may be called by another thread. None: no update.
         """
         self._check_filling()
         # If the piece overwrites hashed bytes, hash again from the start.
@@ -219,8 +229,19 @@ class LayerSlab:
             write(target)
         # Hash pieces that arrive in order, so that the checksum is ready after the last piece;
         # `finish` hashes what is left.
-        if offset_bytes == self._hashed_bytes:
+        if offset_bytes != self._hashed_bytes:
+            return None
+        if write is None:
             self._hash(piece)
+            return None
+        self._hashed_bytes = end_bytes
+        return partial(_update, [self._xxh3, self._sha256], piece)
+
+    def hash_copy(self, copy: torch.Tensor, hashers: Executor) -> None:
+        """Begin to hash a copy in host memory, which the slab is filled with."""
+        self._check_filling()
+        first = self._digest is None
+        self._hashing = hashers.submit(_digests_of, copy, self.layout.tag, first=first)
 
     def bytes_to_read(self) -> torch.Tensor:
         """Return a view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
@@ -247,8 +268,7 @@ class LayerSlab:
             views = {name: self._view(flat, place) for name, place in places}
             self._write_from(source, image, views)
             filling.copy_(image)
-        first = self._digest is None
-        self._hashing = hashers.submit(_digests_of, image, self.layout.tag, first=first)
+        self.hash_copy(image, hashers)
 
     def _write_from(
         self, source: WeightSource, filling: torch.Tensor, views: dict[str, torch.Tensor]
@@ -320,10 +340,7 @@ class LayerSlab:
 
     def _hash(self, piece: torch.Tensor) -> None:
         """Update the hashes with the next bytes of the slab."""
-        data = piece.cpu().numpy()
-        self._xxh3.update(data)
-        if self._sha256 is not None:
-            self._sha256.update(data)
+        _update([self._xxh3, self._sha256], piece.cpu())
         self._hashed_bytes += piece.numel()
 
     def _restart_hash(self) -> None:

@@ -47,6 +47,8 @@ SLICE_BYTES = 8 << 20
 """Memory handled per call of `finish_drop`, which takes about a millisecond on a CPU."""
 
 
+DEVICE_SLICE_BYTES = 64 << 20
+"""Host memory that is copied to a GPU at once; takes about a millisecond."""
 HASHING_MAX = 8
 """Slabs whose hashes are computed while further slabs are loaded."""
 
@@ -372,10 +374,12 @@ class StageMemory:
             return piece
         return piece.copy_(source)
 
-    def unpack_slab(self, name: str, offset_bytes: int, payload: torch.Tensor | PinnedSlot) -> None:
+    def unpack_slab(
+        self, name: str, offset_bytes: int, payload: torch.Tensor | PinnedSlot
+    ) -> Callable[[], None] | None:
         """Write a piece of a slab received from a peer; from a slot, the copy is only started.
 
-        Raises InvalidStage.
+        Returns the update of the slab's hash, if it is not done yet. Raises InvalidStage.
         """
         piece = payload.piece if isinstance(payload, PinnedSlot) else payload
         end_bytes = offset_bytes + piece.numel()
@@ -384,9 +388,8 @@ class StageMemory:
         if piece.dtype != torch.uint8 or not inside:
             raise InvalidStage(f"{name} has no bytes {offset_bytes} to {end_bytes}")
         if isinstance(payload, PinnedSlot):
-            slab.fill(offset_bytes, piece, payload.write)
-        else:
-            slab.fill(offset_bytes, piece.view(-1))
+            return slab.fill(offset_bytes, piece, payload.write)
+        return slab.fill(offset_bytes, piece.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
         """Return the SHA-256 of the bytes that a slab had after its first load."""
@@ -413,16 +416,32 @@ class StageMemory:
     def copy_back(self, name: str) -> Iterator[None]:
         """Fill a mapped slab from its copy in host memory, in slices.
 
-        Raises InvalidStage.
+        On a GPU the slices are copied beside iterations; hold the stage's lock. Raises
+        InvalidStage.
         """
         copy = self.host_copies.get(name)
         if copy is None:
             raise InvalidStage(f"{name} has no copy in host memory")
+        if self.copies is not None:
+            yield from self._copy_beside_work(self.slabs[name], copy, self.copies)
+            return
         for offset_bytes in range(0, copy.numel(), SLICE_BYTES):
             piece = copy[offset_bytes : offset_bytes + SLICE_BYTES]
-            with self.work():
-                self.unpack_slab(name, offset_bytes, piece)
+            self.unpack_slab(name, offset_bytes, piece)
             yield
+
+    def _copy_beside_work(
+        self, slab: LayerSlab, copy: torch.Tensor, copies: DeviceCopies
+    ) -> Iterator[None]:
+        target = slab.bytes_to_fill()
+        if self._hashers is not None:
+            slab.hash_copy(copy, self._hashers)
+        for offset_bytes in range(0, copy.numel(), DEVICE_SLICE_BYTES):
+            part = slice(offset_bytes, offset_bytes + DEVICE_SLICE_BYTES)
+            ended = copies.write(target[part], copy[part])
+            # Pieces of the mover's thread pass between two slices.
+            while not ended.query():
+                yield
 
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
         """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it is resident.

@@ -9,6 +9,7 @@ sends and receives slabs and KV.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -181,8 +182,7 @@ class Restoring:
             if command.holder:
                 yield from self._fetch(command)
             elif command.from_copy:
-                for _ in memory.copy_back(slab):
-                    yield Pause.TURN
+                yield from self._copy_back(slab)
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
@@ -203,6 +203,17 @@ class Restoring:
             if command.from_copy:
                 memory.host_copies.remove(slab)
             yield SlabVerified(command.attempt, slab, intact=False)
+
+    def _copy_back(self, slab: str) -> Iterator[Pause]:
+        memory = self.stage.runner.stage_memory
+        slices = memory.copy_back(slab)
+        going = True
+        while going:
+            # On a GPU the copies share a stream with those of the mover's thread.
+            with self.stage.lock if memory.copies is not None else nullcontext():
+                going = next(slices, slices) is None
+            if going:
+                yield Pause.TURN
 
     def _fetch(self, command: RestoreSlab) -> Iterator[Pause]:
         """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
@@ -350,11 +361,17 @@ class ParameterSource:
             InvalidStage: if the slab is not being restored.
         """
 
+        hashes: list[Callable[[], None]] = []
+
         def write(source: torch.Tensor | PinnedSlot) -> None:
             memory = self.stage.runner.stage_memory
-            memory.unpack_slab(piece.slab, piece.offset_bytes, source)
+            update = memory.unpack_slab(piece.slab, piece.offset_bytes, source)
+            if update is not None:
+                hashes.append(update)
 
         self._copies.unpack(payload, write)
+        for update in hashes:
+            update()  # without the lock, while the device copies the piece
 
     def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
         self._copies.pack(target, self._reader(slab, offset_bytes))
