@@ -12,6 +12,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,10 @@ def main() -> None:
         "model": f"the sizes of {chosen.size} in bfloat16, random weights",
         "kv_tokens": runner.num_blocks * runner.block_size,
         "iterations": {
-            name: {"engine_ms": typical_ms(partial(measurer.duration_s, chunks))}
+            name: {
+                "lengths": lengths_of(chunks),
+                "engine_ms": typical_ms(partial(measurer.duration_s, chunks)),
+            }
             for name, chunks in BATCHES.items()
             if sum(prefix + new for prefix, new in chunks) < runner.num_blocks * runner.block_size
         },
@@ -115,6 +119,14 @@ def load(size: dict[str, int], device: torch.device, budget_bytes: int) -> Model
             threads=1,
         )
     )
+
+
+def lengths_of(chunks: tuple[tuple[int, int], ...]) -> list[dict[str, int]]:
+    """The lengths of a batch: requests with equal cached and new tokens, and their number."""
+    return [
+        {"requests": count, "cached_tokens": prefix, "new_tokens": new}
+        for (prefix, new), count in Counter(chunks).items()
+    ]
 
 
 def typical_ms(act: Callable[[], float | None], repeats: int = REPEATS) -> float:

@@ -18,6 +18,7 @@ SUMMARIES = {
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
     "recovery": "steady streams after a burst that merged all workers: time to the split, TPOT",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
+    "upstreams": "two servers behind one gateway and behind round-robin: P99 to the first token",
     "survive": "a worker is killed and etcd stops: no request fails, other workers keep serving",
 }
 """Summaries by name. `tideserve --help` reads them without importing the scenarios."""

@@ -298,8 +298,9 @@ def ready_frame(
         arena_bytes=runner.stage_memory.plan.arena_bytes,
         chunk_bytes=runner.stage_memory.plan.chunk_bytes,
         shape=shape_of(runner.geometry, runner.slab_bytes),
-        activation_address=lanes.activations.address if lanes.reachable else "",
-        bulk_address=lanes.bulk.address if lanes.reachable else "",
+        activation_address="" if lanes.unavailable else lanes.activations.address,
+        bulk_address="" if lanes.unavailable else lanes.bulk.address,
+        no_drops=lanes.unavailable,
         model_digest=runner.model_digest,
         cost_model=cost_model,
     )

@@ -206,6 +206,7 @@ class GpuLayers:
                 # Only the first layer of a stage has no update to add.
                 self._layer(index, residual, None, (angles, angles), inputs)
                 self._layer(index, residual, residual, (angles, angles), inputs)
+        self._attention.compile_combine(like)
 
     def _layer(
         self,

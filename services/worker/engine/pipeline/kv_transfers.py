@@ -20,8 +20,8 @@ from services.core.shipments.vocabulary import ShipBlocks, part_of
 from services.worker.engine.memory.device_copies import PinnedSlot
 from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline.failpoints import (
-    SHIP_LANDED,
-    SHIP_PART,
+    SHIP_PART_SOURCE,
+    SHIP_PART_TARGET,
     ChangeFailpoints,
 )
 from services.worker.engine.pipeline.links import Links
@@ -113,7 +113,7 @@ class KvTransfers:
         self._copies.unpack(payload, write)
 
     def _store_shipped(self, piece: KvPiece, payload: Bytes) -> None:
-        failpoint.hit(SHIP_LANDED)
+        failpoint.hit(SHIP_PART_TARGET)
 
         def write(source: torch.Tensor | PinnedSlot) -> None:
             blocks = self.changeover.landing_blocks(
@@ -180,7 +180,7 @@ class KvTransfers:
 
     @staticmethod
     def _hit_part() -> None:
-        failpoint.hit(SHIP_PART)
+        failpoint.hit(SHIP_PART_SOURCE)
 
     @property
     def _copies(self) -> PieceCopies:

@@ -443,6 +443,7 @@ class Member:
                 self._serving.meter.note_result(frame.number, self._now_s())
                 self._health.note_returned(self._now_s())
             self._payload = received.payload
+            self._failpoints.hit_received(frame)
             self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
     def _handle_events(self) -> bool:
