@@ -109,7 +109,7 @@ class LateKernels:
                     assert run is not None
                     return run.collect()
 
-            return LaunchedStage(torch.empty(0), collect)
+            return LaunchedStage(None, collect)
 
         return launch_late
 

@@ -117,13 +117,13 @@ class FakeRunner:
             memory.slabs[layer_name(layer)].check_resident()
             hidden = self._layer(layer, batch, hidden)
         if memory.layers.stop < LAYERS:
-            return LaunchedStage(hidden, None)
+            return LaunchedStage(StageOutput(hidden=hidden))
         row, sampled = -1, {}
         for chunk in batch.chunks:
             row += len(chunk.token_ids)
             if chunk.sample is not None:
                 sampled[chunk.seq_id] = int(hidden[row])
-        return LaunchedStage(hidden, lambda: StageOutput(sampled=sampled))
+        return LaunchedStage(StageOutput(sampled=sampled))
 
     def _layer(self, layer: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         blocks, parts, first = self.stage_memory.kv_ranges[layer].blocks(), [], 0

@@ -82,17 +82,17 @@ class Suspended:
 
 @dataclass(slots=True)
 class LaunchedStage:
-    """A batch whose layers were launched; on a GPU they may still be running.
+    """A batch whose layers were launched: its output or, while a GPU may run them, how to wait."""
 
-    `sample` waits for them and samples; None at a stage that only has `hidden`.
-    """
-
-    hidden: torch.Tensor
-    sample: Callable[[], StageOutput] | None
+    output: StageOutput | None
+    sample: Callable[[], StageOutput] | None = None
 
     def collect(self) -> StageOutput:
         """Return the result; call it once."""
-        return StageOutput(hidden=self.hidden) if self.sample is None else self.sample()
+        if self.output is not None:
+            return self.output
+        assert self.sample is not None
+        return self.sample()
 
 
 class ModelRunner:
@@ -273,11 +273,12 @@ class ModelRunner:
             if suspends:
                 self.suspended = Suspended(batch, end.hidden, end.layer)
             return None
-        if samples:
-            return LaunchedStage(output, partial(self._collect, batch, output, rows))
+        if samples and self._on_gpu:
+            return LaunchedStage(None, partial(self._collect, batch, output, rows))
+        result = self._sample(batch, output, rows) if samples else StageOutput(hidden=output)
         if copies is not None:
             copies.end_work()
-        return LaunchedStage(output, None)
+        return LaunchedStage(result)
 
     @torch.inference_mode()
     def _collect(self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor) -> StageOutput:
@@ -366,8 +367,8 @@ class ModelRunner:
         # Compute logits in slices of rows, because logits need rows × vocabulary memory.
         for first in range(0, len(wanted), self._logit_rows):
             part = slice(first, first + self._logit_rows)
-            logits = self.decoder.logits(hidden[rows[part]])
-            self.sampler.sample(logits, wanted[part], sampled)
+            chosen = rows if len(rows) <= self._logit_rows else rows[part]
+            self.sampler.sample(self.decoder.logits(hidden[chosen]), wanted[part], sampled)
         notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
         return StageOutput(sampled=sampled.tokens, notes=notes or None)
 

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from services.core.changeover.frames import Activations, StageChunk, activations
 from services.core.cost.model import CostModel
@@ -113,7 +112,7 @@ def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
     """The last stage scores prompts and samples."""
     last, seen = stages[1], []
     last.table.adopt("r", 1)
-    run = LaunchedStage(torch.empty(0), StageOutput)
+    run = LaunchedStage(StageOutput())
     cast(Any, last.runner).launch_stage = lambda batch, *_: seen.append(batch) or run
     spec = SampleSpec(None, 5)
     chunk = StageChunk("r", 2, 1, 1, spec, cast(Any, "score"))
@@ -125,7 +124,7 @@ def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
 def test_other_work_is_done_between_launch_and_result(preemptible: bool) -> None:
     stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)))
     order: list[str] = []
-    run = LaunchedStage(torch.empty(0), lambda: order.append("result") or StageOutput())
+    run = LaunchedStage(None, lambda: order.append("result") or StageOutput())
 
     def launch_stage(*_: Any, **__: Any) -> LaunchedStage | None:
         order.append("launch")
