@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from services.worker.engine.compute import assembly
 from services.worker.engine.compute.runner import LaunchedStage, ModelRunner, StageOutput
@@ -63,7 +62,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
     made: Drivers = {}
 
     def open_memory(
-        device: torch.device, plan: MemoryPlan, block_bytes: int
+        config: RunnerConfig, plan: MemoryPlan, block_bytes: int
     ) -> tuple[Arena, DeviceCopies]:
         driver = FakeCudaDriver(plan.chunk_bytes, plan.total_chunks)
         streams = FakeStreams(driver, seed=len(made))
@@ -73,7 +72,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
         return CudaArena(driver, copies.fence, **sizes), copies
 
     monkeypatch.setattr(assembly, "open_memory", open_memory)
-    monkeypatch.setattr(assembly, "_hashers", lambda device: AtOnce())
+    monkeypatch.setattr(assembly, "_hashers", lambda config: AtOnce())
     return made
 
 

@@ -200,7 +200,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
     plan = _plan(config, geometry, layouts, block_shape)
-    arena, copies = open_memory(device, plan, block_shape.size_bytes)
+    arena, copies = open_memory(config, plan, block_shape.size_bytes)
     with ExitStack() as stack:
         # Free the arena if loading fails; on success `pop_all` leaves it open.
         stack.callback(arena.close)
@@ -214,7 +214,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             open_source=partial(_open_source, config),
             host_copies=HostCopies(config.host_weights_bytes, pinned=device.type == "cuda"),
             copies=copies,
-            hashers=_hashers(device),
+            hashers=_hashers(config),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)
@@ -281,12 +281,13 @@ def _open_source(config: RunnerConfig) -> WeightSource:
 
 
 def open_memory(
-    device: torch.device, plan: MemoryPlan, block_bytes: int
+    config: RunnerConfig, plan: MemoryPlan, block_bytes: int
 ) -> tuple[Arena, DeviceCopies | None]:
     """Allocate the memory of `plan`; on a GPU, also open its copy stream. Raises DeviceError.
 
     `block_bytes`: size of a KV block in one layer.
     """
+    device = torch.device(config.device)
     sizes = {"chunk_bytes": plan.chunk_bytes, "total_chunks": plan.total_chunks}
     if device.type == "cpu":
         return MemfdArena(**sizes), None
@@ -298,12 +299,13 @@ def open_memory(
     driver.check_room(plan.arena_bytes + plan.staging_bytes)
     streams = CudaStreams(device, copy_bytes=SLOT_BYTES, block_bytes=block_bytes)
     copies = DeviceCopies(streams, block_bytes=block_bytes)
-    return CudaArena(driver, copies.fence, **sizes), copies
+    arena = CudaArena(driver, copies.fence, **sizes, maps_later=config.overlap)
+    return arena, copies if config.overlap else None
 
 
-def _hashers(device: torch.device) -> Executor | None:
+def _hashers(config: RunnerConfig) -> Executor | None:
     """Return threads that hash parameters; None on a CPU, whose cores compute."""
-    if device.type == "cpu":
+    if torch.device(config.device).type == "cpu" or not config.overlap:
         return None
     return ThreadPoolExecutor(min(HASHERS_MAX, os.cpu_count() or 1), "hashes")
 

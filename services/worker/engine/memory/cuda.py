@@ -59,7 +59,6 @@ class CudaArena(Arena):
     """
 
     slice_chunks_min = 8
-    maps_later = True
 
     def __init__(
         self,
@@ -68,6 +67,7 @@ class CudaArena(Arena):
         *,
         chunk_bytes: int,
         total_chunks: int,
+        maps_later: bool = True,
     ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % driver.granularity_bytes:
             raise DeviceError(
@@ -76,6 +76,7 @@ class CudaArena(Arena):
             )
         super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
         # Allocate the whole budget now: later another process may have taken the memory.
+        self.maps_later = maps_later
         self._driver = driver
         self._new_fence = fence
         self._fence = Fence()  # of the last chunks that were retired; the streams keep their order
