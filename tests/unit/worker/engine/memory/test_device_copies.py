@@ -10,6 +10,7 @@ from services.worker.engine.memory.cuda import CudaArena
 from services.worker.engine.memory.device_copies import AHEAD_MAX, SLOTS, DeviceCopies, Fence
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.errors import InvalidBlocks
+from tests.support.device import DEVICE, ON_GPU
 from tests.support.fake_cuda_driver import FakeCudaDriver
 from tests.support.fake_streams import FakeStreams
 
@@ -121,3 +122,47 @@ def test_each_thread_that_copies_has_the_device(device: Device) -> None:
     thread.start()
     thread.join()
     assert device.streams.bound == 2
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the streams are a GPU's")
+@pytest.mark.parametrize("head_dim", [16, 3], ids=["words", "bytes"])
+def test_copies_of_a_gpu_pass_work_and_are_ordered_with_it(head_dim: int) -> None:
+    """Blocks of whole 64-bit words are copied as words, others as bytes."""
+    from services.worker.engine.memory.cuda_driver import CudaDriver
+    from services.worker.engine.memory.cuda_streams import CudaStreams
+
+    device = torch.device(DEVICE)
+    shape = KvBlockShape(block_size=1, num_kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    streams = CudaStreams(device, copy_bytes=1 << 20, block_bytes=shape.size_bytes)
+    copies = DeviceCopies(streams, block_bytes=shape.size_bytes)
+    driver = CudaDriver(device)
+    arena = CudaArena(
+        driver, copies.fence, chunk_bytes=driver.granularity_bytes, total_chunks=CHUNKS
+    )
+    kv = KvRange(arena, "kv", shape)
+    kv.map_tail(arena.free_handles(2))
+    ids = torch.randperm(kv.num_blocks)[:1000].tolist()
+    with copies.work():
+        kv.blocks().copy_(torch.rand(kv.num_blocks, *shape.dims))
+        expected = kv.pack(ids)
+    copies.begin_work()
+    torch.cuda._sleep(2_000_000_000)  # about a second of an iteration
+    slot = copies.take(len(expected))
+    kv.pack(ids, slot)
+    slot.wait()
+    ended = torch.cuda.Event()
+    ended.record()
+    assert not ended.query(), "the copy has waited for the iteration"
+    assert torch.equal(slot.piece, expected)
+    copies.give_back(slot)
+    copies.end_work()
+    slot = copies.take(len(expected))
+    slot.piece.copy_(expected.flip(0))
+    kv.unpack(ids, slot)
+    copies.give_back(slot)
+    with copies.work():
+        assert torch.equal(kv.pack(ids), expected.flip(0))
+    kv.retire_tail(1)
+    while not arena.sweep(1):
+        pass
+    arena.close()
