@@ -175,6 +175,11 @@ class WorkerConfig(ServiceConfig):
         minimum=1,
         maximum=2**50,
     )
+    overlap: bool = option(
+        True,
+        "Whether a GPU copies KV and layers, and results are published, while iterations run.",
+        expert=True,
+    )
     host_weights_bytes: int = size(
         0,
         "Host memory of each worker for copies of layers, from which dropped layers are restored"

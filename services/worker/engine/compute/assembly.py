@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sysconfig
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,6 +32,7 @@ from services.worker.engine.memory.budget import (
     MemoryPlan,
     plan_memory,
 )
+from services.worker.engine.memory.device_copies import SLOT_BYTES, DeviceCopies
 from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout, WeightSource
@@ -58,6 +60,8 @@ SCRATCH_BYTES = 8 << 20
 calls, a larger one more cache misses."""
 SAMPLER_ROWS = 5
 """The sampler's memory, in rows of logits."""
+HASHERS_MAX = 8
+"""Threads that hash parameters; each takes about a second per GiB."""
 CUDA_BYTES = 128 * MIB
 """For cuBLAS (32 MiB on Hopper) and for fragmentation of torch's allocator."""
 
@@ -157,6 +161,18 @@ def check_gpu_needs(device: torch.device) -> None:
         )
 
 
+def _usable_device(config: RunnerConfig) -> torch.device:
+    """Return the configured device. Raises DeviceError if it cannot be used."""
+    device = torch.device(config.device)
+    if device.type not in DEVICES:
+        raise DeviceError(
+            f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
+        )
+    if device.type == "cuda":
+        check_gpu_needs(device)
+    return device
+
+
 class LoadedModel(NamedTuple):
     """A model in memory; `stage_memory` owns the parameters and the KV cache.
 
@@ -171,13 +187,7 @@ class LoadedModel(NamedTuple):
 
 def load_model(config: RunnerConfig) -> LoadedModel:
     """Read the model into a new arena. Raises ModelError, BudgetTooSmall, DeviceError."""
-    device = torch.device(config.device)
-    if device.type not in DEVICES:
-        raise DeviceError(
-            f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
-        )
-    if device.type == "cuda":
-        check_gpu_needs(device)
+    device = _usable_device(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)
@@ -198,7 +208,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
     plan = _plan(config, geometry, layouts, block_shape)
-    arena = _arena(device, plan)
+    arena, copies = open_memory(config, plan, block_shape.size_bytes)
     with ExitStack() as stack:
         # Free the arena if loading fails; on success `pop_all` leaves it open.
         stack.callback(arena.close)
@@ -211,6 +221,8 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             tied_embeddings=geometry.tied_embeddings,
             open_source=partial(_open_source, config),
             host_copies=HostCopies(config.host_weights_bytes, pinned=device.type == "cuda"),
+            copies=copies,
+            hashers=_hashers(config),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)
@@ -277,17 +289,34 @@ def _open_source(config: RunnerConfig) -> WeightSource:
     return SafetensorsSource(config.model_dir)
 
 
-def _arena(device: torch.device, plan: MemoryPlan) -> Arena:
-    """Allocate the memory of `plan`. Raises DeviceError."""
+def open_memory(
+    config: RunnerConfig, plan: MemoryPlan, block_bytes: int
+) -> tuple[Arena, DeviceCopies | None]:
+    """Allocate the memory of `plan`; on a GPU, also open its copy stream. Raises DeviceError.
+
+    `block_bytes`: size of a KV block in one layer.
+    """
+    device = torch.device(config.device)
     sizes = {"chunk_bytes": plan.chunk_bytes, "total_chunks": plan.total_chunks}
     if device.type == "cpu":
-        return MemfdArena(**sizes)
+        return MemfdArena(**sizes), None
     from services.worker.engine.memory.cuda import CudaArena
     from services.worker.engine.memory.cuda_driver import CudaDriver
+    from services.worker.engine.memory.cuda_streams import CudaStreams
 
     driver = CudaDriver(device)
     driver.check_room(plan.arena_bytes + plan.staging_bytes)
-    return CudaArena(driver, **sizes)
+    streams = CudaStreams(device, copy_bytes=SLOT_BYTES, block_bytes=block_bytes)
+    copies = DeviceCopies(streams, block_bytes=block_bytes)
+    arena = CudaArena(driver, copies.fence, **sizes, maps_later=config.overlap)
+    return arena, copies if config.overlap else None
+
+
+def _hashers(config: RunnerConfig) -> Executor | None:
+    """Return threads that hash parameters; None on a CPU, whose cores compute."""
+    if torch.device(config.device).type == "cpu" or not config.overlap:
+        return None
+    return ThreadPoolExecutor(min(HASHERS_MAX, os.cpu_count() or 1), "hashes")
 
 
 def _build_decoder(
