@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_engine import SIZES, load
@@ -65,8 +66,10 @@ def kernel_times(runner: ModelRunner, measurer: Measurer, chunks: Chunks) -> dic
     calls: dict[str, int] = defaultdict(int)
     total_us: dict[str, float] = defaultdict(float)
     for event in profiler.events():
-        own_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if own_us > 0:
+        # Without kernels' launches, which are events of the CPU.
+        on_device = event.device_type != DeviceType.CPU
+        own_us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        if own_us > 0 and on_device == on_gpu:
             calls[event.name[:NAME_CHARS]] += 1
             total_us[event.name[:NAME_CHARS]] += own_us
     ordered = sorted(total_us, key=lambda name: -total_us[name])
