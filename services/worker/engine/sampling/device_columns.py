@@ -37,6 +37,12 @@ class RowInputs(NamedTuple):
     entries: npt.NDArray[np.int64]
     masks: npt.NDArray[np.int32]
 
+    @property
+    def nuclei(self) -> bool:
+        """Whether top-p selects tokens of a whole row."""
+        ranked = self.columns[token_places.WANTED] > 0
+        return bool((ranked & (self.columns[token_places.TOP_K] == 0)).any())
+
 
 def row_inputs(
     rows: Sequence[DeviceRow], slots: Sequence[int], vocab_size: int, limits: WindowLimits

@@ -195,7 +195,7 @@ class DeviceSampler:
         self._find_peaks(scores, columns, len(rows))
         if any(row.terms.temperature for row in rows):
             self._weigh_tokens(scores, columns, len(rows), MASKED)
-        if any(row.terms.temperature and row.terms.top_p < 1 for row in rows):
+        if inputs.nuclei:
             self._widen_windows(scores, columns, len(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         self._choose(

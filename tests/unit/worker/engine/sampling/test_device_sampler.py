@@ -56,7 +56,7 @@ def check_random_rows(seed: int, count: int, model_dir: Path, sampler: DeviceSam
     return host
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
     sampled = check_random_rows(seed, 64, model_dir, device_sampler(VOCAB))
     # Most rows are not failures, and some of each kind are there.
