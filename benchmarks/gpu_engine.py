@@ -208,7 +208,10 @@ def drop(runner: ModelRunner) -> dict[str, float]:
     """Time a drop of half of the layers, which frees memory for KV, and remapping one layer."""
     memory = runner.stage_memory
     half, blocks = memory.num_layers // 2, memory.num_blocks
-    times: dict[str, float] = {"prepare_ms": timed_ms(partial(memory.prepare_drop, 0, half))}
+    prepared = [timed_ms(partial(memory.prepare_drop, 0, half))]
+    while not memory.drop_prepared:
+        prepared.append(timed_ms(memory.continue_drop))
+    times = {"prepare_ms": sum(prepared), "longest_prepare_ms": max(prepared)}
     report = memory.set_stage(0, half)
     slices = [timed_ms(memory.finish_drop)]
     # Finish the drop in slices, as a worker does between iterations.

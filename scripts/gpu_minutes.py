@@ -8,44 +8,24 @@ printed last. `--dry` runs every step on CPUs with tiny sizes, without the parts
 """
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-MODULES = "benchmarks.gpu_steps"
-END_S = 8.0
-"""Time that a step has to stop its cluster after its deadline."""
-LOG_TAIL = 30
-NUMBERS_SHOWN = 60
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A module, its arguments, and the seconds after which it is ended."""
-
-    name: str
-    module: str
-    deadline_s: float
-    arguments: tuple[str, ...] = ()
-    serves: bool = False  # needs a tokenizer
-
+from benchmarks.gpu_steps.minutes import Minutes, Step
 
 STEPS = (
     Step("environment", "environment", 45),
     Step("cluster", "cluster", 150, serves=True),
     Step("chunks", "chunks", 40),
     Step("engine", "engine", 90),
+    Step("sampling", "sampling", 90),
     Step("cluster-exact", "cluster", 70, ("--exact",), serves=True),
+    Step("loop", "engine_loop", 120),
+    Step("kernels", "kernels", 70),
 )
-"""The most valuable first."""
+"""The most valuable first; `--only` chooses those of a later run."""
 
 
 def main() -> None:
@@ -57,7 +37,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
     parser.add_argument("--dry", action="store_true", help="tiny sizes on CPUs")
     chosen = parser.parse_args()
-    chosen.folder.mkdir(parents=True, exist_ok=True)
     minutes = Minutes(chosen.folder, chosen.tokenizer, chosen.seconds, dry=chosen.dry)
     failed = [
         step.name
@@ -67,104 +46,6 @@ def main() -> None:
     print(minutes.table())
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
-
-
-class Minutes:
-    """Runs steps within a budget of seconds, and collects their figures."""
-
-    def __init__(self, folder: Path, tokenizer: Path | None, seconds: float, *, dry: bool) -> None:
-        self._folder = folder
-        self._tokenizer = tokenizer and tokenizer.resolve()
-        self._dry = dry
-        self._ends_s = time.monotonic() + seconds
-        self._results: dict[str, dict[str, Any]] = {}
-
-    def run(self, step: Step) -> bool:
-        """Run a step, at most until the budget ends; returns whether it succeeded."""
-        part = self._folder / f"{step.name}.json"
-        part.unlink(missing_ok=True)
-        began_s = time.monotonic()
-        allowed_s = min(step.deadline_s, self._ends_s - began_s - END_S)
-        result: dict[str, Any] = {"ended": "no time left"}
-        self._results[step.name] = result
-        if allowed_s > 0:
-            print(f"{step.name}: at most {allowed_s:.0f} s", flush=True)
-            log_path = self._folder / "log"
-            with log_path.open("ab") as log:
-                log.write(f"\n===== {step.name}\n".encode())
-                log.flush()
-                start = log.tell()
-                result["ended"] = self._child(step, part, log, allowed_s)
-            result["took_s"] = round(time.monotonic() - began_s, 1)
-            result["figures"] = json.loads(part.read_text()) if part.exists() else {}
-            if result["ended"] != 0:
-                tail = log_path.read_bytes()[start:].decode("utf-8", "replace").splitlines()
-                result["log"] = tail[-LOG_TAIL:]
-                print("\n".join(result["log"]), flush=True)
-            part.unlink(missing_ok=True)
-        self._write()
-        return result["ended"] == 0
-
-    def _child(self, step: Step, part: Path, log: Any, allowed_s: float) -> int | str:
-        """The exit status of the step's process, or that its time was up."""
-        command = [sys.executable, "-m", f"{MODULES}.{step.module}", str(part), *step.arguments]
-        if step.serves and self._tokenizer is not None:
-            command += ["--tokenizer", str(self._tokenizer)]
-        if self._dry:
-            command.append("--dry")
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-        try:
-            return child.wait(allowed_s)
-        except subprocess.TimeoutExpired:
-            # An interrupt lets a step stop its cluster, whose processes have their own sessions.
-            child.send_signal(signal.SIGINT)
-            try:
-                child.wait(END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            return f"cut off after {allowed_s:.0f} s"
-
-    def _write(self) -> None:
-        target = self._folder / "figures.json"
-        target.write_text(json.dumps({"dry": self._dry, "steps": self._results}, indent=1))
-
-    def table(self) -> str:
-        """How each step ended, and its numbers."""
-        lines = []
-        for name, result in self._results.items():
-            lines.append(f"{name:16} {result['ended']!s:>20} {result.get('took_s', 0):7.1f} s")
-            numbers = list(numbers_of(result.get("figures", {})))
-            lines += [f"    {path:48} {value:>16}" for path, value in numbers[:NUMBERS_SHOWN]]
-        return "\n".join(lines)
-
-
-LEFT_OUT = ("took_s", "worker_logs", "capacity", "moved", "packages")
-"""Figures that are in the file only."""
-
-
-def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The path and text of each number and short text."""
-    for name, value in figures.items():
-        path = f"{prefix}{name}"
-        if any(part in name for part in LEFT_OUT):
-            continue
-        if isinstance(value, Mapping):
-            yield from numbers_of(value, f"{path}.")
-        elif isinstance(value, float):
-            yield path, f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-        elif isinstance(value, int | str):
-            yield path, str(value)
-        elif isinstance(value, Sequence):
-            yield path, " ".join(map(str, value))
 
 
 if __name__ == "__main__":

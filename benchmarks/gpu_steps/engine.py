@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_copies import mover_copies
 from benchmarks.gpu_engine import SIZES, load
 from benchmarks.gpu_steps.figures import Figures, step_parser
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
@@ -71,6 +72,7 @@ def main() -> None:
     trial = EngineTrial(runner, size)
     figures.measure("decode_ms", trial.samplings)
     figures.measure("copies", trial.copies)
+    figures.measure("mover_copies", partial(mover_copies, runner, size.copies_s / 2))
     figures.measure("capture_ms", trial.captures)
     figures.end()
 
@@ -98,7 +100,7 @@ class EngineTrial:
         return {"rows": size.rows, "context": size.context, **durations}
 
     def copies(self) -> dict[str, Any]:
-        """Rates of KV copies as a mover makes them, alone and beside decodes, and their cost."""
+        """Rates of KV copies in the default stream, alone and beside decodes, and their cost."""
         alone_s = self._decodes_s()
         result: dict[str, Any] = {"piece_bytes": self._piece[1], "decode_ms": 1e3 * alone_s}
         for name, act in (("pack", self._pack), ("unpack", self._unpack)):
@@ -121,6 +123,8 @@ class EngineTrial:
         result = {"whole": self._first_and_later("whole")}
         began_s = time.perf_counter()
         memory.prepare_drop(0, half)
+        while not memory.drop_prepared:
+            memory.continue_drop()
         prepared_s = time.perf_counter()
         report = memory.set_stage(0, half)
         result["drop"] = {

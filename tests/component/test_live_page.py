@@ -77,6 +77,7 @@ async def focus_on(page: Page, wanted: str) -> None:
 async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_path: Path) -> None:
     async with watched(store, tmp_path) as (page, _, (one, _other)):
         await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        assert await page.evaluate("document.querySelector('#no-drops').hidden")
         assert "every worker holds the whole model" in await page.text("#headline")
         whole = await page.until(height(0, "parameters"))
         assert await page.evaluate(height(0, "used")) == 0
@@ -118,6 +119,20 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         await page.press("Enter")
         await page.until("document.querySelectorAll('#rows tr').length === 2")
         assert "group-w0" in await page.text("#rows tr")
+        assert page.complaints == []
+
+
+async def test_it_says_which_workers_cannot_drop_layers(store: Store, tmp_path: Path) -> None:
+    note = "document.querySelector('#no-drops')"
+    lacking = {"capabilities": ["generate"], "no_drops": "UCX cannot be loaded"}
+    async with (
+        members(store, **lacking),
+        admin_port(store, tmp_path) as url,
+        open_page() as page,
+    ):
+        await page.goto(url)
+        await page.until(f"{LIVE} && !{note}.hidden")
+        assert await page.text("#no-drops") == "w0, w1 cannot drop layers: UCX cannot be loaded."
         assert page.complaints == []
 
 

@@ -95,6 +95,7 @@ def build_engine() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, member, config),
+        overlaps=config.overlap and runner.device.type == "cuda",
     )
 
 
@@ -154,6 +155,8 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         threads=config.threads,
         suspends=resumes and planner.preemption is not Preempt.OFF,
         host_weights_bytes=config.host_weights_bytes,
+        device_sampling=config.device_sampling,
+        overlap=config.overlap,
     )
 
 

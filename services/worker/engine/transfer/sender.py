@@ -129,12 +129,19 @@ class Sender:
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
-        piece = next(transfer.pieces, None)
-        if piece is None:
+        taken = transfer.take_piece()
+        if taken is None:
             raise _CannotPack("the pieces ended without a last piece")
+        piece, read = taken
         room = PayloadRoom(self._memory.take(ROOM_BYTES + piece.size_bytes))
         try:
-            piece.pack(room.payload)
+            # Pieces in a device's memory: copy the next piece while this piece is sent.
+            if piece.read is not None and not piece.header.last:
+                transfer.read_ahead()
+            if read is None:
+                piece.pack(room.payload)
+            else:
+                read.finish(room.payload)
         except WorkerError as error:
             raise _CannotPack(str(error)) from error
         transfer.complete = piece.header.last
@@ -149,6 +156,7 @@ class Sender:
             return
         transfer.ended = reason
         transfer.packed = None
+        transfer.discard_ahead()
         if notify_receiver:
             aborted = TransferAborted(transfer.transfer_id, True, reason)
             notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
