@@ -176,8 +176,9 @@ class WorkerConfig(ServiceConfig):
         maximum=2**50,
     )
     overlap: bool = option(
-        True,
-        "Whether a GPU copies KV and layers, and results are published, while iterations run.",
+        False,
+        "Whether a GPU copies KV and layers, and results are published, while iterations run. Not"
+        " measured on a GPU yet.",
         expert=True,
     )
     host_weights_bytes: int = size(
