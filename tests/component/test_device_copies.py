@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from services.worker.engine.compute import assembly
-from services.worker.engine.compute.runner import LaunchedStage, ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
 from services.worker.engine.memory.cuda import CudaArena

@@ -15,8 +15,9 @@ import torch
 
 from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.core.planner.batch import Batch, Chunk
-from services.worker.engine.compute.runner import LaunchedStage, ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape

@@ -8,7 +8,6 @@ layer, of the embeddings or of the head.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -26,6 +25,7 @@ from services.worker.engine.compute.runner_config import (
     logit_rows,
     logits_dtype,
 )
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput, Suspended
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
 from services.worker.engine.model.interrupt import Interrupted
@@ -52,47 +52,6 @@ def summation_order(
     from services.worker.engine.model.cpu_kernels.compiler import VECTOR_FLOATS
 
     return f"vectors of {VECTOR_FLOATS}".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """The result of a stage for a batch: `hidden` for the next stage, or `sampled` at the last.
-
-    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` maps the id of each sequence
-    whose chunk samples to its token, failed sequences excepted. `notes` has log probabilities and
-    failures; None if there are neither.
-    """
-
-    hidden: torch.Tensor | None = None
-    sampled: dict[str, int] | None = None
-    notes: SampleNotes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """A batch interrupted before `layer`; `hidden` [tokens, hidden_size] is that layer's input.
-
-    The KV blocks already hold K and V of the layers before `layer`.
-    """
-
-    batch: Batch
-    hidden: torch.Tensor
-    layer: int
-
-
-@dataclass(slots=True)
-class LaunchedStage:
-    """A batch whose layers were launched: its output or, while a GPU may run them, how to wait."""
-
-    output: StageOutput | None
-    sample: Callable[[], StageOutput] | None = None
-
-    def collect(self) -> StageOutput:
-        """Return the result; call it once."""
-        if self.output is not None:
-            return self.output
-        assert self.sample is not None
-        return self.sample()
 
 
 class ModelRunner:
@@ -277,16 +236,19 @@ class ModelRunner:
                 self.suspended = Suspended(batch, end.hidden, end.layer)
             return None
         if samples and self._on_gpu:
-            return LaunchedStage(None, partial(self._collect, batch, output, rows))
+            sample: Callable[[], StageOutput] = partial(self._sample, batch, output, rows)
+            if self._samples_ahead(batch):
+                sample = self._start_sampling(batch, output, rows)
+            return LaunchedStage(None, partial(self._collect, sample))
         result = self._sample(batch, output, rows) if samples else StageOutput(hidden=output)
         if copies is not None:
             copies.end_work()
         return LaunchedStage(result)
 
     @torch.inference_mode()
-    def _collect(self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor) -> StageOutput:
+    def _collect(self, sample: Callable[[], StageOutput]) -> StageOutput:
         try:
-            return self._sample(batch, hidden, rows)
+            return sample()
         finally:
             if (copies := self.stage_memory.copies) is not None:
                 copies.end_work()
@@ -350,10 +312,21 @@ class ModelRunner:
                 f"states of shape {expected} in {self._compute_dtype}, got {given}"
             )
 
+    def _samples_ahead(self, batch: Batch) -> bool:
+        """Whether a GPU can sample behind the layers, without a wait of this thread."""
+        specs = [(chunk.seq_id, chunk.sample) for chunk in batch.chunks if chunk.sample is not None]
+        scores = any(chunk.score is not None for chunk in batch.chunks)
+        return not scores and self.sampler.starts_ahead(specs)
+
     def _sample(self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor) -> StageOutput:
+        return self._start_sampling(batch, hidden, rows)()
+
+    def _start_sampling(
+        self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> Callable[[], StageOutput]:
         """Sample a token for each chunk that samples, from `rows`; score prompts.
 
-        A score is the log probabilities of prompt tokens.
+        A score is the log probabilities of prompt tokens. The result waits for a GPU.
         """
         wanted: list[tuple[str, SampleSpec]] = []
         prompt_logprobs: dict[str, PromptRows] = {}
@@ -366,14 +339,21 @@ class ModelRunner:
             row += len(chunk.token_ids)
             if chunk.sample is not None:
                 wanted.append((chunk.seq_id, chunk.sample))
-        sampled = Sampled()
+        finishes = []
         # Compute logits in slices of rows, because logits need rows × vocabulary memory.
         for first in range(0, len(wanted), self._logit_rows):
             part = slice(first, first + self._logit_rows)
             chosen = rows if len(rows) <= self._logit_rows else rows[part]
-            self.sampler.sample(self.decoder.logits(hidden[chosen]), wanted[part], sampled)
-        notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
-        return StageOutput(sampled=sampled.tokens, notes=notes or None)
+            finishes.append(self.sampler.start(self.decoder.logits(hidden[chosen]), wanted[part]))
+
+        def finish() -> StageOutput:
+            sampled = Sampled()
+            for add_to in finishes:
+                add_to(sampled)
+            notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
+            return StageOutput(sampled=sampled.tokens, notes=notes or None)
+
+        return finish
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
         """Return log probabilities of a chunk's prompt; `hidden` starts at its first row."""

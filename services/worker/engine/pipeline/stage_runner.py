@@ -16,7 +16,8 @@ from services.core.changeover.frames import Activations
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
 from services.worker.engine.compute.pacer import Pacer
-from services.worker.engine.compute.runner import LaunchedStage, ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 
 Meanwhile = Callable[[], None]
 """Work of the engine's thread while a GPU runs layers. It changes no block table."""

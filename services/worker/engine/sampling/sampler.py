@@ -147,6 +147,16 @@ class Sampler:
             if (grammar := spec.terms.sampling.grammar) is not None:
                 self._grammars.start_compiling(grammar)
 
+    def starts_ahead(self, specs: Iterable[tuple[str, SampleSpec]]) -> bool:
+        """Whether `start` only launches work for a GPU: there, the mask of a grammar takes long."""
+        return self._device_sampler is not None and not any(
+            terms.sampling.grammar for name, spec in specs if (terms := self._terms(name, spec))
+        )
+
+    def _terms(self, seq_id: str, spec: SampleSpec) -> SampleTerms | None:
+        state = self._states.get(seq_id)
+        return spec.terms if spec.terms is not None or state is None else state.terms
+
     def sample(
         self, logits: torch.Tensor, specs: Sequence[tuple[str, SampleSpec]], into: Sampled
     ) -> None:

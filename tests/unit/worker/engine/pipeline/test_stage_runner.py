@@ -13,7 +13,7 @@ from services.core.planner.batch import Batch, Chunk, Microbatch, SampleSpec
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.worker.engine.compute.pacer import Pacer
-from services.worker.engine.compute.runner import LaunchedStage, StageOutput
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 from services.worker.engine.pipeline import stage_runner
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from tests.support.fake_model import BLOCKS, FAKE, LAYERS, expected_tokens, load_fake
