@@ -34,12 +34,18 @@ STATES = {
 UPSTREAM_STATE = "see [upstreams](upstreams.md)"
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
-    ("workers of tideserve's engine on GPUs", "first version: not run as a cluster yet"),
+    (
+        "workers of tideserve's engine on GPUs",
+        "first version: two workers have merged and split on one H200",
+    ),
     ("workers with vLLM or in front of upstream servers", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
-    ("all workers with `--overload-policy recompute`", "only manually: `tideserve drop`"),
+    (
+        "all workers with `--overload-policy recompute` or `migrate`",
+        "only manually: `tideserve drop`",
+    ),
     ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),
 )
 INTRODUCTION = (

@@ -220,18 +220,26 @@ class Driver:
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     async def ship(
-        self, pair: ShippingPair, requests_max: int = 0, *, if_cheaper: bool = False
+        self,
+        pair: ShippingPair,
+        requests_max: int = 0,
+        *,
+        if_cheaper: bool = False,
+        blocks_max: int = 0,
     ) -> worker_pb2.ShipRequestsResponse:
         """Move running requests from a worker to another; only the leader may.
 
-        `if_cheaper`: only requests whose KV is sent in less time than it is computed.
+        `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
+        their KV blocks in total; 0: no limit.
 
         Raises:
             ShippingFailed: if the source refuses, or does not answer.
         """
         token = self._state.token
         assert token is not None, "a standby moves nothing"
-        return await self._members.ship(pair, token, self._endpoints, requests_max, if_cheaper)
+        return await self._members.ship(
+            *(pair, token, self._endpoints, requests_max, if_cheaper, blocks_max)
+        )
 
     def _group_of(self, worker_id: str) -> str:
         """The group id in the worker's assignment; the worker's id if it has no assignment."""

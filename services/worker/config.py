@@ -33,7 +33,7 @@ UPSTREAM_URL = re.compile(r"https?://[^/?#@\s]+/?")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
+OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced", "pace_links")
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
 # Options of `engine: openai`; each is empty or None if unset.
@@ -175,12 +175,24 @@ class WorkerConfig(ServiceConfig):
         minimum=1,
         maximum=2**50,
     )
+    overlap: bool = option(
+        False,
+        "Whether a GPU copies KV and layers, and results are published, while iterations run. Not"
+        " measured on a GPU yet.",
+        expert=True,
+    )
     host_weights_bytes: int = size(
         0,
         "Host memory of each worker for copies of layers, from which dropped layers are restored"
         " first; 0: none. The copies are made while the model is loaded; on a GPU they are pinned.",
         minimum=0,
         maximum=2**50,
+    )
+    device_sampling: bool = option(
+        True,
+        "Whether a GPU chooses the tokens, for logits of up to 32 bits; if not, the host does. No"
+        " effect without a GPU.",
+        expert=True,
     )
     slabs_at_once: int = number(
         4,
@@ -234,6 +246,14 @@ class WorkerConfig(ServiceConfig):
         None,
         "Device profile, by name or file, whose iteration times are simulated by padding, such as"
         " A100-14B; A100-14B:2 is half as fast.",
+    )
+    pace_links: float = number(
+        0.0,
+        "With `paced`: Gbit/s of the link of a simulated device. KV and parameters are sent as"
+        " slowly as those of the profile's model over such a link; 0: as fast as this machine"
+        " sends.",
+        minimum=0,
+        maximum=100_000,
     )
     profile_dir: Path | None = option(
         None, "Folder for measured profiles; none: profiles are not stored."
@@ -291,6 +311,11 @@ class WorkerConfig(ServiceConfig):
             raise ConfigError(
                 f"`execution: {execution}` only changes the times of paced workers; set 'paced' to"
                 " a device profile, or remove 'execution'"
+            )
+        if self.pace_links and self.paced is None:
+            raise ConfigError(
+                "'pace_links' only slows transfers of paced workers; set 'paced' to a device"
+                " profile, or remove 'pace_links'"
             )
         if self.engine == EngineKind.VLLM:
             self._check_vllm()

@@ -68,6 +68,7 @@ class _Order:
     target: Destination
     left: float  # requests that may still be chosen
     if_cheaper: bool  # only those whose KV is sent in less time than it is computed
+    blocks_left: float  # KV blocks of requests that may still be chosen
     moved: int = 0
     kept: int = 0
     reason: str = ""  # why the last request stays
@@ -132,7 +133,10 @@ class Outgoing:
         if obstacle:
             self.emit(ShippingOver(event.order, 0, 0, obstacle))
             return
-        order = _Order(event.order, event.target, event.requests_max or inf, event.if_cheaper)
+        order = _Order(
+            *(event.order, event.target, event.requests_max or inf, event.if_cheaper),
+            event.blocks_max or inf,
+        )
         self._orders[event.order] = order
         self.advance(event.now_s)
 
@@ -295,15 +299,25 @@ class Outgoing:
             for shipment in self._shipments.values()
         )
         while under_way < AT_ONCE and order.left > 0:
-            sequence = next(self._candidates(order, now_s), None)
+            sequence = self._next(order, now_s)
             if sequence is None:
                 break
             order.left -= 1
+            order.blocks_left -= sequence.blocks
             order.tried.add(sequence.seq_id)
             self._offer(order, sequence, now_s)
             under_way += 1
         if not under_way:
             self._end_if_over(order, "no further request can move now")
+
+    def _next(self, order: _Order, now_s: float) -> Sequence | None:
+        """The next request of an order; None if no further one is chosen."""
+        candidates = self._candidates(order, now_s)
+        if order.blocks_left == inf:
+            return next(candidates, None)
+        # Few large requests rather than many small ones.
+        fitting = [seq for seq in candidates if seq.blocks <= order.blocks_left]
+        return min(fitting, key=lambda seq: (seq.online, -seq.blocks), default=None)
 
     def _candidates(self, order: _Order, now_s: float) -> Iterator[Sequence]:
         """Sequences that may move, batch first, then newest first."""

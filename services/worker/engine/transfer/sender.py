@@ -10,13 +10,14 @@ from services.core.changeover.transfer_outcome import TransferOutcome, TransferS
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
 from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Lane
+from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.outgoing import (
     OutgoingTransfer,
     OutgoingTransfers,
     PackedPiece,
 )
 from services.worker.engine.transfer.piece_window import WindowBounds
-from services.worker.engine.transfer.pieces import PieceTaken, TransferAborted
+from services.worker.engine.transfer.pieces import KvPiece, PieceTaken, TransferAborted
 from services.worker.engine.transfer.recent import Recent
 from services.worker.errors import WorkerError
 
@@ -36,6 +37,7 @@ class SenderBounds:
     active_max: int  # transfers per peer that send pieces in turn
     window: WindowBounds  # per peer
     answer_timeout_s: float  # for each piece
+    pace: LinkPace | None = None  # of a modelled link
 
 
 class Sender:
@@ -46,6 +48,7 @@ class Sender:
     ) -> None:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
+        self._pace = bounds.pace
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
         self._memory = FrameMemory()
@@ -85,6 +88,8 @@ class Sender:
 
     def has_piece(self, now_s: float) -> bool:
         """Whether `send_piece` has a piece to send."""
+        if self._pace is not None and now_s < self._pace.free_s:
+            return False
         return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
 
     def send_piece(self, now_s: float) -> None:
@@ -103,6 +108,9 @@ class Sender:
             self._abandon(transfer, str(error))
         else:
             transfer.packed = None
+            if self._pace is not None:
+                is_kv = isinstance(packed.frame.header, KvPiece)
+                self._pace.note_sent(is_kv, len(packed.room.payload), now_s)
             transfer.sends.append((sent, packed.room))
             self._outbox.note_sent(transfer, packed, now_s)
 
@@ -129,15 +137,24 @@ class Sender:
         """Return the times at which `finish` or `send_piece` is due."""
         sent = [transfer.oldest_s() for transfer in self._outbox.active()]
         dues = [oldest_s + self._answer_timeout_s for oldest_s in sent if oldest_s is not None]
+        if self._pace is not None and self._outbox.has_turn():
+            dues.append(self._pace.free_s)
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
-        piece = next(transfer.pieces, None)
-        if piece is None:
+        taken = transfer.take_piece()
+        if taken is None:
             raise _CannotPack("the pieces ended without a last piece")
+        piece, read = taken
         room = PayloadRoom(self._memory.take(ROOM_BYTES + piece.size_bytes))
         try:
-            piece.pack(room.payload)
+            # Pieces in a device's memory: copy the next piece while this piece is sent.
+            if piece.read is not None and not piece.header.last:
+                transfer.read_ahead()
+            if read is None:
+                piece.pack(room.payload)
+            else:
+                read.finish(room.payload)
         except WorkerError as error:
             raise _CannotPack(str(error)) from error
         transfer.complete = piece.header.last
@@ -152,6 +169,7 @@ class Sender:
             return
         transfer.ended = reason
         transfer.packed = None
+        transfer.discard_ahead()
         if notify_receiver:
             aborted = TransferAborted(transfer.transfer_id, True, reason)
             notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
