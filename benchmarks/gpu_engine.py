@@ -12,6 +12,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,10 @@ def main() -> None:
         "model": f"the sizes of {chosen.size} in bfloat16, random weights",
         "kv_tokens": runner.num_blocks * runner.block_size,
         "iterations": {
-            name: {"engine_ms": typical_ms(partial(measurer.duration_s, chunks))}
+            name: {
+                "lengths": lengths_of(chunks),
+                "engine_ms": typical_ms(partial(measurer.duration_s, chunks)),
+            }
             for name, chunks in BATCHES.items()
             if sum(prefix + new for prefix, new in chunks) < runner.num_blocks * runner.block_size
         },
@@ -115,6 +119,14 @@ def load(size: dict[str, int], device: torch.device, budget_bytes: int) -> Model
             threads=1,
         )
     )
+
+
+def lengths_of(chunks: tuple[tuple[int, int], ...]) -> list[dict[str, int]]:
+    """The lengths of a batch: requests with equal cached and new tokens, and their number."""
+    return [
+        {"requests": count, "cached_tokens": prefix, "new_tokens": new}
+        for (prefix, new), count in Counter(chunks).items()
+    ]
 
 
 def typical_ms(act: Callable[[], float | None], repeats: int = REPEATS) -> float:
@@ -196,7 +208,10 @@ def drop(runner: ModelRunner) -> dict[str, float]:
     """Time a drop of half of the layers, which frees memory for KV, and remapping one layer."""
     memory = runner.stage_memory
     half, blocks = memory.num_layers // 2, memory.num_blocks
-    times: dict[str, float] = {"prepare_ms": timed_ms(partial(memory.prepare_drop, 0, half))}
+    prepared = [timed_ms(partial(memory.prepare_drop, 0, half))]
+    while not memory.drop_prepared:
+        prepared.append(timed_ms(memory.continue_drop))
+    times = {"prepare_ms": sum(prepared), "longest_prepare_ms": max(prepared)}
     report = memory.set_stage(0, half)
     slices = [timed_ms(memory.finish_drop)]
     # Finish the drop in slices, as a worker does between iterations.

@@ -1,14 +1,17 @@
-"""Manual merges and splits of groups, as by `tideserve drop` and `tideserve restore`."""
+"""Merges, splits and moves by hand: `tideserve drop`, `tideserve restore`, `tideserve move`."""
 
 import json
 import time
 import urllib.error
 import urllib.request
+from typing import Any
+from urllib.parse import urlencode
 
 from services.common.clock import monotonic_s
 
 MERGE_PATH = "/tideserve/v1/groups/merge"
 SPLIT_PATH = "/tideserve/v1/groups/split"
+MOVE_PATH = "/tideserve/v1/requests/move"
 STEP_TIMEOUT_S = 120.0
 RETRY_S = 0.1
 DATA = b"data:"
@@ -34,16 +37,34 @@ def change_groups(url: str, path: str, timeout_s: float) -> int:
     return refused
 
 
-def _try(url: str) -> str:
-    """Request the change; returns the error, "" on success."""
+def move_requests(url: str, source: str, target: str) -> None:
+    """Move all running requests of a worker to another; returns when no further one can move.
+
+    Raises:
+        ChangeFailed: if the cluster at the admin port `url` refuses, or does not answer.
+    """
+    query = urlencode({"source": source, "target": target})
+    try:
+        _post(f"{url}{MOVE_PATH}?{query}").close()
+    except OSError as error:
+        raise ChangeFailed(str(error) or type(error).__name__) from error
+
+
+def _post(url: str) -> Any:
+    """The open response of the admin port. Raises OSError."""
     request = urllib.request.Request(url, data=b"{}", method="POST")
     request.add_header("Content-Type", "application/json")
     request.add_header("X-Tideserve-Admin", "1")
     # Bypass proxies: the cluster is local.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return opener.open(request, timeout=STEP_TIMEOUT_S)
+
+
+def _try(url: str) -> str:
+    """Request the change; returns the error, "" on success."""
     phase, message = "", "the reply was cut off"
     try:
-        with opener.open(request, timeout=STEP_TIMEOUT_S) as response:
+        with _post(url) as response:
             for line in response:
                 if line.startswith(DATA) and b"{" in line:
                     step = json.loads(line[len(DATA) :])

@@ -22,6 +22,7 @@ OTHERS = (
     "compose.gpu.yaml",
     "compose.keys.yaml",
     "compose.tls.yaml",
+    "compose.upstream.yaml",
     "compose.observability.yaml",
     "docker/compose.test.yaml",
 )

@@ -71,8 +71,12 @@ def read_config(service: str, environment: Mapping[str, str]) -> ServiceConfig:
 
 
 def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each of our services in a parsed compose file, with its environment."""
-    for name, service in text.get("services", {}).items():
+    """Each of our services in a parsed compose file, with its environment.
+
+    A service that extends one of them has its name.
+    """
+    for own_name, service in text.get("services", {}).items():
+        name = service.get("extends", {}).get("service", own_name)
         environment = service.get("environment") if name in CONFIGS else None
         if environment is None:
             continue
@@ -91,37 +95,59 @@ def compose_services(text: Any) -> Iterator[tuple[str, dict[str, str]]]:
 def check_objects(objects: Iterable[Object], version: str) -> list[str]:
     """A sentence per problem of the Deployments in `objects`; `version` is the image tag."""
     known = {identity(obj): obj for obj in objects}
-    problems = []
+    problems = [*_selectors(known)]
     configs = {}
     for service in CONFIGS:
-        deployment = known.get(f"Deployment/tideserve-{service}")
-        if deployment is None:
+        # Workers in front of several upstream servers have a Deployment each.
+        first = f"Deployment/tideserve-{service}"
+        names = [name for name in known if name == first or name.startswith(f"{first}-")]
+        if first not in names:
             problems.append(f"there is no Deployment tideserve-{service}")
-            continue
-        pod = deployment["spec"]["template"]["spec"]
-        container = next(
-            candidate for candidate in pod["containers"] if candidate["name"] == service
-        )
-        try:
-            config = read_config(service, environment_of(container, known))
-        except ConfigError as error:
-            problems.append(f"{service}: {error}")
-            continue
-        configs[service] = config
-        own = [
-            *_images(pod, version),
-            *_ports(service, container, config),
-            *_files(container),
-            *_probes(service, container),
-            *_grace(service, pod, container, config),
-        ]
-        if service == "worker":
-            own += _memory(container, config)
-        problems += [f"{service}: {problem}" for problem in own]
+        for name in names:
+            deployment = known[name]
+            pod = deployment["spec"]["template"]["spec"]
+            container = next(
+                candidate for candidate in pod["containers"] if candidate["name"] == service
+            )
+            label = service if name == first else deployment["metadata"]["name"]
+            try:
+                config = read_config(service, environment_of(container, known))
+            except ConfigError as error:
+                problems.append(f"{label}: {error}")
+                continue
+            configs[service] = config
+            own = _deployment(service, pod, container, config, version)
+            problems += [f"{label}: {problem}" for problem in own]
     # The policies depend on the ports of all services.
     if configs.keys() == CONFIGS.keys():
         problems += _network(configs, known)
     return [*problems, *_services(known)]
+
+
+def _deployment(
+    service: str, pod: Object, container: Object, config: ServiceConfig, version: str
+) -> Iterator[str]:
+    yield from _images(pod, version)
+    yield from _ports(service, container, config)
+    yield from _files(container)
+    yield from _probes(service, container)
+    yield from _grace(service, pod, container, config)
+    if service == "worker":
+        yield from _memory(container, config)
+
+
+def _selectors(known: Mapping[str, Object]) -> Iterator[str]:
+    """Each Deployment selects its own pods and no others."""
+    deployments = {name: obj["spec"] for name, obj in known.items() if obj["kind"] == "Deployment"}
+    for name, spec in deployments.items():
+        selector = spec["selector"]["matchLabels"].items()
+        selected = [
+            other
+            for other, others in deployments.items()
+            if selector <= others["template"]["metadata"]["labels"].items()
+        ]
+        if selected != [name]:
+            yield f"{name} selects the pods of {', '.join(selected) or 'no Deployment'}"
 
 
 def environment_of(container: Object, known: Mapping[str, Object]) -> dict[str, str]:

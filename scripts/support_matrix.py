@@ -34,7 +34,10 @@ STATES = {
 UPSTREAM_STATE = "see [upstreams](upstreams.md)"
 MERGES = (
     ("workers of tideserve's engine on CPUs", "merge and split"),
-    ("workers of tideserve's engine on GPUs", "first version: not run as a cluster yet"),
+    (
+        "workers of tideserve's engine on GPUs",
+        "first version: two workers have merged and split on one H200",
+    ),
     ("workers with vLLM or in front of upstream servers", "never"),
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),

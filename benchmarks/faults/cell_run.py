@@ -23,9 +23,15 @@ from benchmarks.faults.cluster import (
 )
 from benchmarks.faults.judge import CellSeen, CellVerdict, judge_cell
 from benchmarks.faults.load import Streams, stream_requests, undisturbed_answers
-from benchmarks.faults.matrix import FAULTS, PHASES, FaultCell
+from benchmarks.faults.matrix import FAULTS, MOVE, PHASES, FaultCell
 from benchmarks.faults.outcomes import Undisturbed
-from benchmarks.group_changes import MERGE_PATH, SPLIT_PATH, ChangeFailed, change_groups
+from benchmarks.group_changes import (
+    MERGE_PATH,
+    SPLIT_PATH,
+    ChangeFailed,
+    change_groups,
+    move_requests,
+)
 from benchmarks.systems.system import Deployment, Say
 from services.common.clock import monotonic_s
 from services.common.failpoint import (
@@ -125,6 +131,8 @@ class CellRun:
         self._say("auditing the event logs")
         audited = cluster.audit(self._killed, self._stopped_until_s())
         seen.broken, seen.violations = audited.problems, audited.violations
+        if phase.change == MOVE and not audited.findings.checks["I15"]:
+            seen.broken = [*seen.broken, "no log entry checks I15"]
         return seen
 
     def _follow(
@@ -162,15 +170,19 @@ class CellRun:
     def _change(self) -> None:
         """Request the change of the phase until the failpoint is hit.
 
-        The cluster refuses a change right after another change.
+        The cluster refuses a change right after another change. Moves are repeated, since some
+        requests may move only later.
         """
         while not self._hits():
             try:
-                change_groups(self._cluster.admin_url, PATHS[self._phase.change], 0.0)
-            except ChangeFailed:
-                if self._over.wait(POLL_S):
+                if self._phase.change == MOVE:
+                    move_requests(self._cluster.admin_url, *self._cluster.workers[:2])
+                else:
+                    change_groups(self._cluster.admin_url, PATHS[self._phase.change], 0.0)
                     return
-            else:
+            except ChangeFailed:
+                pass
+            if self._over.wait(POLL_S):
                 return
 
     def _hits(self) -> list[dict[str, Any]]:
@@ -209,7 +221,7 @@ class CellRun:
                 # A single compaction may miss the moment in which a watch is opened.
                 while monotonic_s() < ends_s:
                     forget_history(url)
-            case "etcd-kill" | "gateway-kill" | "memmgr-kill" as kill:
+            case "etcd-kill" | "gateway-kill" | "memmgr-kill" | "scheduler-kill" as kill:
                 pid = pids[kill.removesuffix("-kill")]
                 self._killed.append(pid)
                 os.kill(pid, signal.SIGKILL)

@@ -22,8 +22,14 @@ from services.common.failpoint import (
 )
 
 ROLES = ("leader", "follower")
+SOURCE, TARGET = "source", "target"
 SIZES = (2, 3, 4)
 QUICK_SIZES = (2,)
+MOVE = "move"
+SHIP_FAULTS = (
+    *("kill-worker", "kill-engine", "kill-servicer", "stop-3", "stop-12", "cut", "cut-bulk"),
+    *("gateway-kill", "scheduler-kill", "memmgr-kill"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +37,9 @@ class FaultPhase:
     """Where a fault starts: `point` is formatted with the role, `nth` is the hit that triggers.
 
     merged: whether the groups merge before the load starts. change: the change requested under
-    load, "merge", "split", or "" for none. batch: number of batch streams, which start first, yield
-    to online requests and are interrupted for them. roles, sizes, faults: those with a cell in this
-    phase; None: all. description: for the help.
+    load, "merge", "split", "move" (requests of a worker to another), or "" for none. batch: number
+    of batch streams, which start first, yield to online requests and are interrupted for them.
+    roles, sizes, faults: those with a cell in this phase; None: all. description: for the help.
     """
 
     description: str
@@ -46,10 +52,22 @@ class FaultPhase:
     sizes: Sequence[int] = SIZES
     faults: Sequence[str] | None = None
 
-    def has(self, size: int, role: str, fault: str) -> bool:
-        """Whether this cell exists."""
-        fits = self.faults is None or fault in self.faults
-        return fits and size in self.sizes and role in self.roles
+    def has(self, size: int, fault: str) -> bool:
+        """Whether cells of this size and fault exist."""
+        return size in self.sizes and (self.faults is None or fault in self.faults)
+
+
+def _shipping(description: str, point: str, nth: int) -> FaultPhase:
+    """A phase of moves between single workers; some requests have moved at hit `nth`."""
+    return FaultPhase(
+        description,
+        point,
+        nth,
+        change=MOVE,
+        roles=(SOURCE, TARGET),
+        sizes=SIZES[:1],
+        faults=SHIP_FAULTS,
+    )
 
 
 PHASES: Mapping[str, FaultPhase] = {
@@ -109,6 +127,12 @@ PHASES: Mapping[str, FaultPhase] = {
         sizes=SIZES[:1],
         faults=("kill-worker",),
     ),
+    "ship_parts": _shipping(
+        "KV of a running request is about to be packed or stored", "engine.ship.part.{}", nth=150
+    ),
+    "ship_sealed": _shipping(
+        "a request ends at its worker, and its last KV is on the way", "engine.ship.sealed.{}", 4
+    ),
 }
 
 
@@ -117,8 +141,8 @@ class Fault:
     """The action of a failpoint; `by_hand` is an action of the benchmark while the process is held.
 
     lasts_s: duration of the fault itself. seen: whether a connection closes, so that peers see the
-    fault at once. silence_max_s: how long a stream may then be without a token. roles: the roles
-    for which the fault differs. description: for the help.
+    fault at once. silence_max_s: how long a stream may then be without a token. any_role: whether
+    it is the same whichever role passes the failpoint. description: for the help.
     """
 
     description: str
@@ -126,12 +150,12 @@ class Fault:
     lasts_s: float = 0.0
     seen: bool = True
     silence_max_s: float = 3.0
-    roles: Sequence[str] = ROLES
+    any_role: bool = False
     by_hand: str = ""
 
 
 def _by_hand(description: str, kind: str, lasts_s: float = 0.0) -> Fault:
-    return Fault(description, HOLD, lasts_s, roles=ROLES[:1], by_hand=kind)
+    return Fault(description, HOLD, lasts_s, any_role=True, by_hand=kind)
 
 
 def _stopped(seconds: float) -> Fault:
@@ -161,6 +185,7 @@ FAULTS: Mapping[str, Fault] = {
     "etcd-stop-60": _by_hand("etcd is suspended for 60 s", "etcd-stop", 60),
     "etcd-compact": _by_hand("etcd compacts its history repeatedly", "etcd-compact", 3),
     "memmgr-kill": _by_hand("kill -9 of the memory manager", "memmgr-kill"),
+    "scheduler-kill": _by_hand("kill -9 of the scheduler", "scheduler-kill"),
     "gateway-kill": _by_hand("kill -9 of the gateway", "gateway-kill"),
 }
 QUICK_FAULTS = ("kill-worker",)
@@ -218,7 +243,7 @@ def fault_cells(quick: bool, pattern: str | None = None) -> list[FaultCell]:
 def describe_cells() -> list[str]:
     """Help lines: the cells, and the meaning of their names."""
     every, quick = fault_cells(quick=False), fault_cells(quick=True)
-    sizes, roles = (", ".join(map(str, names)) for names in (SIZES, ROLES))
+    sizes, roles = (", ".join(map(str, names)) for names in (SIZES, (*ROLES, SOURCE, TARGET)))
     return [
         f"A cell is SIZE/PHASE/ROLE/FAULT, such as {every[0].name}. There are {len(every)} cells;"
         f" {len(quick)} with --quick, about a minute each.",
@@ -238,7 +263,7 @@ def describe_cells() -> list[str]:
 def _all(sizes: Sequence[int], faults: Sequence[str]) -> Iterator[FaultCell]:
     for size in sizes:
         for fault in faults:
-            for phase in PHASES:
-                for role in FAULTS[fault].roles:
-                    if PHASES[phase].has(size, role, fault):
-                        yield FaultCell(size, phase, role, fault)
+            for name, phase in PHASES.items():
+                for role in phase.roles[:1] if FAULTS[fault].any_role else phase.roles:
+                    if phase.has(size, fault):
+                        yield FaultCell(size, name, role, fault)

@@ -44,6 +44,8 @@ AVAILABLE_SHARE = 0.8
 class ConstantSource:
     """Parameter source that touches every page without computing values."""
 
+    on_device = True
+
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write ones."""
         target.fill_(1.0)

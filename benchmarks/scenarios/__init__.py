@@ -19,6 +19,7 @@ SUMMARIES = {
     "rebalance": "streams that outgrow one of two workers: preemptions and merges, if they move",
     "recovery": "steady streams after a burst that merged all workers: time to the split, TPOT",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
+    "upstreams": "two servers behind one gateway and behind round-robin: P99 to the first token",
     "survive": "a worker is killed and etcd stops: no request fails, other workers keep serving",
 }
 """Summaries by name. `tideserve --help` reads them without importing the scenarios."""

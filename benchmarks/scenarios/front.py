@@ -12,14 +12,13 @@ dispatch. Plain servers are suspended while the cluster is measured.
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.client_process import run_answered
+from benchmarks.dispatch_rounds import DispatchRecord, DispatchRounds
 from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
-from benchmarks.stats import percentiles
 from benchmarks.systems.process_cost import ProcessCost
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import Tideserve
@@ -27,7 +26,7 @@ from benchmarks.systems.vllm import BLOCK_TOKENS, Vllm
 from tideserve.load.client import Job
 from tideserve.load.record import SentRequest
 from tideserve.load.traces import AZURE_CODE, load_trace
-from tideserve.load.workload import LengthScale, Workload, fixed, from_trace
+from tideserve.load.workload import LengthScale, Workload, fixed
 
 FRONT, PLAIN = "tideserve", "vllm"
 PAIRS, QUICK_PAIRS = 10, 5
@@ -42,13 +41,11 @@ LENGTHS = {
     "equal lengths": LengthScale(prompt_range=(384, 384), output_range=(16, 16)),
 }
 """Prompts are scaled to a fifth, so that a core prefills a prompt in a fraction of a second."""
-UTILISATION = 0.75
-"""Arrival rate as a share of the saturated throughput of the plain servers."""
-SATURATING = 16
-"""Concurrency that saturates the servers."""
 ROUND_TIMEOUT_S = 300.0
 CPU_SHARE_MAX, TTFT_ADDED_MAX_S = 0.05, 0.010
-P99_SHARE_MAX = {"lengths of the trace": 0.8, "equal lengths": 1.05}
+DISPATCH = DispatchRounds(
+    FRONT, PLAIN, LENGTHS, {"lengths of the trace": 0.8, "equal lengths": 1.05}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +59,11 @@ class LoadCost:
 
 @dataclass(slots=True)
 class FrontRecord:
-    """All measurements by system; TTFTs of a trace by lengths, then by system."""
+    """All measurements by system."""
 
     alone: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
     together: dict[str, list[LoadCost]] = field(default_factory=lambda: {FRONT: [], PLAIN: []})
-    ttfts_s: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
-    rates_per_s: dict[str, float] = field(default_factory=dict)
+    dispatch: DispatchRecord = field(default_factory=DispatchRecord)
 
 
 @dataclass(slots=True)
@@ -116,7 +112,11 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     with ExitStack() as stack:
         compare_costs(Sides.start(deployment, 1, say, stack), record, choice, progress)
     with ExitStack() as stack:
-        compare_dispatch(Sides.start(deployment, 2, say, stack), record, choice, progress)
+        sides = Sides.start(deployment, 2, say, stack)
+        trace = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace))
+        recorded = trace.slice(AZURE_CODE_BEGIN_S, AZURE_CODE_S)
+        rounds = QUICK_ROUNDS if choice.quick else ROUNDS
+        record.dispatch = DISPATCH.measure(sides.send, recorded, rounds, choice.seed, progress)
     return judge(record)
 
 
@@ -131,31 +131,6 @@ def compare_costs(sides: Sides, record: FrontRecord, choice: LoadChoice, progres
             if number >= 0:
                 record.alone[name].append(alone)
                 record.together[name].append(together)
-
-
-def compare_dispatch(sides: Sides, record: FrontRecord, choice: LoadChoice, progress: Say) -> None:
-    """Measure rounds with both kinds of lengths; in a round, both systems get the same arrivals.
-
-    Both systems get the load that determines the rate, so that neither starts cold. Prompts of the
-    two kinds share no prefixes, which vLLM's prefix cache would skip.
-    """
-    rounds = QUICK_ROUNDS if choice.quick else ROUNDS
-    trace = load_trace(AZURE_CODE if choice.trace is None else Path(choice.trace))
-    recorded = trace.slice(AZURE_CODE_BEGIN_S, AZURE_CODE_S)
-    for number, (lengths, scale) in enumerate(LENGTHS.items()):
-        first_seed = (choice.seed * len(LENGTHS) + number) * 1000
-        by = record.ttfts_s[lengths] = {FRONT: [], PLAIN: []}
-        progress(f"{lengths}: measuring the saturated request rate")
-        load = from_trace(recorded, scale, first_seed, lengths)
-        answered = {name: _answered_per_s(sides.send(name, load, SATURATING)) for name in by}
-        rate = record.rates_per_s[lengths] = UTILISATION * answered[PLAIN]
-        for turn in range(rounds):
-            progress(f"{lengths}: round {turn + 1} of {rounds}")
-            seed = first_seed + 1 + turn
-            load = from_trace(recorded.with_poisson_arrivals(rate, seed), scale, seed, lengths)
-            # Alternate the order, so that drift of the machine affects both systems.
-            for name in sorted(by, reverse=bool(turn % 2)):
-                by[name].append(_ttfts(sides.send(name, load, None)))
 
 
 def judge(record: FrontRecord) -> TrialVerdict:
@@ -195,54 +170,12 @@ def judge(record: FrontRecord) -> TrialVerdict:
     share = median(figures["eight at a time"]["cpu_beside_engine"])
     if share > CPU_SHARE_MAX:
         problems.append(f"the control plane takes {100 * share:.1f} % of the engine's CPU")
-    for lengths in record.ttfts_s:
-        _judge_dispatch(record, lengths, figures, rows, problems)
-    return TrialVerdict(figures, rows, problems)
-
-
-def _judge_dispatch(
-    record: FrontRecord,
-    lengths: str,
-    figures: dict[str, Any],
-    rows: list[tuple[str, str]],
-    problems: list[str],
-) -> None:
-    """Add figures, rows and problems of the dispatch with one kind of lengths."""
-    ttfts = record.ttfts_s[lengths]
-    p99s = {name: [_p99(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()}
-    ratios = [a / b for a, b in zip(p99s[FRONT], p99s[PLAIN], strict=True)]
-    # Judge the P99 over all rounds: a single round has too few requests for a stable P99.
-    together = {name: _p99([*chain.from_iterable(each)]) for name, each in ttfts.items()}
-    ratio = together[FRONT] / together[PLAIN]
-    figures[lengths] = {
-        "requests_per_s": record.rates_per_s[lengths],
-        "requests": [len(ttfts_s) for ttfts_s in ttfts[FRONT]],
-        "ttft_s": {
-            name: [percentiles(ttfts_s) for ttfts_s in each] for name, each in ttfts.items()
-        },
-        "p99_ratios": ratios,
-        "p99_s": together,
-        "p99_ratio": ratio,
-    }
-    pooled = ", ".join(f"{p99_s:.2f} s {name}" for name, p99_s in together.items())
-    rounds = ", ".join(f"{round_ratio:.2f}" for round_ratio in ratios)
-    rate = f"{record.rates_per_s[lengths]:.1f} requests/s"
-    rows.append((lengths, f"{rate}: P99 TTFT of all rounds {pooled}: {ratio:.2f} x ({rounds})"))
-    if ratio > P99_SHARE_MAX[lengths]:
-        problems.append(f"{lengths}: P99 TTFT is {ratio:.2f} x that of round-robin")
+    dispatched, lengths_rows, lengths_problems = DISPATCH.judge(record.dispatch)
+    return TrialVerdict(figures | dispatched, rows + lengths_rows, problems + lengths_problems)
 
 
 def _ttfts(records: Sequence[SentRequest]) -> list[float]:
     return [record.ttft_s for record in records]
-
-
-def _p99(values: Sequence[float]) -> float:
-    return percentiles(values)["p99"] or 0.0
-
-
-def _answered_per_s(records: Sequence[SentRequest]) -> float:
-    last_s = max(record.token_times_s[-1] for record in records)
-    return len(records) / (last_s - min(record.sent_s for record in records))
 
 
 SCENARIO = Scenario(

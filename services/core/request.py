@@ -25,6 +25,8 @@ TOP_LOGPROBS_MAX = 20
 """Maximum number of alternatives (`top_logprobs`) per token."""
 PROMPT_LOGPROBS_MAX = 2**17
 """Maximum number of prompt log probabilities: tokens × (1 + alternatives per token)."""
+SERVER_LOSSES_MAX = 3
+"""Recent losses of upstream servers under a request after which it fails: it may be their cause."""
 CACHE_SALT_CHARS_MAX = 128
 """Maximum length of a `cache_salt`."""
 VOCAB_MAX = 2**24
@@ -152,7 +154,7 @@ class Request:
     `resumable`: its gateway resumes it on another worker if it is returned after output tokens.
     Requests share cached prefixes only within the same `cache_salt`. A request that another worker
     has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
-    these tokens.
+    these tokens. `server_losses`: losses of upstream servers under it at earlier workers.
     """
 
     request_id: str
@@ -169,6 +171,7 @@ class Request:
     returnable: bool = False
     resumable: bool = False
     output_ids: tuple[int, ...] = ()
+    server_losses: int = 0
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

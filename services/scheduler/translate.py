@@ -214,6 +214,17 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
                 )
                 for wait in snapshot.class_waits
             ],
+            buckets=[
+                scheduler_pb2.ModelBuckets(
+                    model=stats.model,
+                    buckets=[
+                        scheduler_pb2.Bucket(length=length, requests=count)
+                        for length, count in stats.buckets
+                    ],
+                    padding_share=stats.padding_share,
+                )
+                for stats in snapshot.buckets
+            ],
         )
     )
 

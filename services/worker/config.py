@@ -175,12 +175,24 @@ class WorkerConfig(ServiceConfig):
         minimum=1,
         maximum=2**50,
     )
+    overlap: bool = option(
+        False,
+        "Whether a GPU copies KV and layers, and results are published, while iterations run. Not"
+        " measured on a GPU yet.",
+        expert=True,
+    )
     host_weights_bytes: int = size(
         0,
         "Host memory of each worker for copies of layers, from which dropped layers are restored"
         " first; 0: none. The copies are made while the model is loaded; on a GPU they are pinned.",
         minimum=0,
         maximum=2**50,
+    )
+    device_sampling: bool = option(
+        True,
+        "Whether a GPU chooses the tokens, for logits of up to 32 bits; if not, the host does. No"
+        " effect without a GPU.",
+        expert=True,
     )
     slabs_at_once: int = number(
         4,

@@ -139,4 +139,5 @@ def worker_record(
         code_digest=code_digest,
         scheduling=config.planner.scheduling,
         cost_model=to_cost_record(facts.cost_model),
+        no_drops=facts.no_drops,
     )

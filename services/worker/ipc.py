@@ -44,7 +44,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     `max_model_len` is the longest sequence that its KV cache holds, `context_tokens` the longest
     that the model supports. The addresses are for transfers between engines; empty if the engine
     does not support them. Only engines with the same `model_digest` compute the same tokens.
-    `cost_model` predicts the duration of its iterations, if it has one. Parameters and the KV of a
+    `no_drops`: why an engine that could merge has no addresses. `cost_model` predicts the duration
+    of its iterations, if it has one. Parameters and the KV of a
     layer each occupy whole chunks of `chunk_bytes` of the arena.
     """
 
@@ -64,6 +65,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     context_tokens: int = 0
     cost_model: CostModel | None = None
     chunk_bytes: int = 0
+    no_drops: str = ""
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -65,6 +65,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     )
     _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
     _require(start.choice >= 0, "choice must not be below 0")
+    _require(start.server_losses >= 0, "server_losses must not be below 0")
     service = to_service(start.service)
     fault = service.fault()
     _require(fault is None, fault or "")
@@ -83,6 +84,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         returnable=start.returnable,
         resumable=start.resumable,
         output_ids=output,
+        server_losses=start.server_losses,
     )
 
 

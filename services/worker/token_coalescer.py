@@ -72,5 +72,6 @@ def _append(event: pb.RequestEvent, later: pb.RequestEvent) -> None:
     event.token_ids.extend(later.token_ids)
     event.logprobs.extend(later.logprobs)
     event.finish_reason = later.finish_reason
+    event.cached_tokens = event.cached_tokens or later.cached_tokens
     if later.HasField("times"):
         event.times.CopyFrom(later.times)

@@ -108,6 +108,7 @@ def to_refusal(refusal: RefuseRequest) -> pb.RequestEvent:
     event = failure(refusal.request_id, reason, refusal.message)
     event.kv_lost = refusal.kv_lost
     event.leaving = refusal.leaving
+    event.server_losses = refusal.server_losses
     if (go_to := refusal.go_to) is not None:
         event.go_to.worker_id, event.go_to.address = go_to.worker_id, go_to.address
         event.go_to.group_id, event.go_to.epoch = go_to.group_id, go_to.epoch

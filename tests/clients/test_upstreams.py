@@ -83,6 +83,10 @@ class RealServer:
         lines = [line for line in text.splitlines() if any(name in line for name in names)]
         return sum(float(line.rpartition(" ")[2]) for line in lines if line[0] != "#")
 
+    async def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return await self.running() == 0
+
 
 def vllm_server(folder: Path) -> RealServer:
     create_cache(cache_root())
@@ -90,7 +94,7 @@ def vllm_server(folder: Path) -> RealServer:
     model = str(resolve_model(None, cache_root(), print))
     command = [str(python.with_name("vllm")), "serve", model, "--served-model-name", MODEL]
     command += ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"]
-    command += ["--scheduling-policy", "priority"]
+    command += ["--scheduling-policy", "priority", "--enable-prompt-tokens-details"]
     inherited = {**os.environ, "HOME": str(folder)}
     environment = vllm_environment(inherited, python, 1) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     return RealServer(command, environment, folder / "vllm.log")
@@ -186,6 +190,19 @@ async def test_text_is_that_of_the_server(front: Cluster, server: RealServer) ->
         assert chats[0].choices[0].finish_reason == chats[1].choices[0].finish_reason == "stop"
 
 
+async def test_cached_tokens_are_those_of_the_server(front: Cluster, server: RealServer) -> None:
+    text = " ".join(map(prompt, range(24)))
+    asked: Any = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0}
+    async with open_client(front.url) as client:
+        for _ in range(2):
+            usage = (await client.completions.create(**asked)).usage
+            # A slot of llama.cpp keeps its prefix, but is still busy for a moment.
+            await eventually(server.idle, deadline_s=HANG_UP_S)
+    assert usage is not None and usage.prompt_tokens_details is not None
+    cached = usage.prompt_tokens_details.cached_tokens or 0
+    assert usage.prompt_tokens / 2 < cached < usage.prompt_tokens
+
+
 async def test_a_hang_up_reaches_the_server(front: Cluster, server: RealServer) -> None:
     begun = asyncio.Event()
     async with open_client(front.url) as client:
@@ -195,10 +212,7 @@ async def test_a_hang_up_reaches_the_server(front: Cluster, server: RealServer) 
         running.cancel()
         await asyncio.wait([running])
 
-    async def idle() -> bool:
-        return await server.running() == 0
-
-    await eventually(idle, deadline_s=HANG_UP_S)
+    await eventually(server.idle, deadline_s=HANG_UP_S)
 
 
 async def test_overload_is_refused_with_a_time(front: Cluster) -> None:

@@ -1,7 +1,8 @@
 """Workers that shut down return streams at any token, and no client notices it.
 
 Both workers return a request after each token, so a move falls between any two tokens of a stop
-string, of a character and of a tool call.
+string, of a character and of a tool call. The request moves without its KV, over the scheduler, or
+with it, straight to the other worker.
 """
 
 import json
@@ -24,21 +25,31 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</
 pytestmark = pytest.mark.gateway(workers=2, max_model_len=4096)
 
 
-@pytest.fixture(autouse=True)
-def leaving(case: Case) -> None:
-    for worker in case.cluster.workers:
+@pytest.fixture(autouse=True, params=[False, True], ids=["without KV", "with KV"])
+def with_kv(case: Case, request: pytest.FixtureRequest) -> bool:
+    for worker, other in zip(case.cluster.workers, reversed(case.cluster.workers), strict=True):
         worker.fails_after, worker.failure = 1, worker_pb2.FINISH_REASON_RETURNED
-        worker.leaving = True
+        worker.leaving = not request.param
+        worker.go_to = other if request.param else None
+    return bool(request.param)
 
 
-async def test_characters_of_several_tokens_arrive_whole(case: Case) -> None:
+def starts_of(case: Case) -> int:
+    return sum(len(worker.starts) for worker in case.cluster.workers)
+
+
+async def test_characters_of_several_tokens_arrive_whole(case: Case, with_kv: bool) -> None:
     tokens = len(text_ids(TEXT))
     async with case.stream(max_tokens=tokens) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
     texts = [json.loads(line)["choices"][0]["text"] for line in lines]
     assert "".join(texts) == TEXT
+    assert starts_of(case) == tokens
     asks = case.cluster.scheduler.asks
+    if with_kv:
+        assert len(asks) == 1
+        return
     assert len(asks) == tokens and all(ask.returned and ask.resumed for ask in asks[1:])
     assert not any(ask.alone for ask in asks), "no engine has died"
     assert all(0 < ask.excused_s <= ask.waited_s for ask in asks[1:])
@@ -71,9 +82,10 @@ async def test_a_tool_call_may_be_spread_over_many_workers(case: Case, stream: b
         arguments = "".join(call["function"].get("arguments", "") for call in calls)
         reason = choices[-1]["finish_reason"]
     assert json.loads(arguments) == {"city": "Köln"} and reason == "tool_calls"
-    assert len(case.cluster.scheduler.asks) > len(text_ids(CALL))
+    assert starts_of(case) > len(text_ids(CALL))
 
 
+@pytest.mark.parametrize("with_kv", [False], indirect=True)
 async def test_a_request_may_be_returned_often_before_its_first_token(case: Case) -> None:
     """More often than a request may lose its worker."""
     for worker in case.cluster.workers:

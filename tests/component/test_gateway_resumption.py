@@ -256,6 +256,24 @@ async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "reason", [worker_pb2.FINISH_REASON_RETURNED, worker_pb2.FINISH_REASON_OVERLOADED]
+)
+async def test_what_upstream_servers_are_lost_under_runs_alone_and_then_ends(
+    case: Case, reason: "worker_pb2.FinishReason"
+) -> None:
+    for worker in case.cluster.workers:
+        worker.fails_after, worker.failure, worker.kv_lost = 2, reason, True
+        worker.server_losses = 1
+    answer = await case.complete(max_tokens=TOKENS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "server_lost")
+    assert answer.headers["x-should-retry"] == "false"
+    assert [ask.alone for ask in case.cluster.scheduler.asks] == [False, False, True]
+    one, another = case.cluster.workers
+    assert [start.server_losses for start in another.starts] == [0, 2]
+    assert [start.server_losses for start in one.starts] == [1]
+
+
 async def test_other_losses_do_not_make_a_request_run_alone(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.fails_after = 2

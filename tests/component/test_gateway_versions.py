@@ -124,6 +124,7 @@ async def test_it_serves_groups_of_services_of_another_release(
         assert reasons[-1] == "length"
         state = (await case.http.get("/ready")).json()
         assert (state["workers_registered"], state["groups_serving"]) == (2, 2)
+        assert state["workers_without_drops"] == {}
         await check_admin_port(case, release is NextRelease)
     names = {name.rpartition(".")[2] for name in frames}
     assert {"AdmitResponse", "GenerateRequest", "GenerateResponse"} <= names

@@ -21,6 +21,7 @@ def test_iterations_interruptions_and_a_drop_are_measured(tmp_path: Path) -> Non
     figures = json.loads(figures_path.read_text())
     assert len(figures["iterations"]) == 6, "256 decodes do not fit in so little memory"
     for times in figures["iterations"].values():
+        assert all(each["requests"] and each["new_tokens"] for each in times["lengths"])
         assert times["engine_ms"] > 0 and times["products_ms"] > 0
     assert figures["interrupted"]["interruptible_ms"] > 0
     drop = figures["drop"]

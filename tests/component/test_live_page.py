@@ -5,19 +5,33 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.batches.store import BatchStore
+from services.scheduler import app as scheduler_app
+from services.scheduler.config import SchedulerConfig
 from tests.support.admin import admin_port, members
 from tests.support.batch_store import OWNER, begun_batch, result
 from tests.support.browser import CHROMIUM, Page, open_page
+from tests.support.control_plane import (
+    LEASE_TTL_S,
+    FakeGateway,
+    FakeWorker,
+    service_address,
+    serving,
+)
 from tests.support.member import FakeMember
+from tests.support.waiting import eventually
+from tideserve.common.v1 import service_pb2
+from tideserve.scheduler.v1 import scheduler_pb2
 
 KEY = "a key of more than sixteen"
 TANKS = "document.querySelectorAll('.tank')"
@@ -63,6 +77,7 @@ async def focus_on(page: Page, wanted: str) -> None:
 async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_path: Path) -> None:
     async with watched(store, tmp_path) as (page, _, (one, _other)):
         await page.until(f"{TANKS}.length === 2 && {LIVE}")
+        assert await page.evaluate("document.querySelector('#no-drops').hidden")
         assert "every worker holds the whole model" in await page.text("#headline")
         whole = await page.until(height(0, "parameters"))
         assert await page.evaluate(height(0, "used")) == 0
@@ -107,6 +122,20 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         assert page.complaints == []
 
 
+async def test_it_says_which_workers_cannot_drop_layers(store: Store, tmp_path: Path) -> None:
+    note = "document.querySelector('#no-drops')"
+    lacking = {"capabilities": ["generate"], "no_drops": "UCX cannot be loaded"}
+    async with (
+        members(store, **lacking),
+        admin_port(store, tmp_path) as url,
+        open_page() as page,
+    ):
+        await page.goto(url)
+        await page.until(f"{LIVE} && !{note}.hidden")
+        assert await page.text("#no-drops") == "w0, w1 cannot drop layers: UCX cannot be loaded."
+        assert page.complaints == []
+
+
 async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/batches.db"
     batches = BatchStore(url)
@@ -135,6 +164,44 @@ async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> 
         await page.until(f"{panel}.hidden")
         assert page.complaints == []
     await batches.close()
+
+
+async def test_it_shows_waiting_requests_by_length(store: Store, tmp_path: Path) -> None:
+    """A real scheduler orders batch requests of two lengths that no group has room for."""
+    panel = "document.querySelector('#lengths')"
+    options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "buckets": "on"}
+    config = from_mapping(SchedulerConfig, options, "a test")
+    batch = service_pb2.Service(service_class=service_pb2.SERVICE_CLASS_BATCH)
+    async with watched(store, tmp_path) as (page, _, (one, _other)):
+        full = FakeWorker(one.record, epoch=one.engine.epoch)
+        full.load.kv_blocks_free = 0
+        async with (
+            serving(scheduler_app.serve, config),
+            full.reporting(address := await service_address(store, "scheduler")),
+            FakeGateway.connected(address) as gateway,
+        ):
+            await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].groups_serving)
+            for number in range(80):
+                prompt_tokens = 40 if number % 4 else 900
+                await gateway.ask(f"r{number}", prompt_tokens=prompt_tokens, service=batch)
+            await page.until(f"{LIVE} && document.querySelectorAll('#buckets li').length > 1")
+            (model,) = await eventually(lambda: gateway.heartbeats[-1].buckets)
+            lengths = [bucket.length for bucket in model.buckets]
+            await page.until("document.querySelector('#buckets').innerText.includes('20')")
+            rows = "[...document.querySelectorAll('#buckets li')]"
+            ranges = await page.evaluate(f"{rows}.map((r) => r.querySelector('.range').innerText)")
+            assert ranges == [
+                f"{low + 1:,} to {high:,} tokens" for low, high in pairwise([0, *lengths])
+            ]
+            counts = await page.evaluate(f"{rows}.map((r) => r.querySelector('.count').innerText)")
+            widths = await page.evaluate(f"{rows}.map((r) => r.querySelector('.bar').style.width)")
+            assert (counts, widths) == (["60", "20"], ["100%", "33.3333%"])
+            assert f"{100 * model.padding_share:.1f} % of all tokens" in await page.text("#padding")
+            for number in range(80):
+                withdraw = scheduler_pb2.Withdraw(request_id=f"r{number}")
+                await gateway.send(scheduler_pb2.AdmitRequest(withdraw=withdraw))
+            await page.until(f"{panel}.hidden")
+            assert page.complaints == []
 
 
 async def test_a_change_that_fails_is_told(store: Store, tmp_path: Path) -> None:

@@ -99,13 +99,29 @@ async def test_a_worker_checks_fence_and_group(store: Store) -> None:
     async with cluster(store, {}, {}) as (_, members):
         member = members[0]
         await move_directly(member, epoch=1)
-        for changes in ({"incarnation": "other"}, {"epoch": 2}, {"group_id": "g"}):
+        stale = {"token": 2**40 - 1}
+        for changes in (stale, {"incarnation": "other"}, {"epoch": 2}, {"group_id": "g"}):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await move_directly(member, **changes)
             assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         member.servicer.refuse_all()
         await move_directly(member, epoch=1)  # a worker that shuts down moves its requests
         assert len(member.engine.orders) == 2
+
+
+async def test_an_introduction_by_an_earlier_coordinator_is_refused(store: Store) -> None:
+    async with cluster(store, {}, {}) as (_, (member, _)):
+        await move_directly(member)
+        peer = worker_pb2.Peer(worker_id="w0", incarnation=member.record.incarnation)
+        request = worker_pb2.IntroduceRequest(
+            token=2**40 - 1, incarnation=member.record.incarnation, peers=[peer]
+        )
+        async with open_channel(member.record.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="a stale Introduce"):
+                await member.stub(channel).Introduce(request, timeout=DEADLINE_S)
+            request.token += 1
+            await member.stub(channel).Introduce(request, timeout=DEADLINE_S)
+        assert member.engine.introduced == [["w0"]]
 
 
 async def move_directly(member: FakeMember, **changes: Any) -> worker_pb2.ShipRequestsResponse:

@@ -15,6 +15,7 @@ from services.common.config import from_mapping
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.report import OtherRoom
 from services.core.request import (
+    SERVER_LOSSES_MAX,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -28,10 +29,10 @@ from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import AbortRequest, ReturnRequests, StartRequest
 from services.worker.openai_engine import opening
-from services.worker.openai_engine.engine import LOST_MAX, LossCount
 from services.worker.openai_engine.errors import UpstreamChanged
 from services.worker.openai_engine.opening import open_upstream
 from services.worker.vllm_engine.arguments import priority_of
+from services.worker.vllm_engine.server_losses import LossCount
 from tests.support.fake_async_llm import AdapterOnTest
 from tests.support.tiny_models import write_tokenizer
 from tests.support.upstream_server import BLOCKS, UpstreamServer, expected
@@ -124,6 +125,48 @@ async def test_a_request_gets_the_tokens_of_the_server(
     (times,) = [frame.times["r"] for frame in adapter.told if frame.times]
     assert times.wait_s == 0 and times.prefill_s > 0
     assert (await adapter.settled()).report.load.kv_blocks_free == BLOCKS
+
+
+@pytest.mark.parametrize("count", [1, 8])
+async def test_cached_tokens_are_those_that_the_server_reports(
+    adapter: AdapterOnTest, upstream: UpstreamServer, count: int
+) -> None:
+    upstream.cached_tokens = 5
+    adapter.send(start(limits=Limits(count)))
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert [token.cached_tokens for token in tokens(adapter)] == [0] * (count - 1) + [5]
+    assert not upstream.hung_up
+
+
+async def test_cached_tokens_of_a_prompt_with_output_do_not_count(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.cached_tokens, upstream.ends_early = 5, True
+    adapter.send(start())
+    await begun(adapter, 1)
+    upstream.ends_early = False
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert {token.cached_tokens for token in tokens(adapter)} == {0}
+
+
+@pytest.mark.parametrize("count", [-1, "5", True, None, {}])
+async def test_cached_tokens_that_are_no_number_do_not_count(
+    adapter: AdapterOnTest, upstream: UpstreamServer, count: Any
+) -> None:
+    upstream.cached_tokens = count
+    adapter.send(start())
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert {token.cached_tokens for token in tokens(adapter)} == {0}
+
+
+async def test_a_server_that_goes_on_after_the_last_token_is_hung_up(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.tokens_more = 50
+    adapter.send(start())
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert ids(adapter) == expected(list(prompt_of("r")), 8)
+    await eventually(lambda: upstream.hung_up, interval_s=0.005)
 
 
 async def test_a_stop_token_ends_a_request(adapter: AdapterOnTest) -> None:
@@ -288,15 +331,27 @@ async def test_a_stream_that_ends_early_continues_and_then_fails(
     adapter.send(start())
     refusal = await ended(adapter)
     assert isinstance(refusal, RefuseRequest) and refusal.retryable
-    assert f"was lost {LOST_MAX} times under this request" in refusal.message
-    assert ids(adapter) == expected(list(prompt_of("r")), LOST_MAX)
+    assert "were lost 3 times under this request" in refusal.message
+    assert refusal.server_losses == SERVER_LOSSES_MAX == 3
+    assert ids(adapter) == expected(list(prompt_of("r")), SERVER_LOSSES_MAX)
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+async def test_losses_at_earlier_workers_count(
+    adapter: AdapterOnTest, upstream: UpstreamServer, earlier: int
+) -> None:
+    upstream.breaks = True
+    adapter.send(start(server_losses=earlier))
+    refusal = await ended(adapter)
+    assert isinstance(refusal, RefuseRequest)
+    assert (refusal.server_losses, len(upstream.bodies)) == (3, 3 - earlier)
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ({"refusals": [500, 502, 504]}, "failed with HTTP status 504"),
-        ({"refusals": [204] * LOST_MAX}, "failed with HTTP status 204"),
+        ({"refusals": [204] * SERVER_LOSSES_MAX}, "failed with HTTP status 204"),
         ({"content_type": "text/html"}, "got 'text/html'"),
         ({"breaks": True}, "the connection to the upstream server failed"),
     ],
@@ -309,7 +364,7 @@ async def test_a_server_that_fails_each_time_is_no_fault_of_the_request(
     refusal = await ended(adapter)
     assert isinstance(refusal, RefuseRequest) and refusal.retryable
     assert message in refusal.message and "do not retry" not in refusal.message
-    assert len(upstream.bodies) == LOST_MAX
+    assert len(upstream.bodies) == SERVER_LOSSES_MAX
 
 
 async def test_a_redirect_is_an_error_of_the_server(
@@ -398,6 +453,7 @@ async def test_a_worker_that_is_asked_to_returns_the_requests_of_a_lost_server(
     adapter.send(room)
     (refusal,) = await eventually(lambda: refusals(adapter))
     assert (refusal.request_id, refusal.returned, refusal.kv_lost) == ("moved", True, True)
+    assert refusal.server_losses == 1
     upstream.release()
     await upstream.start()
     await eventually(lambda: len(ids(adapter, "kept")) == 8)

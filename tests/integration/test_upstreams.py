@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from openai import APIStatusError
 from tests.support.batches import as_file
 from tests.support.client import open_client, prompt_of, stream_completion
 from tests.support.cluster import Cluster
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model, write_tokenizer
+from tests.support.upstream_server import UpstreamServer
 from tests.support.waiting import eventually
 
 STREAMS = 24
@@ -52,6 +54,16 @@ def front(upstream: Cluster, model_dir: Path, key_file: Path) -> Iterator[Cluste
     options["worker"] = {"upstream_kv_tokens": 16_384}
     with Cluster(model_dir, workers=1, queue_limit=4, **options) as running:
         yield running
+
+
+@asynccontextmanager
+async def entered(cluster: Cluster) -> AsyncIterator[Cluster]:
+    """A cluster that starts and stops while servers of this process answer."""
+    stack = ExitStack()
+    try:
+        yield await asyncio.to_thread(stack.enter_context, cluster)
+    finally:
+        await asyncio.to_thread(stack.close)
 
 
 async def answer(cluster: Cluster, number: int, key: str = "none", **options: Any) -> str:
@@ -169,6 +181,21 @@ async def test_streams_survive_the_loss_of_the_server(upstream: Cluster, front: 
     assert list(await asyncio.gather(*running)) == wanted
     await eventually(lambda: front.workers()[0]["running"] == 0)
     assert "is gone" in front.log("worker-0")
+
+
+async def test_a_request_breaks_three_servers_at_most(tmp_path: Path) -> None:
+    """Its streams break after each token, so no other limit ends it."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
+    write_tokenizer(tmp_path, 320)
+    async with UpstreamServer() as one, UpstreamServer() as other:
+        options: dict[str, Any] = {"upstream": [one.url, other.url], "model_name": "tiny"}
+        async with entered(Cluster(tmp_path, workers=2, **options)) as cluster:
+            one.ends_early = other.ends_early = True
+            async with open_client(cluster.url) as client:
+                with pytest.raises(APIStatusError) as raised:
+                    await client.completions.create(model="tiny", prompt="a", max_tokens=60)
+        assert (raised.value.status_code, raised.value.code) == (502, "server_lost")
+        assert len(one.bodies) + len(other.bodies) == 3
 
 
 @pytest.mark.slow

@@ -54,13 +54,13 @@ async def admin_port(
 
 
 @asynccontextmanager
-async def members(store: Store) -> AsyncIterator[tuple[FakeMember, FakeMember]]:
-    """Two members that serve alone, and a memory manager that leads."""
+async def members(store: Store, **record: Any) -> AsyncIterator[tuple[FakeMember, FakeMember]]:
+    """Two members that serve alone, and a memory manager that leads; `record`: fields of both."""
     config = MemmgrConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, change_over_timeout_s=20)
     async with (
         serving(memmgr_app.serve, config),
-        member(store, "w0") as one,
-        member(store, "w1") as two,
+        member(store, "w0", **record) as one,
+        member(store, "w1", **record) as two,
         reporting(await service_address(store, "memmgr"), one, two),
     ):
         await eventually(lambda: one.engine.serving and two.engine.serving)

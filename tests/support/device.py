@@ -10,9 +10,11 @@ import torch
 
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import CPU_CHUNKS, GPU_CHUNKS
-from services.worker.engine.memory.cuda import CudaArena, VirtualMemory
+from services.worker.engine.memory.cuda import CudaArena
+from services.worker.engine.memory.device_copies import DeviceCopies
 from services.worker.engine.memory.memfd import MemfdArena
 from tests.support.fake_cuda_driver import FakeCudaDriver
+from tests.support.fake_streams import FakeStreams
 
 DEVICE = os.environ.get("TIDESERVE_TEST_DEVICE", "cpu")
 EXACT: torch.dtype = getattr(torch, os.environ.get("TIDESERVE_TEST_DTYPE", "float64"))
@@ -35,9 +37,15 @@ def make_arena(kind: str, total_chunks: int) -> Arena:
     """An arena of the class for `kind`; without a GPU, one for CUDA has a driver in the tests."""
     if kind == "cpu":
         return MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=total_chunks)
-    driver: VirtualMemory = FakeCudaDriver(CHUNK_BYTES)
-    if ON_GPU:
-        from services.worker.engine.memory.cuda_driver import CudaDriver
+    sizes = {"chunk_bytes": CHUNK_BYTES, "total_chunks": total_chunks}
+    if not ON_GPU:
+        driver = FakeCudaDriver(CHUNK_BYTES)
+        copies = DeviceCopies(FakeStreams(driver), block_bytes=CHUNK_BYTES)
+        return CudaArena(driver, copies.fence, **sizes)
+    from services.worker.engine.memory.cuda_driver import CudaDriver
+    from services.worker.engine.memory.cuda_streams import CudaStreams
 
-        driver = CudaDriver(torch.device(DEVICE))
-    return CudaArena(driver, chunk_bytes=CHUNK_BYTES, total_chunks=total_chunks)
+    device = torch.device(DEVICE)
+    streams = CudaStreams(device, copy_bytes=CHUNK_BYTES, block_bytes=CHUNK_BYTES)
+    copies = DeviceCopies(streams, block_bytes=CHUNK_BYTES)
+    return CudaArena(CudaDriver(device), copies.fence, **sizes)

@@ -161,6 +161,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
     kv_lost: bool = False
     leaving: bool = False
+    # Losses of its upstream server under each request that fails.
+    server_losses: int = 0
     # Where requests that fail as RETURNED go on.
     go_to: "FakeWorker | None" = None
     # The index after the last token that was emitted.
@@ -281,7 +283,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if self.pause_at is not None and first >= self.pause_at:
                 await self.go.wait()
             if self.fails_after is not None and first - from_index >= self.fails_after:
-                self._emit(outbox, start, first, [], self.failure)
+                losses = start.server_losses + self.server_losses
+                self._emit(outbox, start, first, [], self.failure, losses)
                 return
             part = tokens[first : first + self.tokens_per_event]
             end = first + len(part) == len(tokens)
@@ -319,6 +322,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         first_index: int,
         token_ids: Sequence[int],
         reason: "worker_pb2.FinishReason",
+        server_losses: int = 0,
     ) -> None:
         if reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
             self.active.discard(start.request_id)
@@ -329,6 +333,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             token_ids=token_ids,
             finish_reason=reason,
             message=message,
+            server_losses=server_losses,
             kv_lost=self.kv_lost and reason == worker_pb2.FINISH_REASON_RETURNED,
             leaving=self.leaving and reason == worker_pb2.FINISH_REASON_RETURNED,
             go_to=self._go_to if reason == worker_pb2.FINISH_REASON_RETURNED else None,

@@ -4,7 +4,7 @@ It refuses what an H200 has refused (benchmarks/results/gpu-h200.json): to map o
 to give access over a hole, to unmap a part of a chunk. Memory without access crashes, as there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
 
 import torch
@@ -22,11 +22,14 @@ class FakeCudaDriver:
     def __init__(self, granularity_bytes: int = PAGESIZE, chunks_max: int = CHUNKS) -> None:
         self.granularity_bytes = granularity_bytes
         self._chunks_max = chunks_max
-        self._file = MemfdArena(chunk_bytes=granularity_bytes, total_chunks=CHUNKS)
+        self._file = MemfdArena(chunk_bytes=granularity_bytes, total_chunks=chunks_max)
         self.chunks: set[int] = set()
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
-        self.waits = 0
+        # Ends all copies.
+        self.end_copies: Callable[[], None] = lambda: None
+        # Fails if a stream uses memory that is about to be unmapped.
+        self.check_unused: Callable[[int, int], None] = lambda address, size_bytes: None
 
     def create(self, size_bytes: int) -> int:
         assert size_bytes == self.granularity_bytes
@@ -59,13 +62,13 @@ class FakeCudaDriver:
             self._file._map_address(one, self.mapped[one], 1)
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        assert self.waits, "a kernel may use this memory"
+        self.check_unused(address, size_bytes)
         for one in self._whole(address, size_bytes):
             del self.mapped[one]
             self._file._unmap_address(one, self.granularity_bytes)
 
     def wait(self) -> None:
-        self.waits += 1
+        self.end_copies()
 
     def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
         return tensor_over(address, size_bytes, torch.device("cpu"))

@@ -15,8 +15,9 @@ import torch
 
 from services.core.groups.slab_names import EMBEDDING, HEAD, layer_name
 from services.core.planner.batch import Batch, Chunk
-from services.worker.engine.compute.runner import ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 from services.worker.engine.memory.budget import MemoryDemand, plan_memory
 from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
@@ -96,15 +97,15 @@ class FakeRunner:
     def parameter_bytes(self) -> int:
         return self.stage_memory.parameter_bytes
 
-    def run_stage(
+    def launch_stage(
         self,
         batch: Batch,
         hidden: torch.Tensor | None = None,
         interrupted: Callable[[], bool] | None = None,
         *,
         suspends: bool = False,
-    ) -> StageOutput | None:
-        """As `ModelRunner.run_stage`, but never suspends."""
+    ) -> LaunchedStage | None:
+        """As `ModelRunner.launch_stage`, but never suspends."""
         self.before_run()
         memory = self.stage_memory
         assert (hidden is None) == (memory.layers.start == 0)
@@ -117,13 +118,13 @@ class FakeRunner:
             memory.slabs[layer_name(layer)].check_resident()
             hidden = self._layer(layer, batch, hidden)
         if memory.layers.stop < LAYERS:
-            return StageOutput(hidden=hidden)
+            return LaunchedStage(StageOutput(hidden=hidden))
         row, sampled = -1, {}
         for chunk in batch.chunks:
             row += len(chunk.token_ids)
             if chunk.sample is not None:
                 sampled[chunk.seq_id] = int(hidden[row])
-        return StageOutput(sampled=sampled)
+        return LaunchedStage(StageOutput(sampled=sampled))
 
     def _layer(self, layer: int, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         blocks, parts, first = self.stage_memory.kv_ranges[layer].blocks(), [], 0

@@ -52,7 +52,8 @@ class UpstreamServer:
     the status of /metrics, `failed_polls` counts those that are not 200; `probe_status` is the
     status of completions that are not streamed. `content_type` is that of streams, `filler` is sent
     again and again while a stream pauses, `owned_by` is the kind of server. `breaks`: connections
-    of streams close after the headers.
+    of streams close after the headers. `cached_tokens`: what the usage says of the prompt.
+    `tokens_more`: tokens that it sends beyond `max_tokens`, one in some milliseconds.
     """
 
     port: int = field(default_factory=free_port)
@@ -78,6 +79,8 @@ class UpstreamServer:
     filler: str = ""
     owned_by: str = "vllm"
     breaks: bool = False
+    cached_tokens: Any = 0
+    tokens_more: int = 0
     _server: uvicorn.Server | None = None
     _serving: "asyncio.Task[None] | None" = None
 
@@ -200,13 +203,16 @@ class UpstreamServer:
         try:
             if self.breaks:
                 raise ConnectionAbortedError
-            for count, token in enumerate(expected(prompt, body["max_tokens"]), start=1):
+            tokens = expected(prompt, body["max_tokens"] + self.tokens_more)
+            for count, token in enumerate(tokens, start=1):
                 if count > self.held_after:
                     while self.filler and not self.gate.is_set():
                         yield self.filler
                         await asyncio.sleep(0.01)
                     await self.gate.wait()
-                reason = "length" if count == body["max_tokens"] else None
+                reason = "length" if count == len(tokens) else None
+                if count > body["max_tokens"]:
+                    await asyncio.sleep(0.005)
                 if token in stops:
                     reason = "stop"
                 if self.ends_early and count == 2:
@@ -214,12 +220,21 @@ class UpstreamServer:
                 yield self._event(token, reason, "logprobs" in body)
                 if reason is not None:
                     break
+            yield self._usage(body, prompt)
             finished = True
             yield "data: [DONE]\n\n"
         finally:
             self.running = max(0, self.running - 1)
             if not finished:
                 self.hung_up.append(prompt)
+
+    def _usage(self, body: dict[str, Any], prompt: list[int]) -> str:
+        """The event with the usage, empty if the client did not ask for it."""
+        if not (body.get("stream_options") or {}).get("include_usage"):
+            return ""
+        details = {"cached_tokens": self.cached_tokens}
+        usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": details}
+        return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
 
     def _event(self, token: int, reason: str | None, logprobs: bool) -> str:
         if self.tokenizer is not None:

@@ -17,6 +17,7 @@ from tideserve.cli.errors import CommandError, Unreachable
 from tideserve.cli.host import disk_faults
 from tideserve.cli.processes import process_faults
 from tideserve.cli.upstream_status import outage_lines, upstream_lines
+from tideserve.cli.worker_lacks import lack_lines
 
 INDENT = " " * 10
 # Causes whose name on the wire does not explain itself.
@@ -234,7 +235,7 @@ def draining_lines(status: Mapping[str, Any]) -> list[str]:
 def trouble_lines(status: Mapping[str, Any]) -> list[str]:
     """Sentences for warnings: models that need workers, settings, services that do not answer."""
     messages = [*(status.get("warnings") or []), *(status.get("errors") or [])]
-    lines = [*shortfall_lines(status), *outage_lines(status), *cost_lines(status)]
+    lines = [*shortfall_lines(status), *outage_lines(status), *lack_lines(status)]
     return [*lines, *map(str, messages)]
 
 
@@ -244,19 +245,6 @@ def shortfall_lines(status: Mapping[str, Any]) -> list[str]:
         f"{row['model']} lacks KV cache for {row['tokens']:,} tokens, more than merging groups can"
         " add; add workers, or send less"
         for row in status.get("shortfalls") or []
-    ]
-
-
-def cost_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for each reason why workers have no cost model."""
-    workers: dict[str, list[str]] = {}
-    for row in status.get("workers", []):
-        origin, _, reason = (row.get("cost_model") or "").partition(": ")
-        if origin == "none":
-            workers.setdefault(reason, []).append(row["id"])
-    return [
-        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no cost model: {reason}"
-        for reason, names in workers.items()
     ]
 
 

@@ -342,7 +342,7 @@ class Up:
         ):
             while not self.signals.stopping:
                 self.cluster.tick()
-                missing = readiness_gap(client)
+                missing = readiness_gap(client, bool(self.options.upstream))
                 if missing is None:
                     self.cluster.mark_ready()
                     self._release_etcd()
@@ -496,25 +496,30 @@ class Missing(NamedTuple):
     line: str
 
 
-def readiness_gap(client: "HttpClient") -> Missing | None:
-    """What the gateway still waits for; None when the cluster is ready."""
+def readiness_gap(client: "HttpClient", in_front: bool) -> Missing | None:
+    """What the gateway still waits for; None when the cluster is ready.
+
+    `in_front`: the workers are in front of upstream servers.
+    """
     response = client.probe("/ready")
     if response is None:
         return Missing("the gateway does not answer", "the gateway is starting")
     if response.is_success:
         return None
     try:
-        return missing_of(response.json())
+        return missing_of(response.json(), in_front)
     except (ValueError, KeyError, TypeError):
         sentence = f"the gateway answers {response.status_code}"
         return Missing(sentence, sentence)
 
 
-def missing_of(ready: Mapping[str, Any]) -> Missing:
+def missing_of(ready: Mapping[str, Any], in_front: bool = False) -> Missing:
     """Parse the JSON body of /ready. Raises KeyError, TypeError."""
     sentences = "; ".join(map(str, ready["missing"]))
     expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
     if expected is None or there >= expected:
         return Missing(sentences, sentences)
     doing = "workers are loading the model (the first start with a dtype compiles kernels)"
+    if in_front:
+        doing = "workers are waiting for the upstream servers"
     return Missing(sentences, f"{doing}: {there} of {expected} ready")

@@ -10,7 +10,9 @@ RETRY_S = 1.0
 """Delay if the refusal names none."""
 NO_MODEL_S = 10.0
 """Delay of a line whose model is not served any more."""
-ENGINE_KILLED, UNAVAILABLE, WORKER_LOST = "engine_killed", "unavailable", "worker_lost"
+UNAVAILABLE, WORKER_LOST = "unavailable", "worker_lost"
+KILLERS = ("engine_killed", "server_lost")
+"""Codes of a request under which several engines or upstream servers were lost."""
 NO_MODEL, RATE_LIMITED = "model_not_found", "rate_limit_exceeded"
 
 
@@ -29,14 +31,14 @@ def after_response(
 
     `attempts`: earlier starts that counted. A refusal by overload or a shutdown (429, 503), and the
     end of the deadline in a queue (504), are not the line's fault, so they never count. A line that
-    killed several engines ends at once, as does a line with a prompt beyond its owner's quota of a
-    minute. A model that is not served was served at the validation, so its lines wait until the
-    window ends.
+    killed several engines or servers ends at once, as does a line with a prompt beyond its owner's
+    quota of a minute. A model that is not served was served at the validation, so its lines wait
+    until the window ends.
     """
     if code == NO_MODEL:
         return RunAgain(NO_MODEL_S, failure=False)
     too_long = code == RATE_LIMITED and retry_after_s is None
-    if code == ENGINE_KILLED or too_long or (status < 500 and status != 429):
+    if code in KILLERS or too_long or (status < 500 and status != 429):
         return None
     delay_s = RETRY_S if retry_after_s is None else retry_after_s
     if status == 504:

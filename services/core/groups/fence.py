@@ -120,6 +120,7 @@ class MemberState:
     worker_id: str
     incarnation: str
     token: int = 0  # of the last accepted Prepare
+    order_token: int = 0  # the highest of accepted orders
     group_id: str | None = None  # of the current configuration
     epoch: int = 0  # of the current configuration
     stage: Member | None = None  # this process in the current configuration
@@ -162,6 +163,17 @@ class MemberState:
         self._revision = call.mod_revision
         return Answer(Verdict.ACCEPTED)
 
+    def accepts_order(self, token: int, incarnation: str) -> bool:
+        """Whether an order outside of attempts is for this process and from the newest coordinator.
+
+        It raises the token of later orders only. No mark proves that its token is of the store's
+        present history: with one from before a roll-back, every later Prepare would be stale.
+        """
+        if incarnation != self.incarnation or token < max(self.token, self.order_token):
+            return False
+        self.order_token = token
+        return True
+
     def abort(self, call: AbortCall) -> AbortPreparation | None:
         """Apply a coordinator's Abort; returns the action, or None if there is nothing to undo."""
         if call.incarnation != self.incarnation or call.token < self.token:
@@ -188,7 +200,7 @@ class MemberState:
         if rollbacks == self._rollbacks:
             return self._observe(stored)
         self._rollbacks = rollbacks
-        self.token, self._mark, self._revision = 0, None, 0
+        self.token, self.order_token, self._mark, self._revision = 0, 0, None, 0
         preparing, self.preparing = self.preparing, None
         aborted = [AbortPreparation(preparing.attempt)] if preparing is not None else []
         return aborted + self._observe(stored)

@@ -115,7 +115,8 @@ class EmitToken(NamedTuple):
 
     `finish_reason` is set on the last token. `logprobs` is the token's row, if requested. The first
     output token carries `prompt_logprobs`, if requested: a row for each prompt token except the
-    first; and `cached_tokens`, the prefix cache hits of the prompt.
+    first; and `cached_tokens`, the prefix cache hits of the prompt (vLLM's and those of upstream
+    servers may come with the last).
     """
 
     request_id: str
@@ -135,6 +136,7 @@ class RefuseRequest:
     continues elsewhere; the gateway asks the scheduler again under the same id. `kv_lost`: the
     worker's group lost a member, and with it the KV of the request. `leaving`: the worker shuts
     down. `go_to`: the worker that has the KV of the returned request, or gets it.
+    `server_losses`: losses of upstream servers under the request so far.
     """
 
     request_id: str
@@ -144,6 +146,7 @@ class RefuseRequest:
     kv_lost: bool = False
     leaving: bool = False
     go_to: Destination | None = None
+    server_losses: int = 0
 
 
 @dataclass(frozen=True, slots=True)

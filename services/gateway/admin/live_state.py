@@ -154,6 +154,7 @@ class LiveState:
             "decisions": decisions,
             "missing": list(self._probe.evaluate().missing),
             "queued": self._probe.queued(),
+            "lengths": self._probe.buckets(self._model),
             "tokens_per_s": round(self._rates.tokens_per_s, 1),
             "ttft_s": self._rates.ttft_s,
         }

@@ -32,7 +32,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.expression import ColumnElement
 
 from services.common.errors import ConfigError
-from services.core.batches.vocabulary import BatchState
+from services.core.batches.vocabulary import ENDED, BatchState
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 5.0
@@ -80,6 +80,8 @@ ENTERED: Mapping[BatchState, str] = {
     state: f"{state.value}_s" for state in BatchState if state is not BatchState.VALIDATING
 }
 """The column with the time at which a batch entered a state; VALIDATING has `created_s`."""
+OPEN = [state for state in BatchState if state not in ENDED]
+"""The states of batches that have not ended."""
 
 batches = Table(
     "batches",

@@ -43,6 +43,12 @@ class BatchSettings:
     batch_lines_max: int = number(
         50_000, "Maximum lines of a batch.", minimum=1, maximum=10_000_000
     )
+    batch_open_max: int = number(
+        1000,
+        "Maximum batches of an owner of API keys that have not ended; further ones get 429.",
+        minimum=1,
+        maximum=1_000_000,
+    )
     batch_expiry_max_s: float = seconds(
         7.0 * DAY_S, "Longest completion window of a batch, in seconds.", minimum=3600
     )

@@ -22,7 +22,6 @@ from services.core.batches.vocabulary import (
     check_line_transition,
     final_state,
 )
-from services.core.quota.limits import Limit
 from services.gateway.batches.database import Database, Observer
 from services.gateway.batches.errors import EntryInUse, no_such_batch
 from services.gateway.batches.file_store import (
@@ -34,17 +33,16 @@ from services.gateway.batches.file_store import (
 )
 from services.gateway.batches.leadership import check_token, lead, renew
 from services.gateway.batches.line_store import Fact, LineStore
+from services.gateway.batches.owner_limits import check_count, check_tokens
 from services.gateway.batches.records import batch_row, batch_values, errors_text
 from services.gateway.batches.rows import BatchRow, LineError, NewBatch, NewFile, OpenBatch
-from services.gateway.batches.schema import ENTERED, batches, database_now, lines
-from services.gateway.vocabulary.errors import IdempotencyKeyReused, OverQuota
+from services.gateway.batches.schema import ENTERED, OPEN, batches, database_now, lines
+from services.gateway.vocabulary.errors import IdempotencyKeyReused
 
 PAGE_MAX = 100
 """Maximum batches per page, as in the OpenAI API."""
 CLEARED_LINES = 2000
 """Lines of ended batches that a call of `advance` deletes."""
-OPEN = [state for state in BatchState if state not in ENDED]
-"""The states of batches that have not ended."""
 
 
 class BatchStore:
@@ -66,16 +64,19 @@ class BatchStore:
         """Commit the calls that wait, and close the database."""
         await self._database.close()
 
-    async def create(self, batch: NewBatch, tokens_max: int | None = None) -> tuple[BatchRow, bool]:
+    async def create(
+        self, batch: NewBatch, tokens_max: int | None = None, open_max: int | None = None
+    ) -> tuple[BatchRow, bool]:
         """Create a batch in VALIDATING, and return whether it is new.
 
         If the owner has used the idempotency key before, returns the batch of that time.
-        `tokens_max`: limit of the estimated tokens of all batches of the owner that have not ended.
+        `tokens_max`: limit of the estimated tokens of all batches of the owner that have not ended;
+        `open_max`: limit of their number.
 
         Raises:
             NoSuchEntry: if the owner has no such input file.
             IdempotencyKeyReused: if the key belongs to a batch of other fields.
-            OverQuota: if the owner's batches would exceed `tokens_max`.
+            OverQuota: if the owner's batches would exceed `tokens_max` or `open_max`.
         """
 
         def run(connection: Connection) -> tuple[BatchRow, bool]:
@@ -86,7 +87,9 @@ class BatchStore:
             if (earlier := _by_key(connection, batch)) is not None:
                 return earlier, False
             if tokens_max is not None:
-                _check_tokens(connection, batch.owner, batch.tokens, tokens_max)
+                check_tokens(connection, batch.owner, batch.tokens, tokens_max)
+            if open_max is not None:
+                check_count(connection, batch.owner, open_max)
             values = batch_values(batch)
             connection.execute(insert(batches).values(values))
             return _get(connection, values["id"]), True
@@ -156,10 +159,10 @@ class BatchStore:
         """End what is due, and return the batches that have not ended, oldest first.
 
         To be called about once a second, also as a sign of life. Pending lines of a batch that is
-        cancelled, or past its window, end; a batch without open lines becomes FINALIZING. The
-        caller then validates those in VALIDATING (`LineStore.add`, then `begin` or `fail`),
-        interrupts the lines of those that are `stopping`, and writes the files of those that are
-        `writable` (`conclude`).
+        cancelled, or past its window, end; a batch without open lines becomes FINALIZING; a batch
+        that is still validated at the end of its window fails. The caller then validates those in
+        VALIDATING (`LineStore.add`, then `begin` or `fail`), interrupts the lines of those that are
+        `stopping`, and writes the files of those that are `writable` (`conclude`).
         """
 
         def run(connection: Connection) -> list[OpenBatch]:
@@ -168,7 +171,7 @@ class BatchStore:
             rows = connection.execute(_opened(select(batches, late))).all()
             advanced = [_advance(connection, batch_row(row), bool(row.late)) for row in rows]
             _clear_lines(connection)
-            return advanced
+            return [batch for batch in advanced if batch.batch.state not in ENDED]
 
         return await self._database.write("advance", run)
 
@@ -241,7 +244,7 @@ class BatchStore:
             if batch.state is not BatchState.VALIDATING:
                 return False
             if tokens_max is not None:
-                _check_tokens(connection, batch.owner, values["tokens"], tokens_max, but=batch_id)
+                check_tokens(connection, batch.owner, values["tokens"], tokens_max, but=batch_id)
             _enter(connection, batch, state, values)
             return True
 
@@ -291,24 +294,6 @@ def _by_key(connection: Connection, batch: NewBatch) -> BatchRow | None:
     return earlier
 
 
-def _check_tokens(
-    connection: Connection, owner: str, tokens: int, tokens_max: int, but: str = ""
-) -> None:
-    """Raise OverQuota if `tokens` and the owner's open batches, all `but` one, exceed the limit."""
-    others = select(func.coalesce(func.sum(batches.c.tokens), 0)).where(
-        batches.c.owner == owner, batches.c.state.in_(OPEN), batches.c.id != but
-    )
-    queued = int(connection.scalar(others) or 0)
-    if queued + tokens > tokens_max:
-        raise OverQuota(
-            f"the batches of this key's owner have {queued} tokens, and this one has about"
-            f" {tokens}, but {tokens_max} may be queued; wait for a batch to end, or send a"
-            " smaller one",
-            owner=owner,
-            limit=Limit.TOKENS,
-        )
-
-
 def _enter(
     connection: Connection,
     batch: BatchRow,
@@ -326,6 +311,8 @@ def _enter(
 
 def _advance(connection: Connection, batch: BatchRow, late: bool) -> OpenBatch:
     """End what is due in a batch past its window (`late`), or not."""
+    if batch.state is BatchState.VALIDATING and late:
+        batch = _fail_late(connection, batch)
     began = BatchState.IN_PROGRESS in batch.entered_s
     stopping = batch.state is BatchState.CANCELLING or (
         batch.state is BatchState.IN_PROGRESS and late
@@ -341,6 +328,21 @@ def _advance(connection: Connection, batch: BatchRow, late: bool) -> OpenBatch:
             _enter(connection, batch, BatchState.FINALIZING)
             batch = _get(connection, batch.batch_id)
     return OpenBatch(batch, stopping, _is_writable(batch))
+
+
+def _fail_late(connection: Connection, batch: BatchRow) -> BatchRow:
+    """End a batch whose window ended before its validation."""
+    batch = _get(connection, batch.batch_id, lock=True)
+    # It may have been cancelled since it was read.
+    if batch.state is not BatchState.VALIDATING:
+        return batch
+    error = LineError(
+        "batch_expired",
+        "the completion window ended before the file was validated; create the batch again with a"
+        " longer window",
+    )
+    _enter(connection, batch, BatchState.FAILED, {"errors": errors_text((error,))})
+    return _get(connection, batch.batch_id)
 
 
 def _drop_lines(connection: Connection, batch: BatchRow, state: LineState) -> None:

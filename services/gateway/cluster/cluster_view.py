@@ -97,6 +97,10 @@ class ClusterView:
         """Number of registered workers of the model."""
         return len(self._model_workers())
 
+    def without_drops(self) -> dict[str, str]:
+        """Why workers of the model cannot drop layers, by worker id."""
+        return {w.worker_id: w.no_drops for w in self._model_workers() if w.no_drops}
+
     def resumes_grammars(self) -> bool:
         """Whether all workers of the model can resume an output in the middle of a grammar."""
         return all(engine_of(worker) == EngineKind.TIDESERVE for worker in self._model_workers())

@@ -5,25 +5,30 @@ in a change of its members or layers.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from services.common.clock import monotonic_s
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.vocabulary.message import WaitingBuckets
 
 POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Counts of workers and groups, and a sentence for each condition that is not met."""
+    """Counts of workers and groups, and a sentence for each condition that is not met.
+
+    `without_drops`: why workers cannot drop layers, by worker id. They serve, but never merge.
+    """
 
     workers_expected: int | None
     workers_registered: int
     groups_serving: int
     missing: tuple[str, ...]
+    without_drops: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -85,7 +90,8 @@ class ReadinessProbe:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         # End start-up for good: a worker that is lost later must not make the gateway unready.
         self._awaits_workers = self._awaits_workers and bool(missing)
-        return Readiness(self._expected, registered, serving, tuple(missing))
+        without_drops = self._view.without_drops()
+        return Readiness(self._expected, registered, serving, tuple(missing), without_drops)
 
     def _end_startup_after_wait(self, serving: int) -> None:
         """End start-up if `wait_s` seconds have passed since a group first served."""
@@ -118,3 +124,8 @@ class ReadinessProbe:
         """Requests in the scheduler's queue; None while no scheduler responds."""
         heartbeat = self._admission.heartbeat
         return heartbeat.queued if heartbeat is not None else None
+
+    def buckets(self, model: str) -> WaitingBuckets | None:
+        """Waiting requests of a model by length; None if the scheduler does not order by length."""
+        heartbeat = self._admission.heartbeat
+        return heartbeat.buckets.get(model) if heartbeat is not None else None

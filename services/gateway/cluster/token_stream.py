@@ -107,6 +107,8 @@ class TokenStream:
             self.record.segments[-1].times = event.times
         if event.cached_tokens:
             self.record.cached_tokens = event.cached_tokens
+        if event.server_losses:
+            self.record.server_losses = event.server_losses
         new_tokens = self._journal.apply(event)
         quota = self.record.quota
         # Count tokens here, because the client may read them much later.

@@ -19,6 +19,7 @@ from services.gateway.vocabulary.message import (
     ProcessState,
     SchedulerMessage,
     Ticket,
+    WaitingBuckets,
 )
 from tideserve.common.v1 import load_pb2, process_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
@@ -123,10 +124,17 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 for wait in beat.class_waits
             }
             return Heartbeat(
-                beat.groups_serving, beat.queued, beat.wants_prefixes, waits, beat.wants_outcomes
+                *(beat.groups_serving, beat.queued, beat.wants_prefixes, waits),
+                beat.wants_outcomes,
+                {row.model: _buckets(row) for row in beat.buckets},
             )
         case _:
             return None
+
+
+def _buckets(row: scheduler_pb2.ModelBuckets) -> WaitingBuckets:
+    buckets = tuple((bucket.length, bucket.requests) for bucket in row.buckets)
+    return WaitingBuckets(buckets, row.padding_share)
 
 
 def late_refusals(answer: scheduler_pb2.ListRefusalsResponse) -> list[dict[str, Any]]:
@@ -172,6 +180,7 @@ def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
         "paced": paced_of(record),
         "engine": engine_of(record),
         "can_merge": CAN_DROP in record.capabilities,
+        "no_drops": record.no_drops,
         "draining": record.draining,
         "host": host_of(record.address),
         "block_size": record.block_size,

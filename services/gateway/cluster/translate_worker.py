@@ -59,6 +59,7 @@ def start_frame(
             returnable=assignment.returnable,
             resumable=request.resumable,
             output_ids=request.output_ids,
+            server_losses=request.server_losses,
             delivery=_delivery(coalesced),
         )
     )
@@ -149,6 +150,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             logprobs=tuple(map(_token_logprobs, event.logprobs)) if event.logprobs else (),
             prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
             cached_tokens=event.cached_tokens,
+            server_losses=event.server_losses,
             go_to=_go_to(event.go_to) if event.HasField("go_to") else None,
         )
 

@@ -44,6 +44,7 @@ TABLE: dict[type[GatewayError], grpc.StatusCode] = {
     errors.CancelledByClient: grpc.StatusCode.CANCELLED,
     errors.EngineFailed: grpc.StatusCode.INTERNAL,
     errors.EngineKilled: grpc.StatusCode.INTERNAL,
+    errors.ServerLost: grpc.StatusCode.INTERNAL,
     errors.ServiceUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.QueueFull: grpc.StatusCode.UNAVAILABLE,
     errors.TooLate: grpc.StatusCode.UNAVAILABLE,

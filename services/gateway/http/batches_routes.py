@@ -96,7 +96,9 @@ async def _created(api: BatchService, request: Request, body: CreateBatchRequest
         tokens=file.size_bytes // BYTES_PER_TOKEN,
         output_keep_s=None if expiry is None else expiry.seconds,
     )
-    batch, new = await api.store.create(new_batch, principal.limits.batch_tokens_queued)
+    batch, new = await api.store.create(
+        new_batch, principal.limits.batch_tokens_queued, api.settings.batch_open_max
+    )
     record.replayed = not new
     return batch
 

@@ -34,6 +34,9 @@ def error_response(
     all_headers = dict(headers or {})
     if error.retry_s is not None:
         all_headers["retry-after"] = str(error.retry_s)
+    if not error.automatic_retry:
+        # The libraries of OpenAI and Anthropic retry all errors of servers without it.
+        all_headers["x-should-retry"] = "false"
     # RFC 9110 requires the header with 401.
     if error.status == 401:
         all_headers["www-authenticate"] = "Bearer"

@@ -95,4 +95,5 @@ def _body(state: Readiness, good: bool) -> dict[str, Any]:
         "workers_expected": state.workers_expected,
         "workers_registered": state.workers_registered,
         "groups_serving": state.groups_serving,
+        "workers_without_drops": dict(state.without_drops),
     }

@@ -99,6 +99,7 @@ class ChoiceRecord:
     segments: list[WorkerSegment] = field(default_factory=list)
     moves: list[RequestMove] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    server_losses: int = 0  # losses of upstream servers under it
     resumed: int = 0  # resumptions after the loss of a worker that had sent tokens
     # Output tokens so far; at first those of an earlier run of the request, which is resumed.
     output_ids: list[int] = field(default_factory=list)

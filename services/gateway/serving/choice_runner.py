@@ -112,7 +112,7 @@ class ChoiceRunner:
                 assignment = placed or await self._admit(ask, began_s, record)
                 failpoint.hit("gateway.assigned")
                 segments = len(record.segments)
-                started = resumed(request, tuple(record.output_ids))
+                started = resumed(request, tuple(record.output_ids), record.server_losses)
                 try:
                     async with self._workers.open(
                         started, assignment, record, state.journal, choice.coalesced
@@ -125,7 +125,8 @@ class ChoiceRunner:
                     if held is not None:
                         state = self._restarted(choice, record, meter, held)
                     # Raises if the request must not be retried.
-                    retries.fail(failure, len(record.output_ids), request.limits.max_tokens)
+                    output, lost = len(record.output_ids), record.server_losses
+                    retries.fail(failure, output, request.limits.max_tokens, lost)
                     last = _failed_at(assignment, record.segments[segments:], failure)
                     ask = self._retried(ask, request, last, failure, began_s, record, retries)
                     placed = self._place(failure, request, last, record)

@@ -7,13 +7,14 @@ kept: the next worker resumes after it. A start is an attempt to run the request
 from dataclasses import dataclass, replace
 
 from services.core.ask import Ask, Assignment, FailedAssignment
-from services.core.request import Request
+from services.core.request import SERVER_LOSSES_MAX, Request
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, WorkerLeaving
 from services.gateway.records.request_record import WorkerSegment
 from services.gateway.vocabulary.errors import (
     EngineFailed,
     EngineKilled,
     QueueFull,
+    ServerLost,
     ServiceUnavailable,
     WorkerLost,
 )
@@ -44,16 +45,20 @@ class RetryState:
     _engine_deaths: float = 0.0  # recent deaths of engines that ran the request
     _died_at_token: int = 0  # output tokens at the last death
     _lost_worker: bool = False  # a worker has failed, or lost the request's KV
+    _server_losses: int = 0  # recent losses of upstream servers under the request
 
     @property
     def alone(self) -> bool:
         """Whether the request must run alone in its group, because it may crash engines."""
+        if self._server_losses >= SERVER_LOSSES_MAX - 1:
+            return True
         return self._engine_deaths >= DIED_MAX - 1
 
-    def fail(self, failure: Failure, output: int, tokens_max: int) -> None:
+    def fail(self, failure: Failure, output: int, tokens_max: int, server_losses: int = 0) -> None:
         """Record a failed start after `output` of at most `tokens_max` tokens.
 
-        Returns normally if the request may be retried.
+        Returns normally if the request may be retried. `server_losses`: recent losses of upstream
+        servers under the request.
 
         Raises:
             GatewayError: if the request has failed for good.
@@ -70,6 +75,13 @@ class RetryState:
             raise EngineKilled(
                 "several engines crashed while running this request, which may be the cause; do not"
                 " retry it, and report its id to the operator"
+            )
+        self._server_losses = server_losses
+        if server_losses >= SERVER_LOSSES_MAX:
+            raise ServerLost(
+                f"the server behind the worker was lost {server_losses} times while running this"
+                " request, which may be the cause; do not retry it, and report its id to the"
+                " operator"
             )
         if not output:
             # No output was sent, so the request may restart even if it cannot be resumed.
@@ -145,8 +157,13 @@ def resumed_ask(ask: Ask, request: Request, output: int) -> Ask:
     )
 
 
-def resumed(request: Request, token_ids: tuple[int, ...]) -> Request:
-    """The request that resumes on another worker after the output `token_ids`."""
+def resumed(request: Request, token_ids: tuple[int, ...], server_losses: int = 0) -> Request:
+    """The request that resumes on another worker after the output `token_ids`.
+
+    `server_losses`: recent losses of upstream servers under the request.
+    """
+    if server_losses:
+        request = replace(request, server_losses=server_losses)
     if not token_ids:
         return request
     # The prompt's log probabilities arrived with the first output token: do not compute them again.

@@ -20,12 +20,13 @@ class GatewayError(ServiceError):
 
     `retry_after_s`: when a retry may succeed. `retry_delay_s` is sent to the client: later by a
     random time, so that refused clients do not retry together, unless the scheduler has `booked`
-    the retry.
+    the retry. Without `automatic_retry`, client libraries are asked not to retry on their own.
     """
 
     status = 500
     kind = "server_error"
     code: str | None = None
+    automatic_retry = True
 
     def __init__(
         self,
@@ -210,6 +211,15 @@ class EngineKilled(GatewayError):
     """Several engines in a row died while they ran the request."""
 
     code = "engine_killed"
+    automatic_retry = False
+
+
+class ServerLost(GatewayError):
+    """Upstream servers were lost several times in a row under the request."""
+
+    status = 502
+    code = "server_lost"
+    automatic_retry = False
 
 
 class ServiceUnavailable(GatewayError):

@@ -57,11 +57,23 @@ class ClassWait:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitingBuckets:
+    """Waiting requests by length: the greatest length in tokens and the count of each bucket.
+
+    `padding_share`: share of the tokens that would be padding if requests were padded to the
+    greatest length of their bucket.
+    """
+
+    buckets: tuple[tuple[int, int], ...]
+    padding_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes.
 
     `class_waits`: by model and class. `wants_outcomes`: the gateway reports first tokens and ends
-    of requests.
+    of requests. `buckets`: by model.
     """
 
     groups_serving: int
@@ -69,6 +81,7 @@ class Heartbeat:
     wants_prefixes: bool = False
     class_waits: Mapping[tuple[str, ServiceClass], ClassWait] = field(default_factory=dict)
     wants_outcomes: bool = False
+    buckets: Mapping[str, WaitingBuckets] = field(default_factory=dict)
 
 
 SchedulerMessage = Ticket | Assignment | Refusal | Proceed | Heartbeat
@@ -124,8 +137,10 @@ class TokenEvent(msgspec.Struct, frozen=True):
     `logprobs` has an entry per token, or is empty. `prompt_logprobs` are set with the first tokens,
     if requested; they may be many, so they are decoded lazily. `moved` is set in the
     last event of a worker whose request another worker has adopted, `times` in the last event of a
-    worker that reports times. `cached_tokens`, set with the first output token, is the number of
-    prompt tokens from the prefix cache. `go_to` may be set if the worker returns the request.
+    worker that reports times. `cached_tokens` is the number of prompt tokens from the prefix cache,
+    set with the first output token, or with the last in front of an upstream server. `go_to` may be
+    set if the worker returns the request, `server_losses` (of upstream servers under it, in all) if
+    it returns or fails.
     """
 
     request_id: str
@@ -139,6 +154,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     cached_tokens: int = 0
     go_to: Destination | None = None
+    server_losses: int = 0
 
 
 class UnreadTokens(msgspec.Struct, frozen=True):

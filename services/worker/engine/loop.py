@@ -56,6 +56,9 @@ IDLE_REPORT_MS = 500
 BUSY_WAIT_MS = 1
 TRANSFER_WAIT_MS = 20
 SEND_TIMEOUT_MS = 10_000
+SLICES_MAX = 3
+"""Slices of a drop's memory to map or unmap during an iteration on a GPU; each takes up to 0.7 ms,
+and an iteration a few milliseconds."""
 COSTS_CHANGE_MIN = 0.2
 """Relative change of a predicted time that dispatch must know of."""
 
@@ -86,15 +89,19 @@ class EngineLoop:
         grammars: GrammarCheck,
         descriptors: Sequence[int] = (),
         profiler: IdleProfiler | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
         """`descriptors` become readable when frames from other members arrive.
 
-        `profiler` measures batches while the engine is idle.
+        `profiler` measures batches while the engine is idle. `overlaps`: publish the results of an
+        iteration while a GPU runs the next one.
         """
         self._member = member
         self._socket = socket
         self._grammars = grammars
         self._profiler = profiler
+        self._overlaps = overlaps
         self._infeasible = InfeasibleTargets()  # latency targets that no request can meet
         self._published_costs = member.state.config.cost_model
         # Frames of the servicer that were read and not handled yet.
@@ -134,14 +141,28 @@ class EngineLoop:
         self._start_checked()
         received = self._member.take()
         self._requeue_overdue()
-        # Publish the results received from other members before running a microbatch, or the tokens
-        # of a pipeline would be late by the duration of this stage.
-        published = self._publish()
-        ran = self._member.launch(self._interrupts)
-        published = self._publish() or published
+        published = ran = False
+        if self._overlaps and self._member.state.stages == 1:
+            # The results of the last iteration wait for the launch of the next (`_while_running`).
+            ran = self._member.launch(self._interrupts, self._while_running)
+        else:
+            # Publish the results received from other members before running a microbatch, or the
+            # tokens of a pipeline would be late by the duration of this stage.
+            published = self._publish()
+            ran = self._member.launch(self._interrupts)
+        if not (ran and self._overlaps):
+            published = self._publish() or published
         if not (received or published or ran) and not self._profile_when_idle():
             with self._member.links.lane.attended():
                 self._poller.poll(self._wait_ms(wait_ms))
+
+    def _while_running(self) -> None:
+        """Publish earlier results and read frames; what they ask for waits for the iteration."""
+        self._publish()
+        self._fill_inbox()
+        slices = 0
+        while slices < SLICES_MAX and self._member.continue_drop():
+            slices += 1
 
     def _wait_ms(self, idle_ms: int) -> int:
         """The longest wait for a frame; work of a group change needs turns without frames."""
@@ -158,6 +179,8 @@ class EngineLoop:
         """
         if self._profiler is not None:
             self._profiler.note_work()
+        if self._overlaps and microbatch.batch.tokens > len(microbatch.batch.chunks):
+            self._publish()  # the launch of a prefill takes nearly as long as its run
         # Arrivals and aborts may interrupt at most every other iteration; otherwise a burst would
         # starve running requests.
         may_interrupt, self._may_interrupt = self._may_interrupt, True

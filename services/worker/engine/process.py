@@ -96,6 +96,7 @@ def build_engine() -> EngineLoop:
         GrammarCheck(runner.grammars, monotonic_s),
         (lanes.activations.fileno(), member.mover.fileno()),
         idle_profiler(runner, member, config),
+        overlaps=config.overlap and runner.device.type == "cuda",
     )
 
 
@@ -155,6 +156,8 @@ def runner_config(config: WorkerConfig) -> RunnerConfig:
         threads=config.threads,
         suspends=resumes and planner.preemption is not Preempt.OFF,
         host_weights_bytes=config.host_weights_bytes,
+        device_sampling=config.device_sampling,
+        overlap=config.overlap,
     )
 
 
@@ -318,8 +321,9 @@ def ready_frame(
         arena_bytes=runner.stage_memory.plan.arena_bytes,
         chunk_bytes=runner.stage_memory.plan.chunk_bytes,
         shape=shape_of(runner.geometry, runner.slab_bytes),
-        activation_address=lanes.activations.address if lanes.reachable else "",
-        bulk_address=lanes.bulk.address if lanes.reachable else "",
+        activation_address="" if lanes.unavailable else lanes.activations.address,
+        bulk_address="" if lanes.unavailable else lanes.bulk.address,
+        no_drops=lanes.unavailable,
         model_digest=runner.model_digest,
         cost_model=cost_model,
     )

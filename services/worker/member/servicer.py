@@ -199,13 +199,14 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: AbortContext) -> pb.AbortResponse:
         call = to_abort_call(request)
-        if self._is_stale(request):
+        state = self._state
+        if call.incarnation != state.incarnation or call.token < state.token:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Abort, or an Abort for another incarnation",
             )
         async with self._lock:
-            action = self._state.abort(call)
+            action = state.abort(call)
             if action is not None:
                 await self._execute(action)
         return pb.AbortResponse()
@@ -215,7 +216,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     ) -> pb.IntroduceResponse:
         peers = to_members(request.peers)
         # A worker that shuts down still ships its requests.
-        if self._is_stale(request):
+        if not self._state.accepts_order(request.token, request.incarnation):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale Introduce, or an Introduce for another incarnation",
@@ -232,7 +233,7 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
     async def ShipRequests(
         self, request: pb.ShipRequestsRequest, context: ShipContext
     ) -> pb.ShipRequestsResponse:
-        if self._is_stale(request):
+        if not self._state.accepts_order(request.token, request.incarnation):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "a stale ShipRequests, or a ShipRequests for another incarnation",
@@ -268,13 +269,6 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         if alone:
             return None
         return f"{self._state.worker_id} is not alone in {request.group_id} at {request.epoch}"
-
-    def _is_stale(
-        self, request: pb.AbortRequest | pb.IntroduceRequest | pb.ShipRequestsRequest
-    ) -> bool:
-        """Whether a call is from an earlier coordinator, or for another process."""
-        state = self._state
-        return request.incarnation != state.incarnation or request.token < state.token
 
     async def _judge(
         self,

@@ -28,12 +28,16 @@ CHANGED = (401, 403, 404)
 _SERVER_ERRORS = 500
 MESSAGE_CHARS_MAX = 500
 """Longest part of a server's message that is passed on."""
+WITH_USAGE = {"include_usage": True}
+"""Stream options with which the last event has the usage of tokens."""
 
 
 class UpstreamDialect(Protocol):
     """How a kind of server takes requests and streams their output."""
 
     path: str
+    ends_with_usage: bool
+    """The last event of a stream has the number of cached prompt tokens."""
 
     def body(
         self, token_ids: Sequence[int], arguments: Mapping[str, Any], cache_salt: str
@@ -46,6 +50,7 @@ class Completions:
     """`/v1/completions` of a server that returns token ids."""
 
     path = PATH
+    ends_with_usage = True
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -68,6 +73,7 @@ class Completions:
             "model": self._model,
             "prompt": list(token_ids),
             "stream": True,
+            "stream_options": WITH_USAGE,
             "return_token_ids": True,
             **({"return_tokens_as_token_ids": True} if "logprobs" in given else {}),
             **given,
@@ -88,7 +94,7 @@ class Completions:
         raise_error(event)
         choices = event.get("choices")
         if not choices:
-            return StreamPiece()
+            return StreamPiece(cached_tokens=cached_tokens(event))
         choice = choices[0]
         token_ids = choice.get("token_ids") or ()
         if choice.get("text") and not token_ids:
@@ -99,7 +105,19 @@ class Completions:
             choice.get("finish_reason"),
             stop_reason if isinstance(stop_reason, int) else None,
             _logprobs(choice.get("logprobs")),
+            cached_tokens=cached_tokens(event),
         )
+
+
+def cached_tokens(event: Mapping[str, Any]) -> int | None:
+    """The number of cached prompt tokens in an event's usage, if the server reports it."""
+    usage = event.get("usage") or {}
+    return valid_count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+
+
+def valid_count(value: object) -> int | None:
+    """A number of tokens; None if it is missing or malformed."""
+    return value if type(value) is int and value >= 0 else None
 
 
 def raise_error(event: Mapping[str, Any]) -> None:

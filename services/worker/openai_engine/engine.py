@@ -6,18 +6,21 @@ its output so far becomes part of its prompt.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
+from services.core.request import SERVER_LOSSES_MAX
 from services.worker.openai_engine.client import TokenDeadline, UpstreamClient
 from services.worker.openai_engine.completions import UpstreamDialect, priority_fields, prompt_rows
 from services.worker.openai_engine.errors import (
     UpstreamBusy,
     UpstreamFailed,
     UpstreamLost,
+    UpstreamRefused,
 )
 from services.worker.openai_engine.link import UpstreamLink
 from services.worker.openai_engine.model_limits import ModelLimits
@@ -26,31 +29,15 @@ from services.worker.openai_engine.output import (
     OutputAssembler,
     StreamedCompletion,
     StreamedMoments,
-    StreamedOutput,
+    StreamReader,
     read_event,
 )
 from services.worker.openai_engine.probe import UpstreamFacts
 from services.worker.vllm_engine.outputs import VllmOutput
+from services.worker.vllm_engine.server_losses import LossCount
 
-LOST_MAX = 3
-"""Losses of the server under a request after which the request fails: it may be their cause."""
-FORGOTTEN_AFTER = 1000
-"""Output tokens without a loss after which earlier losses no longer count."""
-
-
-@dataclass(slots=True)
-class LossCount:
-    """Losses of the server under a request; those long before are forgotten."""
-
-    count: int = 0
-    _output: int = 0  # output tokens at the last loss
-
-    def note(self, output: int) -> None:
-        """The server was lost after `output` tokens."""
-        if output - self._output >= FORGOTTEN_AFTER:
-            self.count = 0
-        self._output = output
-        self.count += 1
+USAGE_WAIT_S = 0.5
+"""Longest wait for the usage after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +78,8 @@ class UpstreamEngine:
     ) -> AsyncGenerator[VllmOutput, None]:
         """Yield the output of a request; closing the generator aborts it at the server.
 
+        Losses of the server are added to `prompt["server_losses"]`.
+
         Raises:
             UpstreamRefused: if the server refuses the request.
             UpstreamFailed: if the request failed or cannot continue, or the server was gone for
@@ -98,12 +87,10 @@ class UpstreamEngine:
         """
         arguments = dict(sampling_params)
         rows = await self._prompt_rows(prompt, arguments)
-        output = OutputAssembler(
-            arguments["max_tokens"], frozenset(arguments["stop_token_ids"]), self._model.eos_ids
-        )
+        output = self._assembler(prompt, arguments)
         began_s = monotonic_s()
         moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
-        losses = LossCount()
+        losses: LossCount = prompt["server_losses"]
         busy_until_s = began_s + self._limits.busy_s
         while True:
             await self._link.wait_ready()
@@ -112,7 +99,7 @@ class UpstreamEngine:
                 async with aclosing(self._completions(body, output)) as completions:
                     async for completion in completions:
                         moments.note_tokens(monotonic_s())
-                        yield StreamedOutput([completion], output.finished, rows, moments)
+                        yield output.streamed(completion, rows, moments)
                         rows, busy_until_s = None, monotonic_s() + self._limits.busy_s
                 if output.finished:
                     return
@@ -130,9 +117,9 @@ class UpstreamEngine:
                         "the upstream server was lost, and cannot continue the output because it"
                         " returns text only"
                     ) from error
-                if losses.count >= LOST_MAX:
+                if losses.count >= SERVER_LOSSES_MAX:
                     raise UpstreamFailed(
-                        f"the upstream server was lost {losses.count} times under this request,"
+                        f"upstream servers were lost {losses.count} times under this request,"
                         f" which may be the cause; the last time: {error}"
                     ) from error
 
@@ -150,11 +137,34 @@ class UpstreamEngine:
                 if piece.token_ids:
                     deadline.note_token()
                     self._link.note_token()
+                output.note_cached(piece)
                 completion = output.push(piece)
+                if output.finished and self._dialect.ends_with_usage:
+                    await self._read_usage(events, read, output)
                 if completion is not None:
                     yield completion
                 if output.finished:
                     return
+
+    async def _read_usage(
+        self, events: AsyncIterator[dict[str, Any]], read: StreamReader, output: OutputAssembler
+    ) -> None:
+        """Read the rest of a stream whose output is whole, if it has no further tokens."""
+        with suppress(TimeoutError, UpstreamLost, UpstreamRefused, UpstreamFailed):
+            async with timeout(USAGE_WAIT_S):
+                async for event in events:
+                    piece = read_event(read, event, self._model.vocab_size)
+                    output.note_cached(piece)
+                    if piece.token_ids:
+                        return
+
+    def _assembler(self, prompt: Any, arguments: Mapping[str, Any]) -> OutputAssembler:
+        return OutputAssembler(
+            arguments["max_tokens"],
+            frozenset(arguments["stop_token_ids"]),
+            self._model.eos_ids,
+            len(prompt["prompt_token_ids"]),
+        )
 
     def _body(
         self, prompt: Any, arguments: Mapping[str, Any], output: OutputAssembler, priority: int

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.worker.openai_engine.completions import raise_error
+from services.worker.openai_engine.completions import raise_error, valid_count
 from services.worker.openai_engine.errors import UpstreamRefused
 from services.worker.openai_engine.output import LogprobMap, StreamedLogprob, StreamPiece
 from services.worker.openai_engine.retokenizer import Retokenizer
@@ -32,6 +32,7 @@ class LlamaCpp:
     """
 
     path = PATH
+    ends_with_usage = False
 
     def __init__(self, retokenizer: Retokenizer, eos_ids: Sequence[int]) -> None:
         self._retokenizer = retokenizer
@@ -64,6 +65,8 @@ class LlamaCpp:
             "n_predict": arguments["max_tokens"] + MARGIN,
             "stream": True,
             "return_tokens": True,
+            # The first event has the number of cached tokens.
+            "return_progress": True,
             # All its penalties are over prompt and output.
             "repeat_penalty": arguments.get("repetition_penalty", 1.0),
             "repeat_last_n": len(token_ids) + arguments["max_tokens"],
@@ -95,6 +98,8 @@ class LlamaCppReader:
             UpstreamFailed: if text has no tokens.
         """
         raise_error(event)
+        if progress := event.get("prompt_progress"):
+            return StreamPiece(cached_tokens=valid_count(progress.get("cache")))
         finish = _FINISHES.get(event.get("stop_type") or "") if event.get("stop") else None
         token_ids = tuple(event.get("tokens") or ())
         added = event.get("tokens_predicted", 0) - self._count

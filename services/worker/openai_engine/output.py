@@ -25,7 +25,8 @@ class StreamPiece:
 
     `finish`: the server's finish reason, if the output ends; `stop_token`: the stop token that
     ended it, if the server names it. `logprobs`, if requested, has an entry per token. `counted`:
-    the tokens are those that the server counts, not derived from its text.
+    the tokens are those that the server counts, not derived from its text. `cached_tokens`: prompt
+    tokens that it found in its prefix cache, None if the event does not say.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -33,6 +34,7 @@ class StreamPiece:
     stop_token: int | None = None
     logprobs: tuple[LogprobMap, ...] | None = None
     counted: bool = True
+    cached_tokens: int | None = None
 
 
 StreamReader = Callable[[Mapping[str, Any]], StreamPiece]
@@ -106,19 +108,32 @@ class OutputAssembler:
     """
 
     def __init__(
-        self, max_tokens: int, stop_token_ids: frozenset[int], eos_ids: Sequence[int] = ()
+        self,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        eos_ids: Sequence[int] = (),
+        prompt_tokens: int = 0,
     ) -> None:
         """`eos_ids`: end-of-sequence tokens of the model, whether or not they end the request."""
+        self._prompt_tokens = prompt_tokens
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._eos_ids = eos_ids
         self._held: list[int] = []
+        self._whole = True  # the stream began with the request
         self.token_ids: list[int] = []
         self.finished = False
+        self.cached_tokens = 0  # prompt tokens from the server's prefix cache
 
     def begin(self) -> None:
         """Another stream continues after `token_ids`."""
-        self._held = []
+        self._held, self._whole = [], not self.token_ids
+
+    def note_cached(self, piece: StreamPiece) -> None:
+        """Keep the number of cached prompt tokens, if the event has it."""
+        # The prompt of a stream that continues includes output.
+        if piece.cached_tokens is not None and self._whole:
+            self.cached_tokens = min(piece.cached_tokens, self._prompt_tokens)
 
     def push(self, piece: StreamPiece) -> StreamedCompletion | None:
         """The tokens that an event adds, with the finish reason; None if it adds none.
@@ -148,6 +163,17 @@ class OutputAssembler:
                     " context is shorter than configured"
                 )
         raise UpstreamLost(f"the upstream server ended the request ({piece.finish})")
+
+    def streamed(
+        self,
+        completion: StreamedCompletion,
+        prompt_logprobs: Sequence[LogprobMap | None] | None,
+        moments: StreamedMoments,
+    ) -> StreamedOutput:
+        """A completion that `push` returned as vLLM's `RequestOutput`."""
+        return StreamedOutput(
+            [completion], self.finished, prompt_logprobs, moments, self.cached_tokens
+        )
 
     def _reason(self, token_id: int, count: int) -> str | None:
         """The finish reason if the token, the `count`-th of the output, is the last."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.worker.openai_engine.completions import PATH, raise_error
+from services.worker.openai_engine.completions import PATH, WITH_USAGE, cached_tokens, raise_error
 from services.worker.openai_engine.errors import UpstreamRefused
 from services.worker.openai_engine.output import StreamPiece, StreamReader
 from services.worker.openai_engine.retokenizer import Retokenizer
@@ -28,6 +28,7 @@ class TextCompletions:
     """
 
     path = PATH
+    ends_with_usage = True
 
     def __init__(
         self,
@@ -73,7 +74,8 @@ class TextCompletions:
         if bias := arguments.get("logit_bias"):
             body["logit_bias"] = {str(token_id): value for token_id, value in bias.items()}
         prompt = list(token_ids) if self._takes_ids else self._prompt(list(token_ids))
-        return {"model": self._model, "prompt": prompt, "stream": True, **body}
+        fixed = {"model": self._model, "prompt": prompt, "stream": True}
+        return {**fixed, "stream_options": WITH_USAGE, **body}
 
     def reader(self) -> StreamReader:
         """Reads the events of a stream."""
@@ -89,10 +91,11 @@ class TextCompletions:
         raise_error(event)
         choices = event.get("choices")
         if not choices:
-            return StreamPiece()
+            return StreamPiece(cached_tokens=cached_tokens(event))
         text = choices[0].get("text")
         token_ids = self._retokenizer.ids(text) if text else ()
-        return StreamPiece(token_ids, choices[0].get("finish_reason"), counted=False)
+        finish, cached = choices[0].get("finish_reason"), cached_tokens(event)
+        return StreamPiece(token_ids, finish, counted=False, cached_tokens=cached)
 
     def _prompt(self, token_ids: list[int]) -> str:
         begins = token_ids[:1] == [self._bos_id]

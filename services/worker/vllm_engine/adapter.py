@@ -281,8 +281,12 @@ class VllmAdapter:
             candidates = [replace(candidate, holds_kv=False) for candidate in candidates]
             refusal = returned_by_outage
         for candidate in self._drain.choose(candidates, room, self._now_s()):
-            self._abort(self._requests.get(candidate.seq_id))
-            self._refusals.append(refusal(candidate.seq_id))
+            if (entry := self._requests.get(candidate.seq_id)) is not None:
+                self._give_back(entry, refusal(candidate.seq_id))
+
+    def _give_back(self, entry: VllmRequest, refusal: RefuseRequest) -> None:
+        self._abort(entry)
+        self._refusals.append(replace(refusal, server_losses=entry.losses.count))
 
     async def _serve(self, entry: VllmRequest) -> None:
         """Run a request in vLLM; an error ends only this request, unless vLLM is dead."""
@@ -292,6 +296,8 @@ class VllmAdapter:
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": token_ids}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
+        if self._state.upstream:
+            prompt["server_losses"] = entry.losses
         reader = OutputReader(request)
         try:
             if request.output_ids and not self._state.resumes:
@@ -333,7 +339,7 @@ class VllmAdapter:
 
     def _refuse(self, entry: VllmRequest, refusal: RefuseRequest) -> None:
         if self._requests.remove(entry):
-            self._refusals.append(refusal)
+            self._refusals.append(replace(refusal, server_losses=entry.losses.count))
             self._changed.set()
 
     async def _poll_liveness(self) -> None:
@@ -342,8 +348,7 @@ class VllmAdapter:
             await self._engine.is_paused()
             self._answered_s = self._now_s()
             for entry in self._requests.overdue(self._answered_s):
-                self._abort(entry)
-                self._refusals.append(returned(entry.request.request_id))
+                self._give_back(entry, returned(entry.request.request_id))
             self._changed.set()
             await asyncio.sleep(LIVENESS_POLL_S)
 

@@ -62,12 +62,14 @@ class OutputReader:
         self._request = request
         self._prompt_rows: LogprobRows | None = None
         self._cached_tokens = 0
+        self._cached_reported = bool(request.output_ids)
         self.emitted = len(request.output_ids)
 
     def read(self, output: VllmOutput) -> list[EmitToken]:
         """The tokens of an output; the last token of a finished request has its finish reason.
 
-        The first token of a request also has the number of cached prompt tokens.
+        The first token of a request also has the number of cached prompt tokens, or the last if
+        that comes with it only.
 
         Raises:
             RequestFailed: if the request ended for another reason than a limit or a stop token.
@@ -93,7 +95,10 @@ class OutputReader:
         if top is not None and completion.logprobs is not None:
             own = packed(top, [_row(token_id, completion.logprobs[offset], top)])
         index, self.emitted = self.emitted, self.emitted + 1
-        cached = 0 if index else self._cached_tokens
+        cached = 0
+        if not self._cached_reported and (index == 0 or ended is not None):
+            cached = self._cached_tokens
+            self._cached_reported = cached > 0
         return EmitToken(self._request.request_id, index, token_id, ended, own, rows, cached)
 
     def _prompt(self, rows: Sequence[Mapping[int, Logprob] | None]) -> LogprobRows | None:

@@ -14,6 +14,7 @@ from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
 from services.worker.vllm_engine.arguments import priority_of
+from services.worker.vllm_engine.server_losses import LossCount
 
 STEPS_TO_START = 3
 """Steps that must end after the arrival of a request before vLLM's numbers certainly include it,
@@ -100,6 +101,7 @@ class VllmRequest:
     request: Request
     since_s: float  # time of submission
     steps: int  # number of steps that had ended by then
+    losses: LossCount  # of upstream servers
     emitted: int = 0  # output tokens so far
     task: "asyncio.Task[None] | None" = None  # reads its output
 
@@ -137,7 +139,8 @@ class VllmRequests:
 
     def add(self, request: Request, now_s: float) -> VllmRequest:
         """Add a request that is being submitted to vLLM."""
-        entry = VllmRequest(request, now_s, self.stats.steps)
+        losses = LossCount(request.server_losses)
+        entry = VllmRequest(request, now_s, self.stats.steps, losses)
         self._by_id[request.request_id] = entry
         return entry
 

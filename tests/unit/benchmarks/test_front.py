@@ -22,8 +22,8 @@ def record(gateway_s: float, ttft_s: float, p99_s: float) -> FrontRecord:
         by[FRONT].append(cost(10.0, gateway_s, ttft_s))
         by[PLAIN].append(cost(10.0, 0.5, 0.1))
     for lengths in ("lengths of the trace", "equal lengths"):
-        found.rates_per_s[lengths] = 2.0
-        found.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
+        found.dispatch.rates_per_s[lengths] = 2.0
+        found.dispatch.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
     return found
 
 

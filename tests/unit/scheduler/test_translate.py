@@ -1,6 +1,6 @@
 """Which records make a group that serves, and that every command has a frame."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
 from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
+from services.core.scheduler.buckets import BucketStats
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -23,7 +24,7 @@ from services.core.scheduler.vocabulary import (
 )
 from services.core.service import Service
 from services.gateway.cluster.translate import ask_frame, scheduler_message
-from services.gateway.vocabulary.message import Heartbeat
+from services.gateway.vocabulary.message import Heartbeat, WaitingBuckets
 from services.scheduler.translate import (
     to_admit_event,
     to_frame,
@@ -155,3 +156,11 @@ def test_more_free_than_there_is_is_no_report() -> None:
         to_load_event(load, 0.0)
     load.kv_blocks_free = 9
     assert to_load_event(load, 0.0).report.load.kv_blocks_total == 9
+
+
+def test_a_gateway_learns_the_buckets_of_each_model() -> None:
+    stats = (BucketStats("m", ((80, 3), (900, 1)), 0.25, 1.0, 100.0),)
+    snapshot = replace(SchedulerState(8, 120.0).snapshot(0.0), buckets=stats)
+    beat = scheduler_message(to_heartbeat(snapshot))
+    assert isinstance(beat, Heartbeat)
+    assert beat.buckets == {"m": WaitingBuckets(((80, 3), (900, 1)), 0.25)}

@@ -121,6 +121,23 @@ def test_a_wrong_field_is_found(objects, changed, path, value, problem):
     assert problem in check_objects(objects, VERSION)[0]
 
 
+def test_further_deployments_of_workers_are_checked(objects):
+    second = copy.deepcopy(deployment(objects, "worker"))
+    second["metadata"]["name"] = "tideserve-worker-2"
+    label = {"tideserve/upstream": "2"}
+    second["spec"]["template"]["metadata"]["labels"] |= label
+    second["spec"]["selector"]["matchLabels"] |= label
+    container_of = second["spec"]["template"]["spec"]["containers"][0]
+    container_of["env"].append({"name": "TIDESERVE__UPSTREAM_ULR", "value": "http://a"})
+    problems = check_objects([*objects, second], VERSION)
+    assert any(
+        line.startswith("tideserve-worker-2: ") and "TIDESERVE__UPSTREAM_URL" in line
+        for line in problems
+    )
+    selects = "Deployment/tideserve-worker selects the pods of"
+    assert any(line.startswith(selects) and line.endswith("worker-2") for line in problems)
+
+
 def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
     mounts = container(objects, "gateway")["volumeMounts"]
     mount = next(one for one in mounts if one["name"] == "api-key")

@@ -7,6 +7,7 @@ import pytest
 
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
+from services.common.records import CAN_DROP
 from services.worker.config import WorkerConfig
 from services.worker.identity import completed_config, worker_record
 from services.worker.ipc import EngineReady
@@ -53,3 +54,11 @@ def test_the_memory_that_an_engine_reports_is_registered() -> None:
     facts = EngineReady(64, 9, 16, 4, 512, 10, 3, 1, arena_bytes=96, chunk_bytes=8)
     record = worker_record(config(worker_id="w0"), "i", "digest", "h:1", facts)
     assert (record.arena_bytes, record.chunk_bytes, record.kv_blocks_total) == (96, 8, 4)
+    assert record.no_drops == ""
+
+
+def test_a_worker_without_lanes_registers_the_reason() -> None:
+    facts = EngineReady(64, 9, 16, 4, 512, 10, 3, 1, no_drops="UCX cannot be loaded")
+    record = worker_record(config(worker_id="w0"), "i", "digest", "h:1", facts)
+    assert record.no_drops == "UCX cannot be loaded"
+    assert CAN_DROP not in record.capabilities

@@ -75,6 +75,7 @@ def test_every_field_reaches_the_request() -> None:
         cache_salt="s" * 128,
         choice=3,
         output_ids=[3, 3, 9],
+        server_losses=2,
     )
     request = to_request(start, vocab_size=10, max_model_len=10, now_s=0.0)
     assert request.sampling == Sampling(
@@ -94,6 +95,7 @@ def test_every_field_reaches_the_request() -> None:
     assert (request.waited_s, request.traceparent) == (1.5, "00-1-2-01")
     assert (request.cache_salt, request.choice) == ("s" * 128, 3)
     assert (request.prompt_ids, request.output_ids) == ((1, 2), (3, 3, 9))
+    assert request.server_losses == 2
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
@@ -196,6 +198,7 @@ def test_a_class_of_a_later_version_is_read_as_standard() -> None:
         ({"traceparent": "x" * 257}, "traceparent"),
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"choice": -1}, "choice"),
+        ({"server_losses": -1}, "server_losses"),
         ({"output_ids": [10]}, "output_ids"),
         ({"output_ids": [1] * 8}, "output_ids must be fewer"),
     ],

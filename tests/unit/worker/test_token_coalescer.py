@@ -48,6 +48,15 @@ def test_the_first_event_keeps_what_stands_there_and_the_last_brings_the_times()
     assert (event.cached_tokens, event.times.wait_s, len(event.prompt_logprobs)) == (3, 2, 1)
 
 
+def test_cached_tokens_may_come_with_the_last_token() -> None:
+    coalescer = TokenCoalescer()
+    coalescer.begin("a")
+    assert coalescer.add(token(0), 0.0) == []
+    last = token(1, finish_reason=pb.FINISH_REASON_STOP, cached_tokens=3)
+    (event,) = coalescer.add(last, 0.0)
+    assert (event.cached_tokens, len(event.token_ids)) == (3, 2)
+
+
 def test_others_are_sent_at_once_and_old_ones_by_age() -> None:
     coalescer = TokenCoalescer()
     coalescer.begin("a")

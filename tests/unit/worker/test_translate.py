@@ -1,5 +1,7 @@
 """Log probabilities in the events of the worker's contract."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.core.logprobs import LogprobRows
@@ -66,6 +68,7 @@ def test_a_gateway_learns_why_a_request_has_no_place_here(
     event = to_refusal(refusal)
     assert (event.request_id, event.finish_reason) == ("a", reason) and event.message
     assert (event.kv_lost, event.leaving) == flags
+    assert to_refusal(replace(refusal, server_losses=2)).server_losses == 2
 
 
 def handovers(known: LogprobRows | None, emitted: int) -> Handovers[None]:

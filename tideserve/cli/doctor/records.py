@@ -17,6 +17,7 @@ from tideserve.common.v1 import record_pb2
 
 CHECK = Check("registered")
 M = TypeVar("M", bound=Message)
+NO_LANES = "it has no lanes to other workers and never merges; set its 'advertise'"
 NEEDED = ("gateway", "scheduler", "memmgr")
 
 
@@ -190,6 +191,5 @@ def _idle(records: RegisteredRecords) -> Iterator[Finding]:
             )
         if CAN_DROP not in worker.capabilities and engine_of(worker) == EngineKind.TIDESERVE:
             yield CHECK.warning(
-                f"the worker {worker.worker_id} has no lanes to other workers, so it never merges;"
-                " set its 'advertise' and see its log"
+                f"the worker {worker.worker_id} cannot drop layers: {worker.no_drops or NO_LANES}"
             )

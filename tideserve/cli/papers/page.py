@@ -12,7 +12,8 @@ STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #ddd;padding:.35em .6em;
 text-align:left;vertical-align:top}td.number{text-align:right;white-space:nowrap}
-.charts{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0;flex:1 1 440px}
+td:first-child{white-space:nowrap}.charts{display:grid;gap:1em;
+grid-template-columns:repeat(auto-fill,minmax(min(440px,100%),1fr))}figure{margin:0}
 figcaption{font-weight:600;margin:.4em 0}svg{width:100%;font-size:11px}.differs{color:#a33}
 """
 
@@ -87,7 +88,7 @@ def value_text(value: float | None, unit: str) -> str:
     if value is None:
         return "–"
     if unit == "%":
-        return f"{value:.1%}"
+        return f"{value:.1%}" if value == 0 or abs(value) >= 0.001 else f"{100 * value:.2g}%"
     digits = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{digits} {unit}".strip()
 

@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil, floor, log10
 
 WIDTH, HEIGHT = 460, 270
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 62
+LEFT, RIGHT, TOP, BOTTOM = 68, 22, 12, 62
 TICKS = 5
+CHARACTER = 6.4
+"""Width of a character of a label."""
 # Distinguishable without colour vision (Okabe and Ito's palette).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
@@ -31,7 +34,7 @@ class LineChart:
         parts = frame.axes(self.x_label, self.y_label)
         parts += [
             _text(frame.x(tick), HEIGHT - BOTTOM + 16, _number(tick), "middle")
-            for tick in _spread(frame.least, frame.most)
+            for tick in round_ticks(frame.least, frame.most)
         ]
         if self.guide is not None:
             y = frame.y(self.guide)
@@ -60,8 +63,12 @@ class BarChart:
         top = _top([value or 0.0 for values in self.values.values() for value in values])
         frame = _Frame(0.0, float(max(1, len(self.groups))), top)
         parts, wide = frame.axes("", self.y_label), 0.8 / max(1, len(self.values))
+        # Labels that would overlap alternate between two heights.
+        widest = CHARACTER * max(map(len, self.groups), default=0)
+        rows = 2 if widest > frame.x(1.0) - frame.x(0.0) else 1
         for place, group in enumerate(self.groups):
-            parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle"))
+            label_y = HEIGHT - BOTTOM + 16 + 14 * (place % rows)
+            parts.append(_text(frame.x(place + 0.5), label_y, group, "middle"))
             for index, values in enumerate(self.values.values()):
                 if (value := values[place]) is None:
                     continue
@@ -118,7 +125,7 @@ def _svg(title: str, parts: Sequence[str], names: Sequence[str]) -> str:
             f'<rect x="{x:.0f}" y="{HEIGHT - 18}" width="10" height="10" fill="{colour}"/>'
         )
         legend.append(_text(x + 14, HEIGHT - 9, name, "start"))
-        x += 26 + 6.4 * len(name)
+        x += 26 + CHARACTER * len(name)
     body = "".join([*parts, *legend])
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}"'
@@ -135,6 +142,15 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, dash: bool = 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def round_ticks(least: float, most: float) -> list[float]:
+    """Multiples of a round step from `least` to `most`, at most `TICKS`; `least` without any."""
+    wanted = (most - least) / (TICKS - 1) or 1.0
+    power = 10.0 ** floor(log10(wanted))
+    step = next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= wanted)
+    first, last = ceil(least / step - 1e-9), floor(most / step + 1e-9)
+    return [number * step for number in range(first, last + 1)] or [least]
 
 
 def _spread(least: float, most: float) -> list[float]:

@@ -120,6 +120,7 @@ class WorkerRecord(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     COST_MODEL_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    NO_DROPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -170,6 +171,10 @@ class WorkerRecord(_message.Message):
     """Parameters and the KV of a layer each occupy whole chunks of so many bytes of arena_bytes. 0 from
     workers that do not publish it.
     """
+    no_drops: _builtins.str
+    """Why the worker cannot drop layers, and so never merges, as text. Empty if it can, or if its
+    engine never does.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Capabilities, for example "generate"."""
@@ -213,10 +218,11 @@ class WorkerRecord(_message.Message):
         scheduling: _builtins.str = ...,
         cost_model: Global___CostModel | None = ...,
         chunk_bytes: _builtins.int = ...,
+        no_drops: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cost_model", b"cost_model", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "no_drops", b"no_drops", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

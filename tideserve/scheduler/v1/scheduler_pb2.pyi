@@ -557,6 +557,7 @@ class Heartbeat(_message.Message):
     WANTS_PREFIXES_FIELD_NUMBER: _builtins.int
     CLASS_WAITS_FIELD_NUMBER: _builtins.int
     WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
@@ -569,6 +570,10 @@ class Heartbeat(_message.Message):
     def class_waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Predicted waits, at most one per model and class."""
 
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelBuckets]:
+        """Buckets of the models whose waiting requests are ordered by length."""
+
     def __init__(
         self,
         *,
@@ -577,14 +582,75 @@ class Heartbeat(_message.Message):
         wants_prefixes: _builtins.bool = ...,
         class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
         wants_outcomes: _builtins.bool = ...,
+        buckets: _abc.Iterable[Global___ModelBuckets] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ModelBuckets(_message.Message):
+    """The buckets of a model's waiting requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    PADDING_SHARE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    padding_share: _builtins.float
+    """Share of the tokens that would be padding if requests were padded to the greatest length of their
+    bucket, in [0, 1).
+    """
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Bucket]:
+        """At most 16, ascending by length."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        buckets: _abc.Iterable[Global___Bucket] | None = ...,
+        padding_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "model", b"model", "padding_share", b"padding_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelBuckets: _TypeAlias = ModelBuckets  # noqa: Y015
+
+@_typing.final
+class Bucket(_message.Message):
+    """Waiting requests of similar length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTH_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    length: _builtins.int
+    """Greatest prompt and expected output tokens of a request."""
+    requests: _builtins.int
+    """Number of requests that wait."""
+    def __init__(
+        self,
+        *,
+        length: _builtins.int = ...,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Bucket: _TypeAlias = Bucket  # noqa: Y015
 
 @_typing.final
 class ClassWait(_message.Message):

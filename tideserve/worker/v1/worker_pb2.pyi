@@ -557,6 +557,7 @@ class Start(_message.Message):
     OUTPUT_IDS_FIELD_NUMBER: _builtins.int
     DELIVERY_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
+    SERVER_LOSSES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request. A second start with the same id is refused; if it comes on another
     stream, the first request ends silently, since the gateway has lost that stream.
@@ -584,6 +585,8 @@ class Start(_message.Message):
     the tokens received. A worker whose group has lost a member returns a part of these requests,
     and a worker that shuts down all that other groups have room for.
     """
+    server_losses: _builtins.int
+    """Losses of upstream servers under this request at earlier workers."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, at least one."""
@@ -629,10 +632,11 @@ class Start(_message.Message):
         output_ids: _abc.Iterable[_builtins.int] | None = ...,
         delivery: Global___Delivery.ValueType = ...,
         resumable: _builtins.bool = ...,
+        server_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "server_losses", b"server_losses", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -990,6 +994,7 @@ class RequestEvent(_message.Message):
     KV_LOST_FIELD_NUMBER: _builtins.int
     GO_TO_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SERVER_LOSSES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     first_index: _builtins.int
@@ -999,11 +1004,17 @@ class RequestEvent(_message.Message):
     message: _builtins.str
     """Cause and remedy if the request failed."""
     cached_tokens: _builtins.int
-    """With the first output token: number of prompt tokens that were in the prefix cache."""
+    """With the first output token, in front of an upstream server with the last: number of prompt
+    tokens that were in the prefix cache.
+    """
     kv_lost: _builtins.bool
     """With RETURNED: the worker's group has lost a member, and with it KV of the request."""
     leaving: _builtins.bool
     """With RETURNED: the worker shuts down, and the request may have run there."""
+    server_losses: _builtins.int
+    """On the last event of a request that failed or was returned: losses of upstream servers under it,
+    including those in its Start. The gateway ends a request with three.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New output tokens."""
@@ -1054,10 +1065,11 @@ class RequestEvent(_message.Message):
         kv_lost: _builtins.bool = ...,
         go_to: Global___GoTo | None = ...,
         leaving: _builtins.bool = ...,
+        server_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["go_to", b"go_to", "moved", b"moved", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "go_to", b"go_to", "kv_lost", b"kv_lost", "leaving", b"leaving", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "first_index", b"first_index", "go_to", b"go_to", "kv_lost", b"kv_lost", "leaving", b"leaving", "logprobs", b"logprobs", "message", b"message", "moved", b"moved", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "server_losses", b"server_losses", "times", b"times", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

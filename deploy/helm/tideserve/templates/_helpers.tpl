@@ -101,6 +101,9 @@ readinessProbe:
 {{- define "tideserve.podMetadata" -}}
 labels:
   {{- include "tideserve.labels" .service | nindent 2 }}
+  {{- range $label, $value := .labels }}
+  {{ $label }}: {{ $value | quote }}
+  {{- end }}
 {{- with .values.podAnnotations }}
 annotations: {{ toJson . }}
 {{- end }}

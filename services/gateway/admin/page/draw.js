@@ -1,6 +1,6 @@
 // Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
-import { batchText, budget, changing, size, totals, wholeModel } from "./text.js";
+import { batchText, bucketTexts, budget, changing, size, totals, wholeModel } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
@@ -272,6 +272,26 @@ export function drawBatches(root, batches) {
     bar.value = batch.ended;
     bar.setAttribute("aria-label", batch.id);
     write(text, batchText(batch));
+  });
+}
+
+/** Draws a bar per bucket of waiting requests, as long as its share of the fullest. */
+export function drawBuckets(root, buckets) {
+  while (root.children.length > buckets.length) root.lastChild.remove();
+  const most = Math.max(1, ...buckets.map(([, count]) => count));
+  bucketTexts(buckets).forEach((text, index) => {
+    let row = root.children[index];
+    if (!row) {
+      row = make("li");
+      const track = make("span", "track");
+      track.append(make("span", "bar"));
+      row.append(make("span", "range"), track, make("span", "count"));
+      root.append(row);
+    }
+    const [range, track, count] = row.children;
+    write(range, text);
+    track.firstChild.style.width = `${(100 * buckets[index][1]) / most}%`;
+    write(count, buckets[index][1].toLocaleString());
   });
 }
 

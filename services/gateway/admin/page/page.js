@@ -2,9 +2,9 @@
 
 import { change, follow, rememberKey } from "./feed.js";
 import {
-  Groups, Sparkline, MemoryChart, drawBatches, drawDecisions, drawServices, drawTable, make, write,
+  Groups, Sparkline, MemoryChart, drawBatches, drawBuckets, drawDecisions, drawServices, drawTable, make, write,
 } from "./draw.js";
-import { headline, seconds, totals } from "./text.js";
+import { headline, paddingText, seconds, totals, withoutDrops } from "./text.js";
 
 // The charts show 240 samples, that is two minutes.
 const SAMPLE_MS = 500;
@@ -41,12 +41,18 @@ function show(state) {
   write(element("headline"), title);
   write(element("subline"), below);
   write(element("model"), state.model);
+  const noDrops = withoutDrops(state);
+  element("no-drops").hidden = !noDrops;
+  write(element("no-drops"), noDrops);
   const sum = totals(state);
   write(element("waiting"), String(sum.waiting));
   write(element("waiting-note"), `${state.queued ?? "?"} in the scheduler's queue, ${sum.running} running`);
   write(element("ttft"), seconds(state.ttft_s));
   write(element("tokens"), Math.round(state.tokens_per_s).toLocaleString());
   drawDecisions(element("decisions"), state.decisions);
+  element("lengths").hidden = !state.lengths?.buckets.length;
+  drawBuckets(element("buckets"), state.lengths?.buckets ?? []);
+  write(element("padding"), paddingText(state.lengths));
   element("offline").hidden = !state.batches?.length;
   drawBatches(element("batches"), state.batches ?? []);
   drawControls();

@@ -29,6 +29,21 @@ export function batchText(batch) {
   return parts.join(" · ");
 }
 
+/** The range of lengths of each bucket, given its greatest length and count. */
+export function bucketTexts(buckets) {
+  return buckets.map(([length], index) => {
+    const above = index ? buckets[index - 1][0] : 0;
+    return `${(above + 1).toLocaleString()} to ${length.toLocaleString()} tokens`;
+  });
+}
+
+/** What padding would cost with these buckets; "" without any. */
+export function paddingText(lengths) {
+  if (!lengths?.buckets.length) return "";
+  const share = (100 * lengths.padding_share).toFixed(1);
+  return `${share} % of all tokens would be padding on an engine that pads to the longest of a bucket.`;
+}
+
 /** Parameter bytes of the whole model on a worker; 0 if the model's shape is unknown. */
 export function wholeModel(worker) {
   const shape = worker.shape;
@@ -69,6 +84,16 @@ export function changing(group, workers) {
   if (over < members.length) return `changing over: ${over} of ${members.length}`;
   if (group.degraded) return "a member was lost; loading its layers";
   return group.changing ? "preparing to change" : "";
+}
+
+/** Why workers cannot drop layers, a sentence for each reason; "" if all can. */
+export function withoutDrops(state) {
+  const names = new Map();
+  for (const worker of state.workers) {
+    if (!worker.no_drops) continue;
+    names.set(worker.no_drops, [...(names.get(worker.no_drops) ?? []), worker.id]);
+  }
+  return [...names].map(([reason, ids]) => `${ids.join(", ")} cannot drop layers: ${reason}.`).join(" ");
 }
 
 /** A headline for the cluster's memory, and a sentence with the figures. */

@@ -7,19 +7,17 @@ matrix products on a CPU. The compute dtype is that of activations, the storage 
 
 import logging
 import os
-import shutil
-import sysconfig
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from services.core.groups.slab_names import layer_name
-from services.worker.config import DEVICES, cpu_only_torch_error
+from services.worker.engine.compute import device_sampling
+from services.worker.engine.compute.gpu_needs import usable_device
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype, logit_rows
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import (
@@ -30,6 +28,7 @@ from services.worker.engine.memory.budget import (
     MemoryPlan,
     plan_memory,
 )
+from services.worker.engine.memory.device_copies import SLOT_BYTES, DeviceCopies
 from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape
 from services.worker.engine.memory.layer_slab import SlabLayout, WeightSource
@@ -44,8 +43,10 @@ from services.worker.engine.model.decoder import Decoder, LayerRunner, slab_layo
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
 from services.worker.engine.model.modules import Skeleton
-from services.worker.engine.sampling.device_draw import draw_bytes
-from services.worker.errors import DeviceError
+
+if TYPE_CHECKING:
+    # It imports Triton, which CPU builds of torch may lack.
+    from services.worker.engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ SCRATCH_BYTES = 8 << 20
 calls, a larger one more cache misses."""
 SAMPLER_ROWS = 5
 """The sampler's memory, in rows of logits."""
+HASHERS_MAX = 8
+"""Threads that hash parameters; each takes about a second per GiB."""
 CUDA_BYTES = 128 * MIB
 """For cuBLAS (32 MiB on Hopper) and for fragmentation of torch's allocator."""
 
@@ -70,7 +73,7 @@ def staging_bytes(config: RunnerConfig, geometry: ModelGeometry) -> int:
     upcasts = compute != config.dtype
     needed = _activations_bytes(config, geometry, compute) + logits
     if device.type == "cuda":
-        needed += CUDA_BYTES + draw_bytes(geometry.vocab_size)
+        needed += CUDA_BYTES + device_sampling.memory_bytes(config, geometry, compute)
         return needed + _gpu_attention_bytes(config, geometry, compute)
     return needed + (SCRATCH_BYTES if upcasts else 0) + gathered_bytes(config, geometry, compute)
 
@@ -120,56 +123,21 @@ def _gpu_attention_bytes(
     return gathered_bytes(config, geometry, compute)
 
 
-PACKAGES = ("cuda", "triton")
-"""Modules that torch's CUDA build installs."""
-COMPILERS = ("gcc", "clang")
-
-
-def check_gpu_needs(device: torch.device) -> None:
-    """Raise DeviceError if a CUDA build of torch, a C compiler or the GPU itself is missing."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if torch.version.cuda is None or missing:
-        raise DeviceError(cpu_only_torch_error(torch.__version__))
-    # Triton compiles a launcher in C for each kernel.
-    compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not any(map(shutil.which, compilers)) or not header.exists():
-        raise DeviceError(
-            f"Triton needs a C compiler ({' or '.join(compilers)}) and {header} to compile its"
-            " kernels, but at least one is missing; install them (Debian and Ubuntu: apt-get"
-            " install gcc libc6-dev python3-dev)"
-        )
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(
-            f"no GPU can be used: {error}; nvidia-smi shows GPUs and the version of their driver"
-        ) from error
-    index, count = device.index or 0, torch.cuda.device_count()
-    if index >= count:
-        raise DeviceError(
-            f"there is no GPU {index}: this machine has {count}, numbered from 0;"
-            " start fewer workers, or let them share a GPU with --device cuda:0"
-        )
-
-
 class LoadedModel(NamedTuple):
-    """A model in memory; `stage_memory` owns the parameters and the KV cache."""
+    """A model in memory; `stage_memory` owns the parameters and the KV cache.
+
+    `device_sampler`: None if the host samples.
+    """
 
     geometry: ModelGeometry
     stage_memory: StageMemory
     decoder: Decoder
+    device_sampler: "DeviceSampler | None" = None
 
 
 def load_model(config: RunnerConfig) -> LoadedModel:
     """Read the model into a new arena. Raises ModelError, BudgetTooSmall, DeviceError."""
-    device = torch.device(config.device)
-    if device.type not in DEVICES:
-        raise DeviceError(
-            f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
-        )
-    if device.type == "cuda":
-        check_gpu_needs(device)
+    device = usable_device(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)
@@ -190,7 +158,7 @@ def load_model(config: RunnerConfig) -> LoadedModel:
         config.block_size, geometry.num_kv_heads, geometry.head_dim, config.dtype
     )
     plan = _plan(config, geometry, layouts, block_shape)
-    arena = _arena(device, plan)
+    arena, copies = open_memory(config, plan, block_shape.size_bytes)
     with ExitStack() as stack:
         # Free the arena if loading fails; on success `pop_all` leaves it open.
         stack.callback(arena.close)
@@ -203,13 +171,16 @@ def load_model(config: RunnerConfig) -> LoadedModel:
             tied_embeddings=geometry.tied_embeddings,
             open_source=partial(_open_source, config),
             host_copies=HostCopies(config.host_weights_bytes, pinned=device.type == "cuda"),
+            copies=copies,
+            hashers=_hashers(config),
         )
         if config.load_format != "dummy":
             verify_manifest(config.model_dir)
         stage_memory.load()
         decoder = _build_decoder(config, skeleton, geometry, stage_memory)
+        sampler = _device_sampler(config, geometry)
         stack.pop_all()
-    return LoadedModel(geometry, stage_memory, decoder)
+    return LoadedModel(geometry, stage_memory, decoder, sampler)
 
 
 def uses_gpu_kernels(device: torch.device) -> bool:
@@ -268,17 +239,34 @@ def _open_source(config: RunnerConfig) -> WeightSource:
     return SafetensorsSource(config.model_dir)
 
 
-def _arena(device: torch.device, plan: MemoryPlan) -> Arena:
-    """Allocate the memory of `plan`. Raises DeviceError."""
+def open_memory(
+    config: RunnerConfig, plan: MemoryPlan, block_bytes: int
+) -> tuple[Arena, DeviceCopies | None]:
+    """Allocate the memory of `plan`; on a GPU, also open its copy stream. Raises DeviceError.
+
+    `block_bytes`: size of a KV block in one layer.
+    """
+    device = torch.device(config.device)
     sizes = {"chunk_bytes": plan.chunk_bytes, "total_chunks": plan.total_chunks}
     if device.type == "cpu":
-        return MemfdArena(**sizes)
+        return MemfdArena(**sizes), None
     from services.worker.engine.memory.cuda import CudaArena
     from services.worker.engine.memory.cuda_driver import CudaDriver
+    from services.worker.engine.memory.cuda_streams import CudaStreams
 
     driver = CudaDriver(device)
     driver.check_room(plan.arena_bytes + plan.staging_bytes)
-    return CudaArena(driver, **sizes)
+    streams = CudaStreams(device, copy_bytes=SLOT_BYTES, block_bytes=block_bytes)
+    copies = DeviceCopies(streams, block_bytes=block_bytes)
+    arena = CudaArena(driver, copies.fence, **sizes, maps_later=config.overlap)
+    return arena, copies if config.overlap else None
+
+
+def _hashers(config: RunnerConfig) -> Executor | None:
+    """Return threads that hash parameters; None on a CPU, whose cores compute."""
+    if torch.device(config.device).type == "cpu" or not config.overlap:
+        return None
+    return ThreadPoolExecutor(min(HASHERS_MAX, os.cpu_count() or 1), "hashes")
 
 
 def _build_decoder(
@@ -304,6 +292,13 @@ def _build_decoder(
             _gpu_layers(skeleton, stage_memory, attention) if uses_gpu_kernels(device) else None
         ),
     )
+
+
+def _device_sampler(config: RunnerConfig, geometry: ModelGeometry) -> "DeviceSampler | None":
+    device = torch.device(config.device)
+    if not uses_gpu_kernels(device):
+        return None
+    return device_sampling.device_sampler(config, geometry, compute_dtype(device, config.dtype))
 
 
 def _attention(

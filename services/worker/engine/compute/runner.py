@@ -8,8 +8,8 @@ layer, of the embeddings or of the head.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from services.worker.engine.compute.runner_config import (
     logit_rows,
     logits_dtype,
 )
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput, Suspended
 from services.worker.engine.model import cpu_kernels
 from services.worker.engine.model.attention.paged import AttentionMetadata, MetadataBuilder
 from services.worker.engine.model.interrupt import Interrupted
@@ -53,32 +54,6 @@ def summation_order(
     return f"vectors of {VECTOR_FLOATS}".encode()
 
 
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """The result of a stage for a batch: `hidden` for the next stage, or `sampled` at the last.
-
-    `hidden` is [tokens, hidden_size] in the compute dtype. `sampled` maps the id of each sequence
-    whose chunk samples to its token, failed sequences excepted. `notes` has log probabilities and
-    failures; None if there are neither.
-    """
-
-    hidden: torch.Tensor | None = None
-    sampled: dict[str, int] | None = None
-    notes: SampleNotes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """A batch interrupted before `layer`; `hidden` [tokens, hidden_size] is that layer's input.
-
-    The KV blocks already hold K and V of the layers before `layer`.
-    """
-
-    batch: Batch
-    hidden: torch.Tensor
-    layer: int
-
-
 class ModelRunner:
     """Owns the stage's memory and runs its layers. Create it with `load`."""
 
@@ -94,13 +69,17 @@ class ModelRunner:
         self.grammars = Grammars(config.model_dir, geometry.vocab_size)
         self._max_batch_tokens = config.max_batch_tokens
         self.device = torch.device(config.device)
+        self._on_gpu = self.device.type == "cuda"
         self._compute_dtype = compute_dtype(self.device, config.dtype)
         self._logit_rows = logit_rows(self.device)
         self._description = _description(config.model_dir) + summation_order(
             self.device, config.dtype, self._compute_dtype
         )
         self.sampler = Sampler(
-            geometry.vocab_size, self.grammars, logits_dtype(self._compute_dtype)
+            geometry.vocab_size,
+            self.grammars,
+            logits_dtype(self._compute_dtype),
+            loaded.device_sampler,
         )
         self._metadata = MetadataBuilder(
             block_size=config.block_size,
@@ -161,7 +140,6 @@ class ModelRunner:
         output = self.run_stage(batch, interrupted=interrupted)
         return None if output is None else output.sampled
 
-    @torch.inference_mode()
     def run_stage(
         self,
         batch: Batch,
@@ -170,13 +148,27 @@ class ModelRunner:
         *,
         suspends: bool = False,
     ) -> StageOutput | None:
+        """Launch the stage's layers over a batch (`launch_stage`), and return the result."""
+        run = self.launch_stage(batch, hidden, interrupted, suspends=suspends)
+        return None if run is None else run.collect()
+
+    @torch.inference_mode()
+    def launch_stage(
+        self,
+        batch: Batch,
+        hidden: torch.Tensor | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        *,
+        suspends: bool = False,
+    ) -> LaunchedStage | None:
         """Run the stage's layers over a batch; stores K and V of all its tokens in their blocks.
 
         `hidden` is the output of the previous stage, None for the first stage. Block ids refer to
-        this worker's blocks. `interrupted` is called before each layer. If it returns True, the
-        result is None, and the K and V of the batch are undefined until it is run again. With
-        `suspends`, `resume_stage` may continue the batch instead; a batch that was suspended
-        earlier is discarded. Raises InvalidBatch, LayerNotResident.
+        this worker's blocks, which must not change before `LaunchedStage.collect`. `interrupted` is
+        called before each layer. If it returns True, the result is None, and the K and V of the
+        batch are undefined until it is run again. With `suspends`, `resume_stage` may continue the
+        batch instead; a batch that was suspended earlier is discarded. Raises InvalidBatch,
+        LayerNotResident.
         """
         if not 0 < batch.tokens <= self._max_batch_tokens:
             raise InvalidBatch(
@@ -184,65 +176,106 @@ class ModelRunner:
                 f"plan 1 to {self._max_batch_tokens} (max_batch_tokens)"
             )
         self._check_hidden(batch, hidden)
-        # Only the first stage embeds; later stages receive hidden states.
-        if hidden is None:
-            token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
-            hidden = self.decoder.embed(self._tensor(token_ids))
         if suspends:
             # The memory budget covers the hidden states of a single suspended batch.
             self.suspended = None
         start = self.stage_memory.layers.start
-        return self._run_layers(batch, hidden, start, interrupted, suspends=suspends)
+        return self._launch(batch, hidden, start, interrupted, suspends=suspends)
 
-    @torch.inference_mode()
     def resume_stage(
         self, batch: Batch, interrupted: Callable[[], bool] | None = None
     ) -> StageOutput | None:
-        """Continue the suspended `batch`; returns as `run_stage`, and may suspend it again.
+        """Continue the suspended `batch` (`launch_resumed`), and return the result."""
+        run = self.launch_resumed(batch, interrupted)
+        return None if run is None else run.collect()
+
+    @torch.inference_mode()
+    def launch_resumed(
+        self, batch: Batch, interrupted: Callable[[], bool] | None = None
+    ) -> LaunchedStage | None:
+        """Continue the suspended `batch`; returns as `launch_stage`, and may suspend it again.
 
         Raises InvalidBatch if `batch` is not the suspended batch.
         """
         suspended, self.suspended = self.suspended, None
         if suspended is None or suspended.batch != batch:
             raise InvalidBatch("a batch was resumed that is not suspended here")
-        return self._run_layers(
-            batch, suspended.hidden, suspended.layer, interrupted, suspends=True
-        )
+        return self._launch(batch, suspended.hidden, suspended.layer, interrupted, suspends=True)
 
-    def _run_layers(
+    def _launch(
         self,
         batch: Batch,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         first_layer: int,
         interrupted: Callable[[], bool] | None,
         *,
         suspends: bool,
-    ) -> StageOutput | None:
-        """Run the stage's layers from `first_layer` on; `hidden` is its input."""
+    ) -> LaunchedStage | None:
+        """Launch the stage's layers from `first_layer` on; `hidden` is its input, None: embed."""
         layers = self.stage_memory.layers
-        if layers.stop == self.geometry.num_layers:
+        samples = layers.stop == self.geometry.num_layers
+        if samples:
             # Compile grammars on another thread while the layers run. The leader has compiled them
             # before planning, but this last stage may run on another worker.
             self.sampler.prepare([chunk.sample for chunk in batch.chunks])
         metadata = self.metadata(batch)
+        copies = self.stage_memory.copies
+        if copies is not None:
+            copies.begin_work()
+        # Between two layers, the hidden states and the KV written so far suffice to resume.
+        try:
+            token_ids, positions, rows = self._columns(batch)
+            # Only the first stage embeds; later stages receive hidden states.
+            given = self.decoder.embed(token_ids) if hidden is None else hidden
+            left = range(first_layer, layers.stop)
+            output = self.decoder.run_layers(given, positions, metadata, left, interrupted)
+        except Interrupted as end:
+            if copies is not None:
+                copies.end_work()
+            if suspends:
+                self.suspended = Suspended(batch, end.hidden, end.layer)
+            return None
+        if samples and self._on_gpu:
+            sample: Callable[[], StageOutput] = partial(self._sample, batch, output, rows)
+            if self._samples_ahead(batch):
+                sample = self._start_sampling(batch, output, rows)
+            return LaunchedStage(None, partial(self._collect, sample))
+        result = self._sample(batch, output, rows) if samples else StageOutput(hidden=output)
+        if copies is not None:
+            copies.end_work()
+        return LaunchedStage(result)
+
+    @torch.inference_mode()
+    def _collect(self, sample: Callable[[], StageOutput]) -> StageOutput:
+        try:
+            return sample()
+        finally:
+            if (copies := self.stage_memory.copies) is not None:
+                copies.end_work()
+
+    def _columns(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids and positions of all tokens, and the rows to sample from, on the device."""
+        token_ids = list(chain.from_iterable(chunk.token_ids for chunk in batch.chunks))
         positions = list(
             chain.from_iterable(
                 range(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in batch.chunks
             )
         )
-        left = range(first_layer, layers.stop)
-        # Between two layers, the hidden states and the KV written so far suffice to resume.
-        try:
-            hidden = self.decoder.run_layers(
-                hidden, self._tensor(positions), metadata, left, interrupted
-            )
-        except Interrupted as end:
-            if suspends:
-                self.suspended = Suspended(batch, end.hidden, end.layer)
-            return None
-        if layers.stop < self.geometry.num_layers:
-            return StageOutput(hidden=hidden)
-        return self._sample(batch, hidden)
+        # The last row of each chunk that samples.
+        ends = accumulate(len(chunk.token_ids) for chunk in batch.chunks)
+        rows = [
+            end - 1
+            for chunk, end in zip(batch.chunks, ends, strict=True)
+            if chunk.sample is not None
+        ]
+        if not self._on_gpu:
+            return self._tensor(token_ids), self._tensor(positions), self._tensor(rows)
+        # Pinned memory makes the copy asynchronous: this thread does not wait for kernels.
+        columns = torch.tensor(
+            [*token_ids, *positions, *rows], dtype=torch.int64, pin_memory=True
+        ).to(self.device, non_blocking=True)
+        tokens = len(token_ids)
+        return columns[:tokens], columns[tokens : 2 * tokens], columns[2 * tokens :]
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
         """Return bytes of the previous stage as hidden states [tokens, hidden_size] on the device.
@@ -279,10 +312,23 @@ class ModelRunner:
                 f"states of shape {expected} in {self._compute_dtype}, got {given}"
             )
 
-    def _sample(self, batch: Batch, hidden: torch.Tensor) -> StageOutput:
-        """Sample a token for each chunk that samples, and compute prompt log probabilities."""
+    def _samples_ahead(self, batch: Batch) -> bool:
+        """Whether a GPU can sample behind the layers, without a wait of this thread."""
+        specs = [(chunk.seq_id, chunk.sample) for chunk in batch.chunks if chunk.sample is not None]
+        scores = any(chunk.score is not None for chunk in batch.chunks)
+        return not scores and self.sampler.starts_ahead(specs)
+
+    def _sample(self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor) -> StageOutput:
+        return self._start_sampling(batch, hidden, rows)()
+
+    def _start_sampling(
+        self, batch: Batch, hidden: torch.Tensor, rows: torch.Tensor
+    ) -> Callable[[], StageOutput]:
+        """Sample a token for each chunk that samples, from `rows`; score prompts.
+
+        A score is the log probabilities of prompt tokens. The result waits for a GPU.
+        """
         wanted: list[tuple[str, SampleSpec]] = []
-        last_rows: list[int] = []
         prompt_logprobs: dict[str, PromptRows] = {}
         row = -1
         for chunk in batch.chunks:
@@ -293,15 +339,21 @@ class ModelRunner:
             row += len(chunk.token_ids)
             if chunk.sample is not None:
                 wanted.append((chunk.seq_id, chunk.sample))
-                last_rows.append(row)
-        sampled = Sampled()
+        finishes = []
         # Compute logits in slices of rows, because logits need rows × vocabulary memory.
         for first in range(0, len(wanted), self._logit_rows):
             part = slice(first, first + self._logit_rows)
-            rows = self._tensor(last_rows[part])
-            self.sampler.sample(self.decoder.logits(hidden[rows]), wanted[part], sampled)
-        notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
-        return StageOutput(sampled=sampled.tokens, notes=notes or None)
+            chosen = rows if len(rows) <= self._logit_rows else rows[part]
+            finishes.append(self.sampler.start(self.decoder.logits(hidden[chosen]), wanted[part]))
+
+        def finish() -> StageOutput:
+            sampled = Sampled()
+            for add_to in finishes:
+                add_to(sampled)
+            notes = SampleNotes(sampled.logprobs, prompt_logprobs, sampled.failed)
+            return StageOutput(sampled=sampled.tokens, notes=notes or None)
+
+        return finish
 
     def _score(self, chunk: Chunk, hidden: torch.Tensor) -> PromptRows:
         """Return log probabilities of a chunk's prompt; `hidden` starts at its first row."""
@@ -316,8 +368,9 @@ class ModelRunner:
         # Row i predicts the token at position i + 1.
         return PromptRows(chunk.start + score.row + 1, joined(parts))
 
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    @staticmethod
+    def _tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64)
 
 
 def _description(model_dir: Path) -> bytes:

@@ -19,7 +19,8 @@ class RunnerConfig:
     new tokens of a batch. `min_tokens`: the minimum capacity of the KV cache. `suspends`: reserve
     memory for the hidden states of a suspended batch. `dummy_seed` and `dummy_std` apply to load
     format `dummy`, which has random weights. `host_weights_bytes`: budget of the copies of slabs in
-    host memory (see `host_copies`).
+    host memory (see `host_copies`). `device_sampling`: let a GPU sample, instead of the host.
+    `overlap`: on a GPU, copy and hash beside iterations.
     """
 
     model_dir: Path
@@ -38,6 +39,8 @@ class RunnerConfig:
     dummy_seed: int = 0
     dummy_std: float = 0.02
     host_weights_bytes: int = 0
+    device_sampling: bool = True
+    overlap: bool = True
 
 
 def compute_dtype(device: torch.device, storage_dtype: torch.dtype) -> torch.dtype:

@@ -90,7 +90,9 @@ class Arena(ABC):
     """Owns the physical memory of the budget; subclasses implement the system calls."""
 
     slice_chunks_min = 1
-    """Minimum number of chunks per slice of background work (`sweep`, `prefault`)."""
+    """Minimum number of chunks per slice of background work (`map_prepared`, `sweep`, …)."""
+    maps_later = False
+    """Whether mapping is so slow that `prepare` leaves it to `map_prepared`."""
 
     def __init__(self, *, chunk_bytes: int, total_chunks: int) -> None:
         self.chunk_bytes = chunk_bytes
@@ -103,6 +105,8 @@ class Arena(ABC):
         self._cold: deque[_Place] = deque()
         # Prepared places with the handles that `adopt` will transfer to them.
         self._prepared: list[tuple[_Place, Handles]] = []
+        # The parts of prepared places that are not mapped yet.
+        self._unmapped: deque[tuple[_Place, Handles]] = deque()
 
     @property
     def free_chunks(self) -> int:
@@ -170,20 +174,46 @@ class Arena(ABC):
     ) -> int:
         """Map sorted `handles`, free or owned elsewhere, for a later `adopt`.
 
-        Returns the number of mapping calls. The place must be unmapped or retired, and is queued
-        for `prefault`. Raises ValueError on a bad argument.
+        Returns the number of mapping calls; 0 if `map_prepared` makes them. The place must be
+        unmapped or retired, and is queued for `prefault`. Raises ValueError on a bad argument.
         """
         wanted = np.asarray(handles, dtype=np.int64)
         place = _Place(reserved, chunk_offset, len(wanted))
         runs = self._runs(place, wanted)
-        self._map_runs(place, runs)
+        if self.maps_later:
+            self._make_unmapped(place)
+            self._unmapped.append((place, wanted))
+            runs = []
+        else:
+            self._map_runs(place, runs)
         place.window[:] = PREPARED
         self._prepared.append((place, wanted))
         self._cold.append(place)
         return len(runs)
 
+    @property
+    def unmapped_chunks(self) -> int:
+        """Number of prepared chunks that `map_prepared` has not mapped yet."""
+        return sum(place.count for place, _ in self._unmapped)
+
+    def map_prepared(self, max_chunks: int | None = None) -> bool:
+        """Map up to `max_chunks` prepared chunks (None: all); returns True when all are mapped."""
+        left = self.unmapped_chunks if max_chunks is None else max_chunks
+        while self._unmapped and left > 0:
+            place, handles = self._unmapped[0]
+            count = min(place.count, left)
+            self._map_runs(_Place(place.reserved, place.offset, count), coalesce(handles[:count]))
+            self._unmapped.popleft()
+            if count < place.count:
+                rest = _Place(place.reserved, place.offset + count, place.count - count)
+                self._unmapped.appendleft((rest, handles[count:]))
+            left -= count
+        return not self._unmapped
+
     def adopt(self, freed: Sequence[VirtualRange]) -> None:
         """Retire the fully mapped ranges `freed` and transfer handles to all prepared places.
+
+        First maps what `map_prepared` has not mapped.
 
         Raises ValueError, without any effect, if a handle is not free or two places claim it.
         """
@@ -199,6 +229,7 @@ class Arena(ABC):
         # If fewer handles are newly mapped than chunks were prepared, a handle was claimed twice.
         if np.count_nonzero(mapped) != before + grown:
             raise ValueError("a prepared place claims a handle that another place owns")
+        self.map_prepared()
         self._mapped = mapped
         for reserved in freed:
             reserved.handles[:] = RETIRED
@@ -212,7 +243,10 @@ class Arena(ABC):
         for place, _ in self._prepared:
             place.window[:] = RETIRED
             self._retired.append(place)
+        for place, _ in self._unmapped:
+            place.window[:] = UNMAPPED
         self._prepared.clear()
+        self._unmapped.clear()
 
     def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
         """Free `count` chunks and return their handles; `sweep` unmaps the chunks later.
@@ -251,6 +285,10 @@ class Arena(ABC):
         It stays valid as chunks are mapped and unmapped. An access to an unmapped chunk, or after
         `close`, crashes.
         """
+
+    @abstractmethod
+    def await_retired(self) -> None:
+        """Block until no kernel or copy uses retired chunks, so that other chunks can be mapped."""
 
     @abstractmethod
     def close(self) -> None:
@@ -313,12 +351,15 @@ class Arena(ABC):
 
     def _map_runs(self, place: _Place, runs: Sequence[tuple[int, int, int]]) -> None:
         """Map runs of handles at an unmapped or retired place."""
-        # On a GPU, an address must be unmapped before it can be mapped again.
-        if place.count and place.window.min() == RETIRED:
-            self._sweep_place(place)
+        self._make_unmapped(place)
         for position, first, count in runs:
             offset_bytes = (place.offset + position) * self.chunk_bytes
             self._map_address(place.reserved.address + offset_bytes, first, count)
+
+    def _make_unmapped(self, place: _Place) -> None:
+        """Unmap the retired chunks of a place; on a GPU, mapping requires it."""
+        if place.count and (place.window == RETIRED).any():
+            self._sweep_place(place)
 
     def _sweep_place(self, place: _Place) -> None:
         """Unmap the retired chunks of a place."""

@@ -5,13 +5,33 @@ mapping a chunk, granting access and unmapping it take about 80 µs in all while
 2 MiB as for 32 MiB (benchmarks/results/gpu-h200.json).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from services.worker.engine.memory.arena import UNMAPPED, Arena, VirtualRange, coalesce
+from services.worker.engine.memory.arena import (
+    UNMAPPED,
+    Arena,
+    Handles,
+    VirtualRange,
+    coalesce,
+)
+from services.worker.engine.memory.device_copies import Fence
 from services.worker.errors import DeviceError
+
+
+def make_exportable(allows: Callable[[bool, bool], bool]) -> tuple[bool, bool]:
+    """Choose how other processes and network cards may access memory: (descriptor, RDMA).
+
+    Memory cannot be made accessible later. `allows` tries a choice. Without any, memory of the
+    plain kind remains, whose errors `create` raises.
+    """
+    for shared, rdma in ((True, True), (True, False), (False, False)):
+        if allows(shared, rdma):
+            return shared, rdma
+    return False, False
 
 
 class VirtualMemory(Protocol):
@@ -33,12 +53,22 @@ class VirtualMemory(Protocol):
 class CudaArena(Arena):
     """GPU memory as an arena; `chunk_bytes` is a multiple of the driver's granularity.
 
-    Raises DeviceError if the GPU has not enough memory.
+    `fence` returns a point after all kernels and copies so far: driver calls are not ordered with
+    them, so retired chunks are unmapped only after that point. Raises DeviceError if the GPU has
+    not enough memory.
     """
 
     slice_chunks_min = 8
 
-    def __init__(self, driver: VirtualMemory, *, chunk_bytes: int, total_chunks: int) -> None:
+    def __init__(
+        self,
+        driver: VirtualMemory,
+        fence: Callable[[], Fence],
+        *,
+        chunk_bytes: int,
+        total_chunks: int,
+        maps_later: bool = True,
+    ) -> None:
         if chunk_bytes <= 0 or chunk_bytes % driver.granularity_bytes:
             raise DeviceError(
                 f"a chunk of {chunk_bytes} bytes cannot be mapped on this GPU; set 'chunk_bytes' to"
@@ -46,7 +76,10 @@ class CudaArena(Arena):
             )
         super().__init__(chunk_bytes=chunk_bytes, total_chunks=total_chunks)
         # Allocate the whole budget now: later another process may have taken the memory.
+        self.maps_later = maps_later
         self._driver = driver
+        self._new_fence = fence
+        self._fence = Fence()  # of the last chunks that were retired; the streams keep their order
         self._chunks: list[Any] = []
         try:
             for _ in range(total_chunks):
@@ -60,6 +93,27 @@ class CudaArena(Arena):
         self._cold.clear()
         return True
 
+    def adopt(self, freed: Sequence[VirtualRange]) -> None:
+        super().adopt(freed)
+        self._fence = self._new_fence()
+
+    def retire(self, reserved: VirtualRange, chunk_offset: int, count: int) -> Handles:
+        handles = super().retire(reserved, chunk_offset, count)
+        if count:
+            self._fence = self._new_fence()
+        return handles
+
+    def sweep(self, max_chunks: int | None = None) -> bool:
+        # A slice never waits; the next turn tries again.
+        if max_chunks is not None and self._retired and not self._fence.passed():
+            return False
+        self._fence.wait()
+        return super().sweep(max_chunks)
+
+    def await_retired(self) -> None:
+        if self._retired:
+            self._fence.wait()
+
     def tensor(self, reserved: VirtualRange, dtype: torch.dtype) -> torch.Tensor:
         return self._driver.tensor(reserved.address, reserved.size_bytes).view(dtype)
 
@@ -67,6 +121,7 @@ class CudaArena(Arena):
         # Wait, because a kernel in flight may still access the ranges.
         if self._ranges:
             self._driver.wait()
+        self.cancel_prepared()
         for reserved in self._ranges:
             mapped = np.flatnonzero(reserved.handles != UNMAPPED)
             for _, first, count in coalesce(mapped):
@@ -91,8 +146,8 @@ class CudaArena(Arena):
         self._driver.allow(address, count * size)
 
     def _unmap_address(self, address: int, size_bytes: int) -> None:
-        # Wait, because driver calls are not ordered with kernels that may still read the chunks.
-        self._driver.wait()
+        # Usually passed: callers of `map` and `prepare` wait before (`await_retired`).
+        self._fence.wait()
         self._driver.unmap(address, size_bytes)
 
     def _prefault_address(self, address: int, size_bytes: int) -> None:

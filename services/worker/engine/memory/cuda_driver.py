@@ -1,10 +1,10 @@
 """Wraps CUDA's virtual memory management: physical chunks and reserved address space.
 
 Import this module only where torch's CUDA build is installed, which brings `cuda.bindings`. Driver
-calls are not ordered with kernels: call `wait` before unmapping memory that a kernel in flight may
-access.
+calls are not ordered with kernels: unmap memory only when no kernel in flight may access it.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,10 @@ import torch
 from cuda.bindings import driver
 
 from services.worker.engine.memory.borrowed_memory import tensor_over
+from services.worker.engine.memory.cuda import make_exportable
 from services.worker.errors import DeviceError
+
+log = logging.getLogger(__name__)
 
 
 class CudaDriver:
@@ -28,7 +31,8 @@ class CudaDriver:
         # Make torch's primary context current; without it, calls of `driver` have no context.
         context = call(driver.cuDevicePrimaryCtxRetain, call(driver.cuDeviceGet, index))
         call(driver.cuCtxSetCurrent, context)
-        # Allocations are pinned to this device and accessible by its kernels only.
+        # Allocations are pinned to this device and accessible by its kernels, until they are
+        # exported.
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -38,8 +42,30 @@ class CudaDriver:
         access.location = properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._access = access
+        self.shared, self.rdma = make_exportable(self._allows)
+        log.info("memory can be shared by descriptor: %s, by RDMA: %s", self.shared, self.rdma)
+        self.granularity_bytes = self._granularity_bytes()
+
+    def _granularity_bytes(self) -> int:
         least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity_bytes: int = call(driver.cuMemGetAllocationGranularity, properties, least)
+        return int(call(driver.cuMemGetAllocationGranularity, self._properties, least))
+
+    def _allows(self, shared: bool, rdma: bool) -> bool:
+        """Request memory with these properties from now on; returns whether the driver allows."""
+        kinds = driver.CUmemAllocationHandleType
+        self._properties.requestedHandleTypes = (
+            kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            if shared
+            else kinds.CU_MEM_HANDLE_TYPE_NONE
+        )
+        self._properties.allocFlags.gpuDirectRDMACapable = int(rdma)
+        try:
+            size_bytes = self._granularity_bytes()
+            self.release(self.create(size_bytes))
+        except DeviceError as error:
+            log.debug("memory (shared: %s, RDMA: %s) is refused: %s", shared, rdma, error)
+            return False
+        return True
 
     def check_room(self, needed_bytes: int) -> None:
         """Raise DeviceError if the GPU has less than `needed_bytes` of free memory."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.memory.arena import Arena, Handles
+from services.worker.engine.memory.device_copies import PinnedSlot
 from services.worker.errors import InvalidBlocks
 
 RELOCATION_SLICE_BLOCKS = 64
@@ -108,25 +109,39 @@ class KvRange:
             self._arena.retire(self._range, chunks, removed)
             self._mapped_chunks = chunks
 
-    def pack(self, block_ids: Sequence[int], target: torch.Tensor | None = None) -> torch.Tensor:
+    def pack(
+        self, block_ids: Sequence[int], target: torch.Tensor | PinnedSlot | None = None
+    ) -> torch.Tensor:
         """Copy blocks to the host, to `target` if given: uint8 [len(block_ids) × block bytes].
 
-        Raises InvalidBlocks.
+        To a slot, the copy is only started. Raises InvalidBlocks.
         """
         index = self._index(block_ids)
-        if target is None:
-            target = torch.empty(len(index) * self._block_bytes, dtype=torch.uint8)
-        self._check_size(target, len(index))
-        rows = target.view(len(index), self._block_bytes)
+        if isinstance(target, PinnedSlot):
+            self._check_size(target.piece, len(index))
+            target.gather(self._words, index)
+            return target.piece
+        packed = target
+        if packed is None:
+            packed = torch.empty(len(index) * self._block_bytes, dtype=torch.uint8)
+        self._check_size(packed, len(index))
+        rows = packed.view(len(index), self._block_bytes)
         if self._rows is not None:
             torch.index_select(self._bytes, 0, index, out=rows)
         else:
             rows.copy_(self._words[index.to(self._words.device)].view(torch.uint8))
-        return target
+        return packed
 
-    def unpack(self, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite blocks with the result of `pack`. Raises InvalidBlocks."""
+    def unpack(self, block_ids: Sequence[int], payload: torch.Tensor | PinnedSlot) -> None:
+        """Overwrite blocks with the result of `pack`; from a slot, the copy is only started.
+
+        Raises InvalidBlocks.
+        """
         index = self._index(block_ids)
+        if isinstance(payload, PinnedSlot):
+            self._check_size(payload.piece, len(index))
+            payload.scatter(self._words, index)
+            return
         self._check_size(payload, len(index))
         rows = payload.view(len(index), self._block_bytes)
         if self._rows is not None:
@@ -147,9 +162,10 @@ class KvRange:
             if self._rows is not None:
                 self.unpack(targets[part], self.pack(sources[part]))
             else:
-                source, target = self._index(sources[part]), self._index(targets[part])
-                device = self._words.device
-                self._words[target.to(device)] = self._words[source.to(device)]
+                index = torch.stack([self._index(sources[part]), self._index(targets[part])])
+                # Pinned memory makes the copy asynchronous: the stage's lock is held.
+                source, target = index.pin_memory().to(self._words.device, non_blocking=True)
+                self._words[target] = self._words[source]
 
     def _check_size(self, payload: torch.Tensor, blocks: int) -> None:
         if payload.dtype != torch.uint8 or payload.numel() != blocks * self._block_bytes:

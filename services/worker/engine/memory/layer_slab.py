@@ -6,10 +6,12 @@ and restores them later from a peer or from the model's files; a digest verifies
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -78,7 +80,13 @@ class SlabLayout:
 
 
 class WeightSource(Protocol):
-    """A source of parameters."""
+    """A source of parameters.
+
+    `on_device`: it computes them on the target's device, which changes their values; others read
+    them into host memory.
+    """
+
+    on_device: bool
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Write the parameter `name` to `target`, contiguous, cast to its dtype.
@@ -94,6 +102,32 @@ class _Hash(Protocol):
     def update(self, data: Any, /) -> None: ...
 
     def digest(self) -> bytes: ...
+
+
+class _Digests(NamedTuple):
+    """The hashes of a slab's bytes; `sha256` after the first fill only."""
+
+    xxh3: bytes
+    sha256: bytes | None
+
+
+def _digests_of(data: torch.Tensor, tag: bytes, *, first: bool) -> _Digests:
+    array = data.numpy()
+    xxh3 = xxhash.xxh3_128(tag)
+    xxh3.update(array)
+    if not first:
+        return _Digests(xxh3.digest(), None)
+    sha256 = hashlib.sha256(tag)
+    sha256.update(array)
+    return _Digests(xxh3.digest(), sha256.digest())
+
+
+def _update(hashes: Sequence[_Hash | None], piece: torch.Tensor) -> None:
+    """Update hashes with bytes in host memory."""
+    data = piece.numpy()
+    for part in hashes:
+        if part is not None:
+            part.update(data)
 
 
 class LayerSlab:
@@ -120,6 +154,8 @@ class LayerSlab:
         # Hashes of the first `_hashed_bytes` bytes; no SHA-256 after the first fill.
         self._xxh3, self._hashed_bytes = xxhash.xxh3_128(layout.tag), 0
         self._sha256: _Hash | None = hashlib.sha256(layout.tag)
+        # The hashes of the whole slab, computed by another thread.
+        self._hashing: Future[_Digests] | None = None
 
     @property
     def state(self) -> SlabState:
@@ -170,28 +206,75 @@ class LayerSlab:
         self._restart_hash()
         return self._bytes
 
-    def fill(self, offset_bytes: int, piece: torch.Tensor) -> None:
-        """Write a piece, uint8 [n], at an offset. Raises InvalidStage."""
+    def fill(
+        self,
+        offset_bytes: int,
+        piece: torch.Tensor,
+        write: Callable[[torch.Tensor], None] | None = None,
+    ) -> Callable[[], None] | None:
+        """Write a piece, uint8 [n], at an offset. Raises InvalidStage.
+
+        `write` starts the copy of the piece instead. The result then updates the hash, before
+        `finish` and before the next piece; it may be called by another thread. None: no update.
+        """
         self._check_filling()
         # If the piece overwrites hashed bytes, hash again from the start.
-        if offset_bytes < self._hashed_bytes:
+        if offset_bytes < self._hashed_bytes or self._hashing is not None:
             self._restart_hash()
         end_bytes = offset_bytes + piece.numel()
-        self._bytes[offset_bytes:end_bytes] = piece
+        target = self._bytes[offset_bytes:end_bytes]
+        if write is None:
+            target[:] = piece
+        else:
+            write(target)
         # Hash pieces that arrive in order, so that the checksum is ready after the last piece;
         # `finish` hashes what is left.
-        if offset_bytes == self._hashed_bytes:
+        if offset_bytes != self._hashed_bytes:
+            return None
+        if write is None:
             self._hash(piece)
+            return None
+        self._hashed_bytes = end_bytes
+        return partial(_update, [self._xxh3, self._sha256], piece)
+
+    def hash_copy(self, copy: torch.Tensor, hashers: Executor) -> None:
+        """Begin to hash a copy in host memory, which the slab is filled with."""
+        self._check_filling()
+        first = self._digest is None
+        self._hashing = hashers.submit(_digests_of, copy, self.layout.tag, first=first)
 
     def bytes_to_read(self) -> torch.Tensor:
         """Return a view of the slab to send, uint8 [size_bytes]. Raises LayerNotResident."""
         self.check_resident()
         return self._bytes
 
-    def fill_from(self, source: WeightSource) -> None:
-        """Write all parameters and zero the padding. Raises InvalidStage, ModelError."""
-        end_bytes = 0
+    def fill_from(self, source: WeightSource, hashers: Executor | None = None) -> None:
+        """Write all parameters and zero the padding. Raises InvalidStage, ModelError.
+
+        With `hashers`, they begin to hash a copy of the bytes in host memory, so that `finish`
+        reads nothing from the device.
+        """
         filling = self.bytes_to_fill()
+        if hashers is None or source.on_device:
+            self._write_from(source, filling, self._views)
+        if hashers is None:
+            return
+        if source.on_device:
+            image = filling.cpu()
+        else:
+            image = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
+            flat = image.view(self.layout.dtype)
+            places = self.layout.places.items()
+            views = {name: self._view(flat, place) for name, place in places}
+            self._write_from(source, image, views)
+            filling.copy_(image)
+        self.hash_copy(image, hashers)
+
+    def _write_from(
+        self, source: WeightSource, filling: torch.Tensor, views: dict[str, torch.Tensor]
+    ) -> None:
+        """Write parameters to `views`, and zeros to the padding between them in `filling`."""
+        end_bytes = 0
         for name, place in self.layout.places.items():
             filling[end_bytes : place.offset_bytes] = 0
             end_bytes = place.offset_bytes + place.elements * self.layout.dtype.itemsize
@@ -199,9 +282,9 @@ class LayerSlab:
                 # Sources are row-major: read the weight into other memory and permute it.
                 weight = torch.empty(place.shape, dtype=self.layout.dtype)
                 source.fill(name, weight)
-                self._views[name].copy_(panels.panels_of(weight))
+                views[name].copy_(panels.panels_of(weight))
             else:
-                source.fill(name, self._views[name])
+                source.fill(name, views[name])
 
     def finish(self, max_bytes: int | None = None) -> bool:
         """Hash up to `max_bytes` more (None: all); returns whether the slab is resident now.
@@ -210,16 +293,23 @@ class LayerSlab:
         from the first fill, and InvalidStage if the slab is not being filled.
         """
         self._check_filling()
-        end = self.layout.size_bytes
-        if max_bytes is not None:
-            end = min(end, self._hashed_bytes + max_bytes)
-        self._hash_up_to(end)
-        if end < self.layout.size_bytes:
-            return False
-        checksum = self._xxh3.digest()
-        if self._sha256 is not None:
+        if self._hashing is not None:
+            if max_bytes is not None and not self._hashing.done():
+                return False
+            digests = self._hashing.result()
+        else:
+            end = self.layout.size_bytes
+            if max_bytes is not None:
+                end = min(end, self._hashed_bytes + max_bytes)
+            self._hash_up_to(end)
+            if end < self.layout.size_bytes:
+                return False
+            sha256 = None if self._sha256 is None else self._sha256.digest()
+            digests = _Digests(self._xxh3.digest(), sha256)
+        checksum = digests.xxh3
+        if digests.sha256 is not None:
             # The first fill defines the digest; all later fills must match it.
-            self._digest, self._checksum = self._sha256.digest(), checksum
+            self._digest, self._checksum = digests.sha256, checksum
         self._restart_hash()
         if checksum != self._checksum:
             raise SlabCorrupted(self.name)
@@ -250,13 +340,11 @@ class LayerSlab:
 
     def _hash(self, piece: torch.Tensor) -> None:
         """Update the hashes with the next bytes of the slab."""
-        data = piece.cpu().numpy()
-        self._xxh3.update(data)
-        if self._sha256 is not None:
-            self._sha256.update(data)
+        _update([self._xxh3, self._sha256], piece.cpu())
         self._hashed_bytes += piece.numel()
 
     def _restart_hash(self) -> None:
+        self._hashing = None
         tag, first = self.layout.tag, self._digest is None
         self._xxh3, self._hashed_bytes = xxhash.xxh3_128(tag), 0
         self._sha256 = hashlib.sha256(tag) if first else None

@@ -55,6 +55,9 @@ class MemfdArena(Arena):
         buffer = (ctypes.c_char * reserved.size_bytes).from_address(reserved.address)
         return torch.frombuffer(buffer, dtype=dtype)
 
+    def await_retired(self) -> None:
+        """No effect: a processor's work has ended when its call returns."""
+
     def close(self) -> None:
         if self._closed:
             return

@@ -19,7 +19,10 @@ A method takes microseconds to a few milliseconds unless its docstring says othe
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +32,7 @@ from services.common.clock import monotonic_s
 from services.core.groups.slab_names import layer_name, stage_slabs
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import MemoryPlan
+from services.worker.engine.memory.device_copies import DeviceCopies, PinnedSlot
 from services.worker.engine.memory.host_copies import HostCopies
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange, grow_tails, prepare_tails
 from services.worker.engine.memory.layer_slab import (
@@ -41,6 +45,12 @@ from services.worker.errors import InvalidBlocks, InvalidStage
 
 SLICE_BYTES = 8 << 20
 """Memory handled per call of `finish_drop`, which takes about a millisecond on a CPU."""
+
+
+DEVICE_SLICE_BYTES = 64 << 20
+"""Host memory that is copied to a GPU at once; takes about a millisecond."""
+HASHING_MAX = 8
+"""Slabs whose hashes are computed while further slabs are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +93,15 @@ class StageMemory:
         tied_embeddings: bool,
         open_source: Callable[[], WeightSource],
         host_copies: HostCopies | None = None,
+        copies: DeviceCopies | None = None,
+        hashers: Executor | None = None,
     ) -> None:
+        """`copies`: the copies of the mover's thread beside iterations; None on a CPU.
+
+        `hashers` hash slabs while others are loaded; None: the caller's thread does.
+        """
         self.arena = arena
+        self.copies = copies
         self.host_copies = host_copies or HostCopies()
         self.plan = plan
         self.slabs = {name: LayerSlab(arena, name, layout) for name, layout in layouts.items()}
@@ -93,12 +110,17 @@ class StageMemory:
         ]
         self.tied_embeddings = tied_embeddings
         self._open_source = open_source
+        self._hashers = hashers
         self._layers = range(num_layers)
         # Layers of a restore with mapped KV that are not part of the stage yet.
         self._arriving: set[int] = set()
         # Maximum chunks of each KV range while a restore needs the other chunks; None otherwise.
         self._kv_chunks_max: int | None = None
         self._prepared: _PreparedDrop | None = None
+
+    def work(self) -> AbstractContextManager[None]:
+        """Order kernels that the engine's thread launches in the block with the mover's copies."""
+        return nullcontext() if self.copies is None else self.copies.work()
 
     # --- state
 
@@ -172,23 +194,34 @@ class StageMemory:
     def load(self) -> None:
         """Load all slabs at start, and map all other chunks to KV. Slow. Raises ModelError."""
         source = self._open_source()
+        hashing: deque[LayerSlab] = deque()
         try:
-            for slab in self.slabs.values():
-                slab.map()
-                slab.fill_from(source)
-                slab.finish()
-                self.host_copies.keep(slab.name, slab.bytes_to_read())
+            with self.work():
+                for slab in self.slabs.values():
+                    slab.map()
+                    slab.fill_from(source, self._hashers)
+                    hashing.append(slab)
+                    # Bounds the copies in host memory.
+                    if self._hashers is None or len(hashing) > HASHING_MAX:
+                        self._finish_loading(hashing.popleft())
+                while hashing:
+                    self._finish_loading(hashing.popleft())
         finally:
             source.close()
         self.host_copies.log_size()
         self._grow(cold=False)
+
+    def _finish_loading(self, slab: LayerSlab) -> None:
+        slab.finish()
+        self.host_copies.keep(slab.name, slab.bytes_to_read())
 
     # --- drop
 
     def prepare_drop(self, first_layer: int, end_layer: int) -> None:
         """Map the KV extensions of a stage that runs only these layers, before the switch to it.
 
-        `finish_drop` prefaults the mappings, and `set_stage` of the same layers uses them.
+        On a GPU, `continue_drop` makes the mappings, until `drop_prepared`. `finish_drop` prefaults
+        them, and `set_stage` of the same layers uses them.
         `cancel_drop`, or any method that moves memory, undoes them. No effect unless layers leave
         the stage and none arrives. Raises InvalidStage.
         """
@@ -206,6 +239,15 @@ class StageMemory:
             layers, leaving, prepare_tails(self.arena, ranges, leaving_handles)
         )
 
+    @property
+    def drop_prepared(self) -> bool:
+        """Whether `set_stage` has nothing to map any more after `prepare_drop`."""
+        return not self.arena.unmapped_chunks
+
+    def continue_drop(self, slice_bytes: int | None = SLICE_BYTES) -> bool:
+        """Make a slice (None: all) of the mappings of `prepare_drop`; returns `drop_prepared`."""
+        return self.arena.map_prepared(self._slice_chunks(slice_bytes))
+
     def cancel_drop(self) -> None:
         """Undo `prepare_drop`. No effect without a prepared drop."""
         self.arena.cancel_prepared()
@@ -221,7 +263,7 @@ class StageMemory:
         prepared = self._prepared
         # The fast path: all mappings exist, so only the ownership of chunks changes.
         if prepared is not None and prepared.layers == range(first_layer, end_layer):
-            dropped, map_calls = prepared.leaving, 0
+            dropped, map_calls = prepared.leaving, self.arena.unmapped_chunks
             mapped_chunks = self._adopt(prepared)
         else:
             kept = self._check_ready(first_layer, end_layer)
@@ -247,13 +289,16 @@ class StageMemory:
 
         Call it between iterations after every method that moves memory, until it returns True.
         """
-        arena, chunks = self.arena, None
-        if slice_bytes is not None:
-            chunks = max(arena.slice_chunks_min, slice_bytes // arena.chunk_bytes)
+        chunks = self._slice_chunks(slice_bytes)
         # Prefault before sweeping, because iterations are slowed down by first touches.
         if not self.arena.prefault(chunks):
             return False
         return self.arena.sweep(chunks)
+
+    def _slice_chunks(self, slice_bytes: int | None) -> int | None:
+        if slice_bytes is None:
+            return None
+        return max(self.arena.slice_chunks_min, slice_bytes // self.arena.chunk_bytes)
 
     def release_departed(self, blocks_needed: int) -> int:
         """Free the KV of departed layers from block id `blocks_needed` on; returns `num_blocks`.
@@ -281,11 +326,12 @@ class StageMemory:
             raise InvalidBlocks("blocks must move to distinct free blocks with lower ids")
         if max(sources, default=-1) >= self.num_blocks:
             raise InvalidBlocks(f"block {max(sources)} moves, but there are {self.num_blocks}")
-        for layer in (*self._layers, *self.departed_layers):
-            kv_range = self.kv_ranges[layer]
-            # A departed layer may have released its blocks with higher ids.
-            held = [move for move in moves if move[0] < kv_range.num_blocks]
-            kv_range.relocate([source for source, _ in held], [target for _, target in held])
+        with self.work():
+            for layer in (*self._layers, *self.departed_layers):
+                kv_range = self.kv_ranges[layer]
+                # A departed layer may have released its blocks with higher ids.
+                held = [move for move in moves if move[0] < kv_range.num_blocks]
+                kv_range.relocate([source for source, _ in held], [target for _, target in held])
 
     def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
         """Limit KV to blocks 0 .. num_blocks - 1 until `set_stage` or `abandon_restore`.
@@ -314,22 +360,36 @@ class StageMemory:
         """Return a writable view, uint8 [size], of a slab being restored. Raises InvalidStage."""
         return self.slabs[name].bytes_to_fill()
 
-    def pack_slab(self, name: str, offset_bytes: int, target: torch.Tensor) -> torch.Tensor:
+    def pack_slab(
+        self, name: str, offset_bytes: int, target: torch.Tensor | PinnedSlot
+    ) -> torch.Tensor:
         """Copy a piece of a resident slab, to send to a peer, to `target`, uint8 [n]; returns it.
 
-        Raises LayerNotResident.
+        To a slot, the copy is only started. Raises LayerNotResident.
         """
-        end_bytes = offset_bytes + target.numel()
-        return target.copy_(self.slabs[name].bytes_to_read()[offset_bytes:end_bytes])
+        piece = target.piece if isinstance(target, PinnedSlot) else target
+        source = self.slabs[name].bytes_to_read()[offset_bytes : offset_bytes + piece.numel()]
+        if isinstance(target, PinnedSlot):
+            target.read(source)
+            return piece
+        return piece.copy_(source)
 
-    def unpack_slab(self, name: str, offset_bytes: int, payload: torch.Tensor) -> None:
-        """Write a piece of a slab received from a peer. Raises InvalidStage."""
-        end_bytes = offset_bytes + payload.numel()
+    def unpack_slab(
+        self, name: str, offset_bytes: int, payload: torch.Tensor | PinnedSlot
+    ) -> Callable[[], None] | None:
+        """Write a piece of a slab received from a peer; from a slot, the copy is only started.
+
+        Returns the update of the slab's hash, if it is not done yet. Raises InvalidStage.
+        """
+        piece = payload.piece if isinstance(payload, PinnedSlot) else payload
+        end_bytes = offset_bytes + piece.numel()
         slab = self.slabs[name]
         inside = 0 <= offset_bytes <= end_bytes <= slab.layout.size_bytes
-        if payload.dtype != torch.uint8 or not inside:
+        if piece.dtype != torch.uint8 or not inside:
             raise InvalidStage(f"{name} has no bytes {offset_bytes} to {end_bytes}")
-        slab.fill(offset_bytes, payload.view(-1))
+        if isinstance(payload, PinnedSlot):
+            return slab.fill(offset_bytes, piece, payload.write)
+        return slab.fill(offset_bytes, piece.view(-1))
 
     def slab_digest(self, name: str) -> bytes:
         """Return the SHA-256 of the bytes that a slab had after its first load."""
@@ -348,21 +408,40 @@ class StageMemory:
         """
         source = self._open_source()
         try:
-            self.slabs[name].fill_from(source)
+            with self.work():
+                self.slabs[name].fill_from(source, self._hashers)
         finally:
             source.close()
 
     def copy_back(self, name: str) -> Iterator[None]:
         """Fill a mapped slab from its copy in host memory, in slices.
 
-        Raises InvalidStage.
+        On a GPU the slices are copied beside iterations; hold the stage's lock. Raises
+        InvalidStage.
         """
         copy = self.host_copies.get(name)
         if copy is None:
             raise InvalidStage(f"{name} has no copy in host memory")
+        if self.copies is not None:
+            yield from self._copy_beside_work(self.slabs[name], copy, self.copies)
+            return
         for offset_bytes in range(0, copy.numel(), SLICE_BYTES):
-            self.unpack_slab(name, offset_bytes, copy[offset_bytes : offset_bytes + SLICE_BYTES])
+            piece = copy[offset_bytes : offset_bytes + SLICE_BYTES]
+            self.unpack_slab(name, offset_bytes, piece)
             yield
+
+    def _copy_beside_work(
+        self, slab: LayerSlab, copy: torch.Tensor, copies: DeviceCopies
+    ) -> Iterator[None]:
+        target = slab.bytes_to_fill()
+        if self._hashers is not None:
+            slab.hash_copy(copy, self._hashers)
+        for offset_bytes in range(0, copy.numel(), DEVICE_SLICE_BYTES):
+            part = slice(offset_bytes, offset_bytes + DEVICE_SLICE_BYTES)
+            ended = copies.write(target[part], copy[part])
+            # Pieces of the mover's thread pass between two slices.
+            while not ended.query():
+                yield
 
     def finish_layer(self, name: str, max_bytes: int | None = None) -> bool:
         """Verify a filled slab, `max_bytes` (None: all) per call; returns whether it is resident.
@@ -370,7 +449,8 @@ class StageMemory:
         The first time this takes about a second per GiB (SHA-256), later a tenth of that (XXH3).
         Raises InvalidStage, and SlabCorrupted: fill the slab again.
         """
-        return self.slabs[name].finish(max_bytes)
+        with self.work():
+            return self.slabs[name].finish(max_bytes)
 
     def map_kv_of(self, layers: Iterable[int]) -> None:
         """Map KV for layers to restore, with as many blocks as the stage's layers have.
@@ -408,13 +488,21 @@ class StageMemory:
     # --- pieces of KV
 
     def pack_kv(
-        self, layer: int, block_ids: Sequence[int], target: torch.Tensor | None = None
+        self, layer: int, block_ids: Sequence[int], target: torch.Tensor | PinnedSlot | None = None
     ) -> torch.Tensor:
-        """Copy blocks of a layer to a flat uint8 tensor, or `target`. Raises InvalidBlocks."""
+        """Copy blocks of a layer to a flat uint8 tensor, or `target`.
+
+        To a slot, the copy is only started. Raises InvalidBlocks.
+        """
         return self.kv_ranges[layer].pack(block_ids, target)
 
-    def unpack_kv(self, layer: int, block_ids: Sequence[int], payload: torch.Tensor) -> None:
-        """Overwrite blocks of a layer with the result of `pack_kv`. Raises InvalidBlocks."""
+    def unpack_kv(
+        self, layer: int, block_ids: Sequence[int], payload: torch.Tensor | PinnedSlot
+    ) -> None:
+        """Overwrite blocks of a layer with the result of `pack_kv`.
+
+        From a slot, the copy is only started. Raises InvalidBlocks.
+        """
         self.kv_ranges[layer].unpack(block_ids, payload)
 
     # --- invariants

@@ -5,8 +5,9 @@ residual and norm; fused gate and up product; gate; down product. Products are t
 residual stream is rounded once per half of a layer, as in `transformers`; the steps between two
 products compute in float32.
 
-All kernels and copies, also of other threads, run in torch's default stream. So memory may be
-moved between parameters and KV between two iterations without synchronization.
+All kernels run in torch's default stream; `memory.device_copies` orders the copies of the mover's
+thread with it. So memory may be moved between parameters and KV between two iterations without
+synchronization.
 """
 
 from collections import deque
@@ -205,6 +206,7 @@ class GpuLayers:
                 # Only the first layer of a stage has no update to add.
                 self._layer(index, residual, None, (angles, angles), inputs)
                 self._layer(index, residual, residual, (angles, angles), inputs)
+        self._attention.compile_combine(like)
 
     def _layer(
         self,

@@ -24,6 +24,8 @@ _DUMMY_SLICE_ELEMENTS = 1 << 20
 class SafetensorsSource:
     """The weights of a model folder: a safetensors file, or shards with an index."""
 
+    on_device = False
+
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
         self._stack = ExitStack()
@@ -64,6 +66,8 @@ class DummySource:
     Values are normal with standard deviation `std`; norm weights are 1. Weights on a GPU differ
     from weights on a CPU.
     """
+
+    on_device = True
 
     def __init__(self, *, seed: int = 0, std: float = 0.02) -> None:
         self._seed = seed

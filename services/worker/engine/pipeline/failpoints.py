@@ -27,8 +27,8 @@ _FRAMES = {
     frames.FreeKv: "free_kv",
     frames.KvFreed: "kv_freed",
 }
-SHIP_PART, SHIP_LANDED = "engine.ship.part", "engine.ship.landed"
-_SHIP_SEALED = "engine.ship.sealed"
+SHIP_PART_SOURCE, SHIP_PART_TARGET = "engine.ship.part.source", "engine.ship.part.target"
+_SHIP_SEALED_SOURCE, _SHIP_SEALED_TARGET = "engine.ship.sealed.source", "engine.ship.sealed.target"
 
 
 class ChangeFailpoints:
@@ -62,10 +62,16 @@ class ChangeFailpoints:
     def hit_frame(self, frame: object) -> None:
         """Hit the failpoint of a frame that is about to be sent, if its type has a failpoint."""
         if isinstance(frame, ShipmentSealed):
-            failpoint.hit(_SHIP_SEALED)
+            failpoint.hit(_SHIP_SEALED_SOURCE)
         place = _FRAMES.get(type(frame))
         if place is not None:
             self.hit_change(place)
+
+    @staticmethod
+    def hit_received(frame: object) -> None:
+        """Hit the failpoint of a received frame before it is handled, if its type has one."""
+        if isinstance(frame, ShipmentSealed):
+            failpoint.hit(_SHIP_SEALED_TARGET)
 
     def hit_microbatch(self) -> None:
         """Hit the failpoint before a microbatch of a pipeline, outside of group changes."""

@@ -1,12 +1,12 @@
 """KV transfers on the bulk lane: sends the KV of sequences, and stores received KV.
 
 The change-over state machine (`core.changeover`) commands the transfers. The mover is the thread
-that sends and receives them, in pieces of several blocks. It packs and stores each piece under the
-stage's lock, and block tables change only under that lock. So a piece of a sequence that was
-released meanwhile is refused and never touches the blocks of another sequence.
+that sends and receives them, in pieces of several blocks. Under the stage's lock it looks up the
+blocks of a piece and starts their copy, and block tables change only under that lock. So a piece of
+a sequence that was released meanwhile is refused and never touches the blocks of another sequence.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +17,15 @@ from services.core.changeover.state import Changeover
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.changeover.vocabulary import SendBlocks
 from services.core.shipments.vocabulary import ShipBlocks, part_of
+from services.worker.engine.memory.device_copies import PinnedSlot
+from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.pipeline.failpoints import (
-    SHIP_LANDED,
-    SHIP_PART,
+    SHIP_PART_SOURCE,
+    SHIP_PART_TARGET,
     ChangeFailpoints,
 )
 from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.piece_copies import Copy, PieceAhead, PieceCopies
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull, TransferRefused
 from services.worker.engine.transfer.frame import Bytes
@@ -31,9 +34,12 @@ from services.worker.engine.transfer.pieces import (
     KvCut,
     KvPiece,
     OutgoingPiece,
-    PackBlocks,
     kv_pieces,
 )
+
+OwnBlocks = Callable[[int, int], Sequence[int]]
+"""Returns `count` blocks from logical block `first` on; called with the stage's lock held. Raises
+TransferRefused."""
 
 
 @dataclass(slots=True)
@@ -48,7 +54,7 @@ class KvTransfers:
 
     def send(self, command: SendBlocks) -> TransferOutcome | None:
         """Start a transfer in the background; returns a FAILED outcome if the mover is full."""
-        memory = self.stage.runner.stage_memory
+        memory = self._memory
         cut = KvCut(
             command.transfer_id,
             command.seq_id,
@@ -57,13 +63,13 @@ class KvTransfers:
             memory.kv_ranges[0].shape.size_bytes,
         )
         piece_bytes = partial(self.mover.piece_bytes, command.transfer.destination)
-        pieces = kv_pieces(cut, piece_bytes, self._packer(command.seq_id))
+        pieces = self._pieces(cut, piece_bytes, self._own_blocks(command.seq_id), self._hit_piece)
         place = self.links.group_id, self.links.epoch
         return self._start(command.transfer_id, command.transfer.destination, place, pieces)
 
     def ship(self, command: ShipBlocks) -> TransferOutcome | None:
         """Start the transfer of a shipment's part; like `send`, but in no epoch."""
-        memory = self.stage.runner.stage_memory
+        memory = self._memory
         cut = KvCut(
             command.transfer_id,
             command.remote_pin,
@@ -73,7 +79,7 @@ class KvTransfers:
             command.first,
         )
         piece_bytes = partial(self.mover.piece_bytes, command.peer)
-        pieces = kv_pieces(cut, piece_bytes, self._pin_packer(command.pin))
+        pieces = self._pieces(cut, piece_bytes, self._pin_blocks(command.pin), self._hit_part)
         return self._start(command.transfer_id, command.peer, ("", 0), pieces)
 
     def _start(
@@ -95,53 +101,91 @@ class KvTransfers:
             self._store_shipped(piece, payload)
             return
         self.failpoints.hit_change("kv_arrived")
-        with self.stage.lock:
+
+        def write(source: torch.Tensor | PinnedSlot) -> None:
             ids = self.changeover.kv_blocks_for(piece.transfer_id, piece.seq_id)
             end = piece.first_block + piece.num_blocks
             if end > len(ids):
                 raise TransferRefused(f"{piece.seq_id} is not expected here any more")
             blocks = ids[piece.first_block : end]
-            memory = self.stage.runner.stage_memory
-            memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
+            self._memory.unpack_kv(piece.layer, blocks, source)
+
+        self._copies.unpack(payload, write)
 
     def _store_shipped(self, piece: KvPiece, payload: Bytes) -> None:
-        failpoint.hit(SHIP_LANDED)
-        with self.stage.lock:
+        failpoint.hit(SHIP_PART_TARGET)
+
+        def write(source: torch.Tensor | PinnedSlot) -> None:
             blocks = self.changeover.landing_blocks(
                 piece.transfer_id, piece.seq_id, piece.first_block, piece.num_blocks
             )
             if not blocks:
                 raise TransferRefused(f"{piece.transfer_id} is not expected here any more")
-            memory = self.stage.runner.stage_memory
-            memory.unpack_kv(piece.layer, blocks, torch.from_numpy(payload))
+            self._memory.unpack_kv(piece.layer, blocks, source)
 
-    def _pin_packer(self, pin: str) -> PackBlocks:
-        """Return a function that packs blocks of a pin, or raises TransferRefused."""
+        self._copies.unpack(payload, write)
+
+    def _pieces(
+        self,
+        cut: KvCut,
+        piece_bytes: Callable[[], int],
+        own_blocks: OwnBlocks,
+        hit: Callable[[], None],
+    ) -> Iterator[OutgoingPiece]:
+        """Divide the KV of `cut`, which is in `own_blocks`; `hit` is called for each piece."""
+
+        def reader(layer: int, first: int, count: int) -> Copy:
+            def read(target: torch.Tensor | PinnedSlot) -> None:
+                self._memory.pack_kv(layer, own_blocks(first, count), target)
+
+            hit()
+            return read
 
         def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            failpoint.hit(SHIP_PART)
+            self._copies.pack(target, reader(layer, first, count))
+
+        def read_ahead(layer: int, first: int, count: int) -> PieceAhead | None:
+            size_bytes = count * cut.block_bytes
+            return self._copies.read_ahead(size_bytes, reader(layer, first, count))
+
+        return kv_pieces(cut, piece_bytes, pack, read_ahead if self._copies.reads_ahead else None)
+
+    def _pin_blocks(self, pin: str) -> OwnBlocks:
+        """Return a function that looks up the present blocks of a pin."""
+
+        def own_blocks(first: int, count: int) -> Sequence[int]:
             # A pin is never taken again after its release; its blocks may have been relocated.
-            with self.stage.lock:
-                ids = self.stage.table.block_ids(pin)[first : first + count]
-                if len(ids) < count:
-                    raise TransferRefused(f"{pin} is released")
-                memory = self.stage.runner.stage_memory
-                memory.pack_kv(layer, ids, torch.from_numpy(target))
+            ids = self.stage.table.block_ids(pin)[first : first + count]
+            if len(ids) < count:
+                raise TransferRefused(f"{pin} is released")
+            return ids
 
-        return pack
+        return own_blocks
 
-    def _packer(self, seq_id: str) -> PackBlocks:
-        """Return a function that packs the sequence's present blocks, or raises TransferRefused."""
+    def _own_blocks(self, seq_id: str) -> OwnBlocks:
+        """Return a function that looks up the sequence's blocks, which must not change."""
         blocks_at_start = self.stage.table.block_ids(seq_id)
 
-        def pack(layer: int, first: int, count: int, target: Bytes) -> None:
-            self.failpoints.hit_change("kv_piece")
+        def own_blocks(first: int, count: int) -> Sequence[int]:
             # The sequence may have been released, or preempted and readmitted with other blocks.
-            with self.stage.lock:
-                ids = self.stage.table.block_ids(seq_id)[first : first + count]
-                if len(ids) < count or ids != blocks_at_start[first : first + count]:
-                    raise TransferRefused(f"{seq_id} is gone")
-                memory = self.stage.runner.stage_memory
-                memory.pack_kv(layer, ids, torch.from_numpy(target))
+            ids = self.stage.table.block_ids(seq_id)[first : first + count]
+            if len(ids) < count or ids != blocks_at_start[first : first + count]:
+                raise TransferRefused(f"{seq_id} is gone")
+            return ids
 
-        return pack
+        return own_blocks
+
+    def _hit_piece(self) -> None:
+        self.failpoints.hit_change("kv_piece")
+
+    @staticmethod
+    def _hit_part() -> None:
+        failpoint.hit(SHIP_PART_SOURCE)
+
+    @property
+    def _copies(self) -> PieceCopies:
+        return PieceCopies(self.stage)
+
+    @property
+    def _memory(self) -> StageMemory:
+        return self.stage.runner.stage_memory

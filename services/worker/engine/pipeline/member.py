@@ -63,7 +63,7 @@ from services.worker.engine.pipeline.links import Links, Received
 from services.worker.engine.pipeline.plans import members_of, stage_of, stages_of
 from services.worker.engine.pipeline.restoring import ParameterSource, Restoring
 from services.worker.engine.pipeline.serving import EngineOutbox, Interrupts, Serving
-from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.pipeline.stage_runner import Meanwhile, StageRunner
 from services.worker.engine.transfer.frame import Bytes
 from services.worker.engine.transfer.lane import (
     Identity,
@@ -379,11 +379,28 @@ class Member:
             self._swept = self.stage.runner.stage_memory.finish_drop()
         return bool(received) or moved
 
-    def launch(self, interrupts: Interrupts | None = None) -> bool:
+    def continue_drop(self) -> bool:
+        """Map or unmap a slice of the memory of a drop; False if nothing is left to do."""
+        memory = self.stage.runner.stage_memory
+        if self._swept and memory.drop_prepared:
+            return False
+        with self.stage.lock:
+            if memory.drop_prepared:
+                self._swept = memory.finish_drop()
+                return not self._swept
+            try:
+                return not memory.continue_drop()
+            except WorkerError:
+                return False  # the next turn tries again, and fails the preparation
+
+    def launch(
+        self, interrupts: Interrupts | None = None, meanwhile: Meanwhile | None = None
+    ) -> bool:
         """Plan at most one microbatch and run the leader's stage of it; False if none was planned.
 
-        `interrupts` is used in a single-worker group. For a microbatch it returns a predicate that
-        is called before layers and is True if the iteration must stop there.
+        Both arguments are used in a single-worker group. For a microbatch, `interrupts` returns a
+        predicate that is called before layers and is True if the iteration must stop there.
+        `meanwhile` is called while a GPU runs the layers.
         """
         self._refine_costs()
         microbatch = self._plan()
@@ -392,7 +409,8 @@ class Member:
         else:
             if self.settled:
                 self._failpoints.hit_microbatch()
-            ended = self._serving.run_first(microbatch, self.configuration, interrupts)
+            configuration = self.configuration
+            ended = self._serving.run_first(microbatch, configuration, interrupts, meanwhile)
             if ended is not None:
                 self._apply(ended)
             if isinstance(ended, IterationSuspended):
@@ -425,6 +443,7 @@ class Member:
                 self._serving.meter.note_result(frame.number, self._now_s())
                 self._health.note_returned(self._now_s())
             self._payload = received.payload
+            self._failpoints.hit_received(frame)
             self._apply(vocabulary.FrameReceived(self._now_s(), received.peer, frame))
 
     def _handle_events(self) -> bool:
@@ -475,6 +494,8 @@ class Member:
 
     def _apply(self, event: vocabulary.Event) -> None:
         """Pass an event to the state machine and execute its commands; then run due stages."""
+        # Memory commands may map memory over retired chunks: wait for their users without the lock.
+        self.stage.runner.stage_memory.arena.await_retired()
         with self.stage.lock:
             self._handle(event)
         # Without the lock: transfers proceed while the model runs.

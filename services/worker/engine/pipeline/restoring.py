@@ -9,6 +9,7 @@ sends and receives slabs and KV.
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -29,11 +30,13 @@ from services.core.changeover.vocabulary import (
     SlabVerified,
     UndoRestore,
 )
+from services.worker.engine.memory.device_copies import PinnedSlot
 from services.worker.engine.memory.layer_slab import SlabState
 from services.worker.engine.pipeline.connections import ANSWER_SHARE, Connections
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
 from services.worker.engine.pipeline.frames import SlabRefused, SlabRequest
 from services.worker.engine.pipeline.links import Links
+from services.worker.engine.pipeline.piece_copies import Copy, PieceAhead, PieceCopies
 from services.worker.engine.pipeline.plans import members_of
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.transfer.errors import MoverFull
@@ -46,7 +49,7 @@ from services.worker.ipc import MemberPlan, Prepare
 CHECKED_BYTES_PER_TURN = 64 << 20  # of parameters whose digest is computed, per `step`
 CONNECT_TIMEOUT_S = 10.0
 
-PreparationEvent = MembersConnected | KvShrunk | SlabVerified | RestoreFailed
+PreparationEvent = MembersConnected | RestoreMeasured | KvShrunk | SlabVerified | RestoreFailed
 
 
 class Pause(Enum):
@@ -172,14 +175,14 @@ class Restoring:
         self.failpoints.hit_preparation("fetch")
         source = command.holder or ("the copy in host memory" if command.from_copy else "")
         try:
+            memory.arena.await_retired()
             with self.stage.lock:
                 if memory.slabs[slab].state is SlabState.ABSENT:
                     memory.map_layer_parameters(slab)
             if command.holder:
                 yield from self._fetch(command)
             elif command.from_copy:
-                for _ in memory.copy_back(slab):
-                    yield Pause.TURN
+                yield from self._copy_back(slab)
             else:
                 log.info("%s comes from the model folder", slab)
                 memory.load_layer(slab)
@@ -200,6 +203,17 @@ class Restoring:
             if command.from_copy:
                 memory.host_copies.remove(slab)
             yield SlabVerified(command.attempt, slab, intact=False)
+
+    def _copy_back(self, slab: str) -> Iterator[Pause]:
+        memory = self.stage.runner.stage_memory
+        slices = memory.copy_back(slab)
+        going = True
+        while going:
+            # On a GPU the copies share a stream with those of the mover's thread.
+            with self.stage.lock if memory.copies is not None else nullcontext():
+                going = next(slices, slices) is None
+            if going:
+                yield Pause.TURN
 
     def _fetch(self, command: RestoreSlab) -> Iterator[Pause]:
         """Fetch a slab from the holder, over several steps. Raises _NotFetched."""
@@ -257,16 +271,32 @@ class Restoring:
 
     # --- quick work, called with the stage's lock held
 
-    def measure(self, command: MeasureRestore) -> RestoreMeasured:
+    def measure(self, command: MeasureRestore) -> RestoreMeasured | None:
         """Measure missing parameters and the room for KV of a stage with these layers.
 
-        If the stage only loses layers, also prepares their drop.
+        If the stage only loses layers, also prepares their drop. If that takes long, `step` returns
+        the measurement.
         """
         memory = self.stage.runner.stage_memory
-        first, end = command.first_layer, command.end_layer
         # Prepare the KV memory that a drop of layers gains now, so that the switch does not wait
         # for it.
-        memory.prepare_drop(first, end)
+        memory.prepare_drop(command.first_layer, command.end_layer)
+        if memory.drop_prepared:
+            return self._measured(command)
+        self._steps = [self._prepare_drop(command)]
+        return None
+
+    def _prepare_drop(self, command: MeasureRestore) -> Iterator[PreparationEvent | Pause]:
+        prepared = False
+        while not prepared:
+            yield Pause.TURN
+            with self.stage.lock:
+                prepared = self.stage.runner.stage_memory.continue_drop()
+        yield self._measured(command)
+
+    def _measured(self, command: MeasureRestore) -> RestoreMeasured:
+        memory = self.stage.runner.stage_memory
+        first, end = command.first_layer, command.end_layer
         missing = tuple(memory.missing_slabs(first, end))
         return RestoreMeasured(
             memory.blocks_after_adding(first, end),
@@ -317,7 +347,8 @@ class ParameterSource:
             return
         cut = SlabCut(wanted.transfer_id, wanted.slab, slab.layout.size_bytes)
         piece_bytes = partial(self.mover.piece_bytes, peer)
-        pieces = parameter_pieces(cut, piece_bytes, partial(self._pack, wanted.slab))
+        read = partial(self._read_ahead, wanted.slab) if self._copies.reads_ahead else None
+        pieces = parameter_pieces(cut, piece_bytes, partial(self._pack, wanted.slab), read)
         try:
             self.mover.send(wanted.transfer_id, peer, "", 0, pieces)
         except MoverFull:
@@ -329,12 +360,34 @@ class ParameterSource:
         Raises:
             InvalidStage: if the slab is not being restored.
         """
-        with self.stage.lock:
+
+        hashes: list[Callable[[], None]] = []
+
+        def write(source: torch.Tensor | PinnedSlot) -> None:
             memory = self.stage.runner.stage_memory
-            memory.unpack_slab(piece.slab, piece.offset_bytes, torch.from_numpy(payload))
+            update = memory.unpack_slab(piece.slab, piece.offset_bytes, source)
+            if update is not None:
+                hashes.append(update)
+
+        self._copies.unpack(payload, write)
+        for update in hashes:
+            update()  # without the lock, while the device copies the piece
 
     def _pack(self, slab: str, offset_bytes: int, target: Bytes) -> None:
+        self._copies.pack(target, self._reader(slab, offset_bytes))
+
+    def _read_ahead(self, slab: str, offset_bytes: int, size_bytes: int) -> PieceAhead | None:
+        return self._copies.read_ahead(size_bytes, self._reader(slab, offset_bytes))
+
+    def _reader(self, slab: str, offset_bytes: int) -> Copy:
+        """Return a function that copies a piece of a slab; called with the stage's lock held."""
         self.failpoints.hit_preparation("slab_piece")
-        with self.stage.lock:
-            memory = self.stage.runner.stage_memory
-            memory.pack_slab(slab, offset_bytes, torch.from_numpy(target))
+
+        def read(target: torch.Tensor | PinnedSlot) -> None:
+            self.stage.runner.stage_memory.pack_slab(slab, offset_bytes, target)
+
+        return read
+
+    @property
+    def _copies(self) -> PieceCopies:
+        return PieceCopies(self.stage)

@@ -31,7 +31,7 @@ from services.core.planner.sequence_ids import request_id_of
 from services.core.planner.state import PlannerState
 from services.core.request import Request
 from services.worker.engine.pipeline.links import Links
-from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
+from services.worker.engine.pipeline.stage_runner import Meanwhile, StageRunner, hidden_bytes
 from services.worker.ipc import AdoptedRequest, MovedRequest, Prepared, RequestTimes, Shipped
 
 PREEMPTION_TIMES_MAX = 32  # per sequence; times of later preemptions are not reported
@@ -258,14 +258,15 @@ class Serving:
         microbatch: Microbatch,
         configuration: Configuration | None,
         interrupts: Interrupts | None,
+        meanwhile: Meanwhile | None = None,
     ) -> IterationEvent | None:
-        """Run the leader's stage of a microbatch.
+        """Run the leader's stage of a microbatch; `meanwhile` as for `StageRunner.run_first`.
 
         Returns the end of the iteration in a single-worker group. In a pipeline, sends the hidden
         states to the next stage and returns None.
         """
         if self._state.stages == 1:
-            return self._run_alone(microbatch, interrupts)
+            return self._run_alone(microbatch, interrupts, meanwhile)
         assert configuration is not None
         payload: Any = b""
         vacant_s = 0.0
@@ -303,12 +304,16 @@ class Serving:
         else:
             self._links.send(configuration.next_worker, frame, hidden_bytes(output))
 
-    def _run_alone(self, microbatch: Microbatch, interrupts: Interrupts | None) -> IterationEvent:
+    def _run_alone(
+        self, microbatch: Microbatch, interrupts: Interrupts | None, meanwhile: Meanwhile | None
+    ) -> IterationEvent:
         interrupted = interrupts(microbatch) if interrupts is not None else None
         suspends = microbatch.preemptible and self._resumes_work
         # The loop's work since the last iteration counts as time of this one.
         started_s = self._now_s() if self._ended_s is None else self._ended_s
-        output = self._stage.run_first(microbatch, interrupted, suspends=suspends)
+        output = self._stage.run_first(
+            microbatch, interrupted, suspends=suspends, meanwhile=meanwhile
+        )
         now_s = self._ended_s = self._now_s()
         if output is None:
             return IterationSuspended(now_s) if suspends else IterationDropped(now_s)

@@ -16,7 +16,11 @@ from services.core.changeover.frames import Activations
 from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.block_table import StageTable
 from services.worker.engine.compute.pacer import Pacer
-from services.worker.engine.compute.runner import ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
+
+Meanwhile = Callable[[], None]
+"""Work of the engine's thread while a GPU runs layers. It changes no block table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +57,19 @@ class StageRunner:
         interrupted: Callable[[], bool] | None = None,
         *,
         suspends: bool = False,
+        meanwhile: Meanwhile | None = None,
     ) -> StageOutput | None:
         """Run the leader's stage; None if `interrupted` returned True before a layer.
 
         With `suspends`, an interrupted microbatch keeps its state. A later microbatch whose
-        `resumes` is set continues it at the same layer.
+        `resumes` is set continues it at the same layer. `meanwhile` is called after the launch of
+        the layers, before the wait for their result.
         """
         if not microbatch.preemptible:
-            return self._run(microbatch.batch, None, interrupted)
+            return self._run(microbatch.batch, None, interrupted, meanwhile)
         if microbatch.resumes is None:
             self._paused = None
-        return self._run_preemptible(microbatch, interrupted, suspends=suspends)
+        return self._run_preemptible(microbatch, interrupted, meanwhile, suspends=suspends)
 
     def run_next(self, body: Activations, payload: Any) -> StageOutput:
         """Run a stage after the first; the output is empty if the microbatch has no chunks.
@@ -94,6 +100,7 @@ class StageRunner:
         self,
         microbatch: Microbatch,
         interrupted: Callable[[], bool] | None,
+        meanwhile: Meanwhile | None,
         *,
         suspends: bool,
     ) -> StageOutput | None:
@@ -109,9 +116,10 @@ class StageRunner:
         # Without a kept result, compute from the start or from the layer of the suspension.
         if output is None:
             if microbatch.resumes is None:
-                output = self.runner.run_stage(batch, None, interrupted, suspends=suspends)
+                run = self.runner.launch_stage(batch, None, interrupted, suspends=suspends)
             else:
-                output = self.runner.resume_stage(batch, interrupted)
+                run = self.runner.launch_resumed(batch, interrupted)
+            output = _collected(run, meanwhile)
         ended = output is not None
         if ended and self._pacer is not None:
             ended = self._pacer.pad(batch, started_s, self.share, interrupted)
@@ -124,15 +132,25 @@ class StageRunner:
         batch: Batch,
         hidden: torch.Tensor | None,
         interrupted: Callable[[], bool] | None,
+        meanwhile: Meanwhile | None = None,
     ) -> StageOutput | None:
         # Forget the sampling state of sequences without blocks: a sequence that runs again brings
         # its sampling parameters with its next chunk.
         self.runner.sampler.keep_only(self.table.tables.keys())
         started_s = monotonic_s()
-        output = self.runner.run_stage(batch, hidden, interrupted)
+        output = _collected(self.runner.launch_stage(batch, hidden, interrupted), meanwhile)
         if self._pacer is not None and output is not None:
             self._pacer.pad(batch, started_s, self.share)
         return output
+
+
+def _collected(run: LaunchedStage | None, meanwhile: Meanwhile | None) -> StageOutput | None:
+    """Return the result of a run, after other work meanwhile; None if it was interrupted."""
+    if run is None:
+        return None
+    if meanwhile is not None:
+        meanwhile()
+    return run.collect()
 
 
 def hidden_bytes(output: StageOutput) -> Any:

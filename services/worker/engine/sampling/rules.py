@@ -7,15 +7,20 @@ the sequence's tokens, plus a byte per token of the vocabulary if `allowed_token
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from services.core.planner.batch import SampleTerms
 from services.core.request import Sampling
-from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars
+from services.worker.engine.sampling.grammar import GrammarMatcher, Grammars, Mask
 
 ROOM_MIN = 64  # minimum growth of the arrays, in tokens
+
+
+Bias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Distinct token ids, and the bias of each."""
 
 
 class TokenCounts:
@@ -31,6 +36,8 @@ class TokenCounts:
         self._places = {token_id: place for place, token_id in enumerate(marked)}
         self._ids = np.array(marked, np.int64)
         self._counts = np.zeros(len(marked), np.float64)
+        self.output_tokens = 0
+        self.last: int | None = None  # the last token of the output
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Append tokens to the output."""
@@ -43,6 +50,8 @@ class TokenCounts:
                 self._counts = np.pad(self._counts, (0, room))
             self._ids[place] = token_id
             self._counts[place] += 1
+            self.output_tokens += 1
+            self.last = token_id
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
@@ -85,6 +94,16 @@ def apply_penalties(
     logits[places] = values
 
 
+class ForbiddenTokens(NamedTuple):
+    """The tokens that an output token must not be: those outside `allowed`, and `ids`.
+
+    `allowed` None allows all tokens.
+    """
+
+    allowed: Mask | None
+    ids: list[int]
+
+
 class SamplingRules:
     """The penalties, bias, bad words, allowed tokens and grammar of a sequence."""
 
@@ -95,17 +114,17 @@ class SamplingRules:
         # Prompt and output tokens; `terms` omits the prompt if no rule reads it.
         self._token_ids = list(terms.prompt_ids)
         self.counts = _counts(terms)
-        self._bias = _bias(terms)
+        self.bias = _bias(terms)
         self._banned_ids = sorted({word[0] for word in sampling.bad_words if len(word) == 1})
         # Multi-token bad words by their penultimate token, for a lookup by the last output token.
         self._bad_words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_words:
             if len(word) > 1:
                 self._bad_words[word[-2]].append(word)
-        self._disallowed: npt.NDArray[np.bool_] | None = None
+        self._allowed: Mask | None = None
         if sampling.allowed_token_ids:
-            self._disallowed = np.ones(vocab_size, np.bool_)
-            self._disallowed[list(sampling.allowed_token_ids)] = False
+            self._allowed = np.zeros(vocab_size, np.bool_)
+            self._allowed[list(sampling.allowed_token_ids)] = True
         self._grammar: GrammarMatcher | None = None
         if sampling.grammar is not None:
             self._grammar = grammars.matcher(sampling.grammar, terms.stop_ids)
@@ -122,29 +141,34 @@ class SamplingRules:
 
     def add_bias(self, logits: npt.NDArray[np.floating]) -> None:
         """Add the logit bias to a row [vocab], in place."""
-        if self._bias is not None:
-            ids, values = self._bias
-            np.add.at(logits, ids, values.astype(logits.dtype))
+        if self.bias is not None:
+            ids, values = self.bias
+            logits[ids] += values.astype(logits.dtype)
 
     def forbid(self, logits: npt.NDArray[np.floating], index: int) -> None:
         """Set the logits [vocab] of tokens that output token `index` must not be to −infinity.
 
         Raises GrammarRefused.
         """
-        allowed = None
+        allowed, ids = self.forbidden(index)
+        if allowed is not None:
+            np.copyto(logits, -np.inf, where=~allowed)
+        if ids:
+            logits[ids] = -np.inf
+
+    def forbidden(self, index: int) -> ForbiddenTokens:
+        """Return the tokens that output token `index` must not be. Raises GrammarRefused."""
+        allowed = self._allowed
         if self._grammar is not None:
-            allowed = self._grammar.allowed_tokens()
-            np.copyto(logits, -np.inf, where=~allowed.mask)
-        # A complete output must end, even if `min_tokens` or the allowed ids forbid it.
-        if allowed is not None and allowed.end_only:
-            return
+            grammatical = self._grammar.allowed_tokens()
+            # A complete output must end, even if `min_tokens` or the allowed ids forbid it.
+            if grammatical.end_only:
+                return ForbiddenTokens(grammatical.mask, [])
+            allowed = grammatical.mask if allowed is None else grammatical.mask & allowed
         ids = self._banned_ids + self._bad_word_ends()
         if index < self._terms.min_tokens:
             ids += self._terms.stop_ids
-        if ids:
-            logits[ids] = -np.inf
-        if self._disallowed is not None:
-            np.copyto(logits, -np.inf, where=self._disallowed)
+        return ForbiddenTokens(allowed, ids)
 
     def _bad_word_ends(self) -> list[int]:
         """Return the tokens that would complete a bad word."""
@@ -173,9 +197,11 @@ def _counts(terms: SampleTerms) -> TokenCounts | None:
     return TokenCounts(sampling, terms.prompt_ids)
 
 
-def _bias(terms: SampleTerms) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+def _bias(terms: SampleTerms) -> Bias | None:
     pairs = terms.sampling.logit_bias
     if not pairs:
         return None
-    ids, values = zip(*pairs, strict=True)
-    return np.array(ids, np.int64), np.array(values, np.float64)
+    biases: dict[int, float] = defaultdict(float)
+    for token_id, bias in pairs:
+        biases[token_id] += bias
+    return np.array(list(biases), np.int64), np.array(list(biases.values()), np.float64)

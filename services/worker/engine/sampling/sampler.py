@@ -12,49 +12,36 @@ The steps for a row of logits, in this order:
 3. Apply temperature, top-k, top-p and min-p, and draw (`token_choice.py`).
 
 Log probabilities are computed from the raw logits, before all steps. Rows without rules and log
-probabilities only need the third step, which a GPU runs itself.
+probabilities only need the third step. `DeviceSampler` runs all steps on a GPU.
 """
 
-import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.core.logprobs import LogprobRows
+from services.core.logprobs import LogprobRows, joined
 from services.core.planner.batch import SampleSpec, SampleTerms
-from services.core.request import Sampling
 from services.worker.engine.model.cpu_kernels.candidates import Scratch
-from services.worker.engine.model.cpu_kernels.philox import uniform_numbers
-from services.worker.engine.model.cpu_kernels.token_choice import DrawTerms, TokenChooser
+from services.worker.engine.model.cpu_kernels.token_choice import TokenChooser
 from services.worker.engine.model.cpu_kernels.token_scores import TokenScorer
-from services.worker.engine.sampling.device_draw import draw_on_device
+from services.worker.engine.sampling.device_row import device_row
 from services.worker.engine.sampling.grammar import GrammarRefused, Grammars, Unusable
+from services.worker.engine.sampling.request_state import (
+    RequestDraws,
+    RequestState,
+    SampleRow,
+    draw_numbers,
+)
 from services.worker.engine.sampling.rules import SamplingRules, apply_penalties, has_rules
 from services.worker.errors import InvalidBatch
 
-GREEDY_BELOW = 1e-5
-"""Lower temperatures sample greedily, because dividing by them would overflow float32."""
-_WORD_BYTES = 8
-
-
-class RequestDraws:
-    """The parameters of the random choice for a sequence, and the Philox key from its seed."""
-
-    __slots__ = ("key", "terms")
-
-    def __init__(self, sampling: Sampling) -> None:
-        temperature = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
-        self.terms = DrawTerms(temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        # Hash the seed, so that similar seeds have unrelated keys.
-        digest = hashlib.blake2b(str(sampling.seed).encode(), digest_size=2 * _WORD_BYTES).digest()
-        self.key = tuple(
-            int.from_bytes(digest[first : first + _WORD_BYTES], "little")
-            for first in (0, _WORD_BYTES)
-        )
+if TYPE_CHECKING:
+    # It imports Triton, which CPU builds of torch may lack.
+    from services.worker.engine.sampling.device_sampler import DeviceSampler
 
 
 def draw_tokens(
@@ -73,14 +60,6 @@ def draw_tokens(
     counter `i`, so that a preempted or migrated sequence gets the same tokens.
     """
     return chooser(logits, [draws.terms for draws, _ in wanted], draw_numbers(wanted))
-
-
-def draw_numbers(wanted: Sequence[tuple[RequestDraws, int]]) -> npt.NDArray[np.float64]:
-    """Return, for each output token, the uniform random number in [0, 1) that selects it."""
-    if not any(draws.terms.temperature for draws, _ in wanted):
-        return np.zeros(len(wanted))
-    keys = np.array([draws.key for draws, _ in wanted], np.uint64)
-    return uniform_numbers(keys, np.array([index for _, index in wanted], np.uint64))
 
 
 def logprob_rows(
@@ -106,30 +85,6 @@ NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestState:
-    """The sampler's state of a sequence. `refused`: why its grammar cannot be used."""
-
-    terms: SampleTerms
-    draws: RequestDraws
-    rules: SamplingRules | None
-    refused: Unusable | None = None
-
-    def modifies_logits(self, index: int) -> bool:
-        """Whether steps 1 and 2 apply to output token `index`."""
-        if self.rules is not None or self.refused is not None:
-            return True
-        return index < self.terms.min_tokens and bool(self.terms.stop_ids)
-
-
-class SampleRow(NamedTuple):
-    """A row of logits for output token `index` of a sequence."""
-
-    seq_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
-    state: RequestState
-
-
 @dataclass(slots=True)
 class Sampled:
     """Results by sequence id: the token, or the error text in `failed`.
@@ -141,14 +96,28 @@ class Sampled:
     logprobs: dict[str, LogprobRows] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
+    def add_to(self, other: "Sampled") -> None:
+        """Add these results to `other`."""
+        other.tokens.update(self.tokens)
+        other.logprobs.update(self.logprobs)
+        other.failed.update(self.failed)
+
 
 class Sampler:
     """Keeps a state per sequence until `keep_only` removes it. Not thread-safe.
 
-    Logits are converted to `dtype`, float32 or float64.
+    On the host, logits are converted to `dtype`, float32 or float64. `device_sampler` samples the
+    dtypes that it supports on a GPU.
     """
 
-    def __init__(self, vocab_size: int, grammars: Grammars, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        grammars: Grammars,
+        dtype: torch.dtype,
+        device_sampler: "DeviceSampler | None" = None,
+    ) -> None:
+        self._device_sampler = device_sampler
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._dtype = dtype
@@ -167,6 +136,8 @@ class Sampler:
         if len(self._states) > len(seq_ids):
             for seq_id in [name for name in self._states if name not in seq_ids]:
                 del self._states[seq_id]
+            if self._device_sampler is not None:
+                self._device_sampler.keep_only(seq_ids)
 
     def prepare(self, specs: Iterable[SampleSpec | None]) -> None:
         """Start compiling the grammars that `sample` will need, on another thread."""
@@ -176,42 +147,70 @@ class Sampler:
             if (grammar := spec.terms.sampling.grammar) is not None:
                 self._grammars.start_compiling(grammar)
 
+    def starts_ahead(self, specs: Iterable[tuple[str, SampleSpec]]) -> bool:
+        """Whether `start` only launches work for a GPU: there, the mask of a grammar takes long."""
+        return self._device_sampler is not None and not any(
+            terms.sampling.grammar for name, spec in specs if (terms := self._terms(name, spec))
+        )
+
+    def _terms(self, seq_id: str, spec: SampleSpec) -> SampleTerms | None:
+        state = self._states.get(seq_id)
+        return spec.terms if spec.terms is not None or state is None else state.terms
+
     def sample(
         self, logits: torch.Tensor, specs: Sequence[tuple[str, SampleSpec]], into: Sampled
     ) -> None:
-        """Sample a token from each row of `logits` [rows, vocab], which is overwritten.
+        """Sample a token from each row of `logits` [rows, vocab], which may be overwritten.
 
         `specs[i]` is the sequence id and spec of row i. Ties go to the lowest id. A row that is not
         finite, after an overflow in the model, is sampled greedily. Raises InvalidBatch if the
         terms of a sequence are unknown.
         """
-        wanted = [SampleRow(name, spec.index, self._update(name, spec)) for name, spec in specs]
-        if logits.device.type != "cpu":
-            logits, wanted = self._draw_on_device(logits, wanted, into)
-        if wanted:
-            self._sample(logits, wanted, into)
+        self.start(logits, specs)(into)
 
-    def _draw_on_device(
-        self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled
-    ) -> tuple[torch.Tensor, list[SampleRow]]:
-        """Draw rows without rules and log probabilities on the GPU; returns the other rows."""
-        plain = [
-            row
-            for row, output in enumerate(wanted)
-            if output.state.terms.top_logprobs is None
-            and not output.state.modifies_logits(output.index)
+    def start(
+        self, logits: torch.Tensor, specs: Sequence[tuple[str, SampleSpec]]
+    ) -> Callable[[Sampled], None]:
+        """As `sample`, without waiting for a GPU: the result waits, and adds the tokens.
+
+        Call the result before the next `start` with one of the sequences.
+        """
+        wanted = [SampleRow(name, spec.index, self._update(name, spec)) for name, spec in specs]
+        device_sampler = self._device_sampler
+        if device_sampler is not None and device_sampler.takes(logits):
+            return self._start_on_device(device_sampler, logits, wanted)
+        sampled = Sampled()
+        self._sample(logits, wanted, sampled)
+        return sampled.add_to
+
+    def _start_on_device(
+        self, device_sampler: "DeviceSampler", logits: torch.Tensor, wanted: Sequence[SampleRow]
+    ) -> Callable[[Sampled], None]:
+        failed: dict[str, str] = {}
+        numbers = draw_numbers([(output.state.draws, output.index) for output in wanted]).tolist()
+        rows = [
+            device_row(output, number, failed)
+            for output, number in zip(wanted, numbers, strict=True)
         ]
-        if plain:
-            draws = [(wanted[row].state.draws, wanted[row].index) for row in plain]
-            terms = [request_draws.terms for request_draws, _ in draws]
-            tokens = draw_on_device(logits, plain, terms, draw_numbers(draws))
-            names = (wanted[row].seq_id for row in plain)  # in the order of `tokens`
-            into.tokens.update(zip(names, tokens, strict=True))
-        if len(plain) == len(wanted):
-            return logits, []
-        # Return only the rows that the host must process, because they will be copied.
-        left = sorted(set(range(len(wanted))).difference(plain))
-        return logits[left], [wanted[row] for row in left]
+        most = device_sampler.rows_max
+        launched = [
+            device_sampler.launch(logits[first : first + most], rows[first : first + most])
+            for first in range(0, len(rows), most)
+        ]
+
+        def finish(into: Sampled) -> None:
+            into.failed.update(failed)
+            for draws in launched:
+                tokens, logprobs = draws.collect()
+                for place, (row, token) in enumerate(zip(draws.rows, tokens, strict=True)):
+                    if token < 0 and row.changes:
+                        into.failed.setdefault(row.seq_id, NOTHING_LEFT)
+                    elif row.seq_id not in failed:
+                        into.tokens[row.seq_id] = max(token, 0)
+                        if place in logprobs:
+                            into.logprobs[row.seq_id] = logprobs[place]
+
+        return finish
 
     def _sample(self, logits: torch.Tensor, wanted: list[SampleRow], into: Sampled) -> None:
         """Run all three steps on the host."""
@@ -239,6 +238,13 @@ class Sampler:
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
         """Return log probabilities of `token_ids[i]` and the `top` best tokens at row i."""
+        device_sampler = self._device_sampler
+        if device_sampler is not None and device_sampler.takes(logits):
+            most = device_sampler.rows_max
+            parts = [slice(first, first + most) for first in range(0, len(token_ids), most)]
+            return joined(
+                device_sampler.score(logits[part], token_ids[part], top) for part in parts
+            )
         rows = range(len(token_ids))
         return logprob_rows(self._scorer, self._rows(logits), rows, token_ids, top)
 

@@ -64,11 +64,11 @@ class NoLane(Lane):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The two lanes of an engine; without `reachable` they are dummies."""
+    """The two lanes of an engine; dummies if `unavailable`, which is the reason, is not empty."""
 
     activations: Lane
     bulk: Lane
-    reachable: bool
+    unavailable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,7 @@ def open_lanes(identity: Identity, config: LanesConfig, kinds: Mapping[int, type
         return Lanes(
             UcxLane(identity, FrameCodec(kinds), settings),
             UcxLane(identity, FrameCodec(BULK_KINDS), bulk_settings),
-            reachable=True,
         )
     except UcxUnavailable as error:
         log.warning("%s", error)
-        return Lanes(NoLane(), NoLane(), reachable=False)
+        return Lanes(NoLane(), NoLane(), str(error))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from services.worker.engine.transfer.frame import Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Sent
 from services.worker.engine.transfer.piece_window import PieceSent, PieceWindow, WindowBounds
-from services.worker.engine.transfer.pieces import OutgoingPiece
+from services.worker.engine.transfer.pieces import OutgoingPiece, PieceRead
+from services.worker.errors import WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class OutgoingTransfer:
     epoch: int
     pieces: Iterator[OutgoingPiece]  # not packed yet
     packed: PackedPiece | None = None  # the next piece, packed while the lane was full
+    ahead: tuple[OutgoingPiece, PieceRead | None] | None = None  # the piece after it, if read early
     complete: bool = False  # whether its last piece is packed
     ended: str | None = None  # the reason, once abandoned
     size_bytes: int = 0  # sent so far
@@ -48,6 +50,31 @@ class OutgoingTransfer:
         """Whether it is answered or abandoned, and no send reads its memory any more."""
         answered = self.complete and self.packed is None and not self.unanswered
         return not self.sends and (self.ended is not None or answered)
+
+    def take_piece(self) -> tuple[OutgoingPiece, PieceRead | None] | None:
+        """Return the next piece to pack, and its copy if that was started; None without a piece."""
+        if self.ahead is not None:
+            taken, self.ahead = self.ahead, None
+            return taken
+        piece = next(self.pieces, None)
+        return None if piece is None else (piece, None)
+
+    def read_ahead(self) -> None:
+        """Start to read the next piece, so that the device copies it while others are sent."""
+        piece = next(self.pieces, None)
+        if piece is None:
+            return
+        try:
+            read = None if piece.read is None else piece.read()
+        except WorkerError:
+            read = None  # packing it will fail, unless the reason is gone by then
+        self.ahead = piece, read
+
+    def discard_ahead(self) -> None:
+        """Forget the piece that was read early."""
+        if self.ahead is not None and self.ahead[1] is not None:
+            self.ahead[1].discard()
+        self.ahead = None
 
     def forget_done_sends(self, memory: FrameMemory) -> str | None:
         """Recycle the memory of completed sends; returns their first error, or None."""

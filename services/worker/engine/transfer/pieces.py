@@ -8,6 +8,7 @@ piece, so that the sender knows when to free the original.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -15,6 +16,20 @@ from services.worker.engine.transfer.frame import Bytes
 
 PackBlocks = Callable[[int, int, int, Bytes], None]  # layer, first logical block, count, target
 PackBytes = Callable[[int, Bytes], None]  # offset_bytes, target
+
+
+class PieceRead(Protocol):
+    """A piece whose copy from a device to the host has started. Call either method, once."""
+
+    def finish(self, target: Bytes) -> None:
+        """Write the piece to `target`."""
+
+    def discard(self) -> None:
+        """Forget the piece."""
+
+
+ReadBlocks = Callable[[int, int, int], PieceRead | None]  # as `PackBlocks`, without the target
+ReadBytes = Callable[[int, int], PieceRead | None]  # offset_bytes, size_bytes
 
 
 class KvPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -70,11 +85,15 @@ BULK_KINDS: dict[int, type[msgspec.Struct]] = {
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """A piece to send; `pack` writes its payload of `size_bytes` right before it is sent."""
+    """A piece to send; `pack` writes its payload of `size_bytes` right before it is sent.
+
+    `read`, if any, may be called earlier; None: `pack` must be called when the piece is due.
+    """
 
     header: BulkPiece
     size_bytes: int
     pack: Callable[[Bytes], None]
+    read: Callable[[], PieceRead | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +129,12 @@ class SlabCut:
 
 
 def kv_pieces(
-    cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks
+    cut: KvCut, chunk_bytes: Callable[[], int], pack: PackBlocks, read: ReadBlocks | None = None
 ) -> Iterator[OutgoingPiece]:
     """Divide KV into pieces of at most `chunk_bytes()`, but at least a block, layer by layer.
 
-    `chunk_bytes` is called for each piece, so that the size adapts to the link.
+    `chunk_bytes` is called for each piece, so that the size adapts to the link. `read` starts to
+    read a piece before it is due.
     """
     piece, end = 0, cut.first_block + cut.num_blocks
     for layer in cut.layers:
@@ -124,20 +144,23 @@ def kv_pieces(
             last = layer == cut.layers[-1] and first + count == end
             header = KvPiece(cut.transfer_id, piece, last, cut.seq_id, layer, first, count)
             size = count * cut.block_bytes
-            yield OutgoingPiece(header, size, partial(pack, layer, first, count))
+            place = layer, first, count
+            ahead = None if read is None else partial(read, *place)
+            yield OutgoingPiece(header, size, partial(pack, *place), ahead)
             first += count
             piece += 1
 
 
 def parameter_pieces(
-    cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes
+    cut: SlabCut, chunk_bytes: Callable[[], int], pack: PackBytes, read: ReadBytes | None = None
 ) -> Iterator[OutgoingPiece]:
-    """Divide a slab into pieces of at most `chunk_bytes()`, which is called for each piece."""
+    """Divide a slab into pieces; arguments as for `kv_pieces`."""
     piece, offset = 0, 0
     while offset < cut.total_bytes:
         size = min(cut.total_bytes - offset, chunk_bytes())
         last = offset + size == cut.total_bytes
         header = ParameterPiece(cut.transfer_id, piece, last, cut.slab, offset, cut.total_bytes)
-        yield OutgoingPiece(header, size, partial(pack, offset))
+        ahead = None if read is None else partial(read, offset, size)
+        yield OutgoingPiece(header, size, partial(pack, offset), ahead)
         offset += size
         piece += 1

@@ -1,7 +1,6 @@
 """The sending half of the mover: packs and sends KV and parameters in pieces, tracks answers."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,10 +18,13 @@ from services.worker.engine.transfer.outgoing import (
 )
 from services.worker.engine.transfer.piece_window import WindowBounds
 from services.worker.engine.transfer.pieces import KvPiece, PieceTaken, TransferAborted
+from services.worker.engine.transfer.recent import Recent
 from services.worker.errors import WorkerError
 
 CANCELLED = "cancelled"
 ENDED_MAX = 16_384  # ended transfers that are remembered
+# How long, at least. A sender waits less for an answer, so no piece of its transfer comes later.
+ENDED_S = 60.0
 RETRY_S = 0.01  # pause after LaneFull
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class Sender:
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
         self._memory = FrameMemory()
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids of the last `ENDED_MAX` ended
+        self._ended = Recent[str, bool](ENDED_S, ENDED_MAX)  # ids of ended transfers
         self._retry_s: float | None = None  # when to send again after LaneFull
 
     def begin(self, transfer: OutgoingTransfer) -> None:
@@ -114,6 +116,7 @@ class Sender:
 
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
+        self._ended.expire(now_s)
         over = []
         # Report a transfer only when no send reads its memory, which the engine may reuse then.
         for transfer in self._outbox.all():
@@ -125,7 +128,7 @@ class Sender:
                 self._abandon(transfer, "the receiver did not answer in time")
             if transfer.is_over:
                 self._outbox.remove(transfer)
-                self._remember(transfer.transfer_id)
+                self._ended.add(transfer.transfer_id, True)
                 self._report(_outcome(transfer))
                 over.append(transfer.transfer_id)
         return over
@@ -139,12 +142,19 @@ class Sender:
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
-        piece = next(transfer.pieces, None)
-        if piece is None:
+        taken = transfer.take_piece()
+        if taken is None:
             raise _CannotPack("the pieces ended without a last piece")
+        piece, read = taken
         room = PayloadRoom(self._memory.take(ROOM_BYTES + piece.size_bytes))
         try:
-            piece.pack(room.payload)
+            # Pieces in a device's memory: copy the next piece while this piece is sent.
+            if piece.read is not None and not piece.header.last:
+                transfer.read_ahead()
+            if read is None:
+                piece.pack(room.payload)
+            else:
+                read.finish(room.payload)
         except WorkerError as error:
             raise _CannotPack(str(error)) from error
         transfer.complete = piece.header.last
@@ -159,14 +169,10 @@ class Sender:
             return
         transfer.ended = reason
         transfer.packed = None
+        transfer.discard_ahead()
         if notify_receiver:
             aborted = TransferAborted(transfer.transfer_id, True, reason)
             notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
-
-    def _remember(self, transfer_id: str) -> None:
-        self._ended[transfer_id] = None
-        while len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
 
 
 class _CannotPack(TransferRefused):

@@ -16,12 +16,14 @@ def test_the_full_matrix_has_every_fault_in_every_phase_of_groups_of_two_to_four
         (size, fault, phase, role)
         for size in (2, 3, 4)
         for fault, faulted in FAULTS.items()
-        for role in faulted.roles
         for phase, where in PHASES.items()
-        if where.has(size, role, fault)
+        for role in where.roles[: 1 if faulted.any_role else None]
+        if where.has(size, fault)
     }
     assert {(c.size, c.fault, c.phase, c.role) for c in cells} == wanted
-    assert all(PHASES["steady"].has(size, role, "cut") for size in (2, 3, 4) for role in ROLES)
+    names = {cell.name for cell in cells}
+    assert {f"{size}/steady/{role}/cut" for size in (2, 3, 4) for role in ROLES} <= names
+    assert {"2/ship_parts/target/cut-bulk", "2/ship_sealed/source/gateway-kill"} <= names
     quick = fault_cells(quick=True)
     assert set(quick) <= set(cells)
     kills = {(cell.phase, cell.role) for cell in quick if cell.fault == "kill-worker"}

@@ -12,6 +12,7 @@ from services.core.batches.line_end import ATTEMPTS_MAX, RunAgain, after_respons
         (400, "context_length_exceeded"),
         (401, "invalid_api_key"),
         (500, "engine_killed"),
+        (502, "server_lost"),
         (429, "rate_limit_exceeded"),
     ],
 )

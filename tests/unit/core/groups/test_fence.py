@@ -80,6 +80,23 @@ def test_a_lower_token_is_refused_for_ever(state: MemberState) -> None:
     assert state.judge(older).verdict is Verdict.STALE
 
 
+def test_an_order_of_an_earlier_coordinator_is_stale(state: MemberState) -> None:
+    assert state.accepts_order(8, "a") and state.accepts_order(8, "a")
+    assert not state.accepts_order(7, "a")
+    assert not state.accepts_order(9, "z") and state.accepts_order(8, "a"), "of another process"
+    prepare(state, replace(ASKED, token=9, attempt="9-1"))
+    assert not state.accepts_order(8, "a")
+
+
+def test_a_token_without_a_mark_blocks_no_preparation(state: MemberState) -> None:
+    """An order from before a roll-back may have any token."""
+    assert state.accepts_order(2**40, "a")
+    prepare(state)
+    assert not state.accepts_order(7, "a")
+    state.observe([MARKED], rollbacks=1)
+    assert state.accepts_order(7, "a")
+
+
 def test_an_aborted_attempt_is_not_taken_up_again(state: MemberState) -> None:
     prepare(state)
     assert state.abort(AbortCall(8, "7-1", "a")) == AbortPreparation("7-1")

@@ -54,13 +54,23 @@ def mixed_lengths(rng: Random, number: int) -> list[int]:
     )
 
 
+def zipf_lengths(rng: Random, number: int) -> list[int]:
+    """Prompts and answers by Zipf's law with exponent 1.1, as BurstGPT's authors model them."""
+    ranks = range(1, 4097)
+    weights = [rank**-1.1 for rank in ranks]
+    parts = [rng.choices(ranks, weights, k=number) for _ in range(2)]
+    return sorted(map(sum, zip(*parts, strict=True)))
+
+
 @pytest.mark.parametrize("batches", [1.5, 4, 9, 50])
-@pytest.mark.parametrize("kind", ["conversations", "code", "mixed"])
+@pytest.mark.parametrize("kind", ["conversations", "code", "mixed", "zipf"])
 def test_the_padding_is_near_the_optimum(kind: str, batches: float) -> None:
     rng = Random(f"{kind} {batches}")
     for number in (40, 150):
         if kind == "mixed":
             ordered = mixed_lengths(rng, number)
+        elif kind == "zipf":
+            ordered = zipf_lengths(rng, number)
         else:
             trace = AZURE_CODE if kind == "code" else AZURE_CONVERSATIONS
             ordered = lengths_of(trace, number, rng)

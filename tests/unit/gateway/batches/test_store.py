@@ -221,6 +221,20 @@ async def test_a_batch_past_its_window_keeps_what_ended(store: BatchStore) -> No
         await store.cancel(OWNER, batch_id)
 
 
+async def test_a_batch_past_its_window_is_validated_no_longer(store: BatchStore) -> None:
+    token = await store.lead(1)
+    batch_id, other = await new_batch(store), await new_batch(store)
+    await store.lines.add(token, batch_id, new_lines(2))
+    past = update(batches).where(batches.c.id == batch_id).values(expires_s=0.0)
+    await store._database.write("expire", lambda connection: connection.execute(past))
+    assert [opened.batch.batch_id for opened in await store.advance(token)] == [other]
+    batch = await store.get(OWNER, batch_id)
+    assert batch.state is BatchState.FAILED
+    assert [error.code for error in batch.errors] == ["batch_expired"]
+    assert not await store.lines.add(token, batch_id, new_lines(2))
+    assert not await store.begin(token, batch_id, 4, 0)
+
+
 async def test_a_batch_that_is_cancelled_while_validated_never_runs(store: BatchStore) -> None:
     token = await store.lead(1)
     batch_id = await new_batch(store)
@@ -268,6 +282,19 @@ async def test_the_tokens_of_an_owners_batches_are_limited(store: BatchStore) ->
     await store.fail(token, row.batch_id, [LineError("x", "y", 3, "body")])
     assert (await store.get(OWNER, row.batch_id)).errors == (LineError("x", "y", 3, "body"),)
     await store.create(batch, tokens_max=100)
+
+
+async def test_the_open_batches_of_an_owner_are_limited(store: BatchStore) -> None:
+    token = await store.lead(1)
+    file = await store.files.add(new_file())
+    batch = NewBatch(OWNER, "k", CHAT, file.file_id, 3600)
+    rows = [(await store.create(batch, open_max=2))[0] for _ in range(2)]
+    with pytest.raises(OverQuota, match="2 batches"):
+        await store.create(batch, open_max=2)
+    other = await store.files.add(new_file(OTHER))
+    await store.create(NewBatch(OTHER, "k", CHAT, other.file_id, 3600), open_max=2)
+    await store.fail(token, rows[0].batch_id, [])
+    await store.create(batch, open_max=2)
 
 
 async def test_validation_that_was_interrupted_begins_again(store: BatchStore) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ class Cluster:
     stable: int = 2
     groups: int | None = 2
     leaving: bool = False
+    no_drops: dict[str, str] = field(default_factory=dict)
 
     def registered_workers(self) -> int:
         return self.registered
@@ -30,6 +31,9 @@ class Cluster:
 
     def serving_groups(self) -> int:
         return self.stable
+
+    def without_drops(self) -> dict[str, str]:
+        return self.no_drops
 
     @property
     def heartbeat(self) -> Any:
@@ -111,3 +115,8 @@ async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
     with contextlib.suppress(asyncio.CancelledError):
         running.cancel()
         await running
+
+
+def test_workers_without_drops_have_reasons_and_count_as_ready() -> None:
+    state = probe(Cluster(no_drops={"w0": "UCX cannot be loaded"})).evaluate()
+    assert state.ready and state.without_drops == {"w0": "UCX cannot be loaded"}

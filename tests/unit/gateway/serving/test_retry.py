@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 
 from services.core.ask import Ask, Assignment
-from services.core.request import Limits, LogprobOptions, Request, Sampling
+from services.core.request import (
+    SERVER_LOSSES_MAX,
+    Limits,
+    LogprobOptions,
+    Request,
+    Sampling,
+)
 from services.gateway.cluster.token_stream import KvLost, Returned, StaleEpoch, WorkerLeaving
 from services.gateway.serving.retry import (
     DEATHS_FORGOTTEN_AFTER,
@@ -19,6 +25,7 @@ from services.gateway.vocabulary.errors import (
     EngineFailed,
     EngineKilled,
     QueueFull,
+    ServerLost,
     ServiceUnavailable,
     WorkerLost,
 )
@@ -88,6 +95,25 @@ def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
     with pytest.raises(EngineKilled):
         for output in range(1, 20):
             attempts.fail(LOST, output, 99)
+
+
+@pytest.mark.parametrize("failure", [KvLost(), QueueFull("failed")])
+def test_losses_of_upstream_servers_count_in_all(failure: Returned | QueueFull) -> None:
+    attempts = RetryState(resumes=True)
+    attempts.fail(failure, 5, 99, 1)
+    assert not attempts.alone
+    attempts.fail(failure, 6, 99, SERVER_LOSSES_MAX - 1)
+    assert attempts.alone
+    with pytest.raises(ServerLost, match="lost 3 times"):
+        attempts.fail(failure, 7, 99, SERVER_LOSSES_MAX)
+
+
+def test_losses_of_upstream_servers_that_a_worker_forgot_do_not_count() -> None:
+    attempts = RetryState(resumes=True)
+    for losses in (1, 2, 1, 2):
+        attempts.fail(KvLost(), 1000, 9999, losses)
+    attempts.fail(KvLost(), 2000, 9999, 1)
+    assert not attempts.alone
 
 
 @pytest.mark.parametrize("returned", [Returned(), WorkerLeaving()])

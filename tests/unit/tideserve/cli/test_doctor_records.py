@@ -1,4 +1,4 @@
-"""What the doctor says of `scheduling` in the records of etcd."""
+"""What the doctor says of the records of etcd: `scheduling`, and workers that cannot merge."""
 
 import pytest
 
@@ -36,3 +36,18 @@ def test_scheduler_and_workers_are_to_agree(
     found = [one.sentence for one in check_records(records, "/tideserve/", etcd_is_local=True)]
     about = [text for text in found if "scheduling" in text]
     assert [told in text for text in about] == ([True] if told is not None else [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"no_drops": "UCX cannot be loaded"}, "cannot drop layers: UCX cannot be loaded"),
+        ({}, "cannot drop layers: it has no lanes to other workers"),
+    ],
+)
+def test_a_worker_that_cannot_drop_layers_has_a_reason(
+    fields: dict[str, str], sentence: str
+) -> None:
+    worker = worker_record("w0", capabilities=["generate"], **fields)
+    findings = check_records(RegisteredRecords(workers=[worker]), "/tideserve/", etcd_is_local=True)
+    assert any(f"the worker w0 {sentence}" in finding.sentence for finding in findings)

@@ -102,6 +102,18 @@ def test_what_is_wrong_is_told_in_sentences() -> None:
     assert trouble_lines(STATUS) == []
 
 
+def test_workers_without_drops_or_cost_models_are_grouped_by_reason() -> None:
+    rows = [
+        {"id": "w0", "no_drops": "UCX cannot be loaded", "cost_model": "none: it is busy"},
+        {"id": "w1", "no_drops": "UCX cannot be loaded", "cost_model": "profile"},
+        {"id": "w2", "no_drops": ""},
+    ]
+    assert trouble_lines(STATUS | {"workers": rows}) == [
+        "w0 has no cost model: it is busy",
+        "w0, w1 cannot drop layers: UCX cannot be loaded",
+    ]
+
+
 def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
     row = {
         "id": "worker-63",

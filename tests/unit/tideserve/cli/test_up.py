@@ -46,6 +46,8 @@ def test_a_user_who_waits_is_told_how_many_workers_are_ready() -> None:
     line = "workers are loading the model (the first start with a dtype compiles kernels): 0 of 2"
     line += " ready"
     assert missing_of(ready) == Missing("; ".join(missing), line)
+    line = "workers are waiting for the upstream servers: 0 of 2 ready"
+    assert missing_of(ready, in_front=True) == Missing("; ".join(missing), line)
     ready = {"missing": ["the scheduler does not answer"], "workers_expected": None}
     assert missing_of(ready) == Missing(*["the scheduler does not answer"] * 2)
 

@@ -44,6 +44,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "settled": True,
         "trouble": "",
         "changeover": SimpleNamespace(isolated=False, requeue_due_s=None),
+        "continue_drop": lambda: False,
         "busy_changing": False,
         "state": make_state(),
         "stage": SimpleNamespace(runner=SimpleNamespace(parameter_bytes=0)),
@@ -94,6 +95,50 @@ def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(in
     inbox.loop(member).step(0)
     hear()
     assert told == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_results_are_published_while_a_gpu_runs_the_next_iteration(
+    inbox: Inbox, tokens: int
+) -> None:
+    """But before a prefill, whose launch takes nearly as long as its run."""
+    came = EngineOutbox()
+    told: list[list[str]] = []
+
+    def take() -> bool:
+        came.tokens.append(EmitToken("a", 0, 5, None))
+        return True
+
+    def take_outbox() -> EngineOutbox:
+        nonlocal came
+        news, came = came, EngineOutbox()
+        return news
+
+    def hear() -> None:
+        told.append([token.request_id for token in inbox.progress().tokens])
+
+    def launch(interrupts: Any, meanwhile: Any) -> bool:
+        batch = Batch((Chunk("a", 4, (1,) * tokens, (0,), None),))
+        interrupts(Microbatch(1, batch))
+        if tokens == 1:
+            assert not inbox.servicer.poll(0)
+            inbox.send(ONLINE)
+            meanwhile()
+            assert list(loop._inbox) == [ONLINE]  # for the next turn
+        hear()
+        came.tokens.append(EmitToken("b", 0, 6, None))
+        return True
+
+    member = member_that(take=take, launch=launch, take_outbox=take_outbox)
+    loop = inbox.loop(member, overlaps=True)
+    loop.step(0)
+    assert told == [["a"]]
+    assert not inbox.servicer.poll(0)  # b waits for the next iteration
+    member.launch = lambda interrupts, meanwhile: False
+    member.handle = lambda event: None
+    loop.step(0)
+    hear()
+    assert told == [["a"], ["b", "a"]]
 
 
 def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:

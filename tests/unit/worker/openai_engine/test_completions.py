@@ -28,7 +28,7 @@ def test_every_parameter_is_sent_because_servers_have_defaults_of_their_own() ->
     wanted = {
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "seed", "max_tokens", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "model", "prompt", "stream", "return_token_ids"),
+        *("ignore_eos", "model", "prompt", "stream", "stream_options", "return_token_ids"),
     }
     assert body.keys() == wanted
     assert (body["prompt"], body["stop_token_ids"]) == ([1, 2], [4, 9])

@@ -40,6 +40,7 @@ def test_a_body_sets_what_has_other_defaults_there(dialect: LlamaCpp) -> None:
     wanted = {"prompt": [5, 6], "n_predict": 8 + MARGIN, "temperature": 0, "top_k": 0}
     wanted |= {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": 10}
     wanted |= {"cache_prompt": True, "ignore_eos": True, "stream": True}
+    wanted |= {"return_progress": True}
     assert wanted.items() <= body.items()
     assert not {"n_probs", "logit_bias", "json_schema", "seed"} & body.keys()
 
@@ -93,6 +94,12 @@ def test_ids_that_the_stream_leaves_out_come_from_the_text(dialect: LlamaCpp) ->
     assert read(event("", [], 4, "eos")) == StreamPiece((), "stop")
     # Another stream counts anew.
     assert dialect.reader()(event("", [], 0, "limit")) == StreamPiece((), "length")
+
+
+def test_the_progress_of_the_prompt_names_its_cached_tokens(dialect: LlamaCpp) -> None:
+    progress = {"total": 100, "cache": 40, "processed": 60, "time_ms": 3}
+    piece = dialect.reader()(event("", [], 0) | {"prompt_progress": progress})
+    assert piece == StreamPiece(cached_tokens=40)
 
 
 def test_log_probabilities(dialect: LlamaCpp) -> None:

@@ -44,6 +44,16 @@ def test_tokens_follow_those_that_a_request_came_with() -> None:
     assert OutputReader(request).read(found) == [EmitToken("r", 2, 5, None)]
 
 
+@pytest.mark.parametrize(("first", "last", "wanted"), [(2, 2, [2, 0]), (0, 2, [0, 2])])
+def test_cached_tokens_come_with_the_first_or_the_last_token(
+    first: int, last: int, wanted: list[int]
+) -> None:
+    read = reader()
+    one, other = output(5), output(6, ended="length")
+    one.num_cached_tokens, other.num_cached_tokens = first, last
+    assert [token.cached_tokens for token in read.read(one) + read.read(other)] == wanted
+
+
 def test_a_stop_token_is_the_last_token() -> None:
     assert reader().read(output(7, ended="stop")) == [EmitToken("r", 0, 7, FinishReason.STOP)]
 

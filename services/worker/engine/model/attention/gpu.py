@@ -170,6 +170,21 @@ class GpuPagedAttention:
             self._metadata, self._inputs = metadata, self._inputs_of(metadata)
         return self._inputs
 
+    def compile_combine(self, like: torch.Tensor) -> None:
+        """Compile `combine` for every number of splits; `like` has the dtype of activations."""
+        none = torch.zeros(2, dtype=torch.int64, device=like.device)
+        attended = like.new_zeros(1, self.num_heads, self.head_dim)
+        splits = 2
+        while splits <= SPLITS_MAX:
+            parts = like.new_zeros(splits, self.num_heads, self.head_dim, dtype=torch.float32)
+            # A tile of 0 tokens: the kernel is compiled and does nothing.
+            self._combine_kernel(
+                (1, 1, self.num_heads),
+                (parts, parts, attended, none, none, splits, 1),
+                *(self.num_heads, self.head_dim, splits),
+            )
+            splits *= 2
+
     def _attend(
         self,
         query: torch.Tensor,
@@ -206,7 +221,7 @@ class GpuPagedAttention:
             self._combine_kernel(
                 (len(tiles.starts), tiles.most, self.num_heads),
                 (parts, weights, attended, tiles.starts, tiles.counts, splits, tiles.most),
-                *(self.num_heads, self.head_dim, SPLITS_MAX),
+                *(self.num_heads, self.head_dim, triton.next_power_of_2(splits)),
             )
 
     def _inputs_of(self, metadata: AttentionMetadata) -> AttentionInputs:

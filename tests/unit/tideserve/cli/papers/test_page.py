@@ -4,9 +4,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tideserve.cli.papers.bucketserve import Served, attained_load
+from tideserve.cli.papers.bucketserve import target_ratios
+from tideserve.cli.papers.bucketserve_runs import FIRST_S, Served, attained_load
 from tideserve.cli.papers.page import Comparison, PaperPage, ratio, value_text
-from tideserve.cli.papers.svg import HEIGHT, TOP, BarChart, LineChart
+from tideserve.cli.papers.svg import HEIGHT, TOP, BarChart, LineChart, round_ticks
 
 SVG = "svg"
 
@@ -37,6 +38,13 @@ def test_bars_are_as_high_as_their_values_and_missing_values_have_none() -> None
     assert len(heights) == 3
 
 
+@pytest.mark.parametrize(("label", "heights"), [("a", 1), ("a long label", 2)])
+def test_labels_that_would_overlap_alternate_between_heights(label: str, heights: int) -> None:
+    groups = [f"{label} {number}" for number in range(6)]
+    texts = drawn(BarChart("t", "y", groups, {"one": [1.0] * 6})).iter("text")
+    assert len({text.get("y") for text in texts if text.text in groups}) == heights
+
+
 def test_charts_without_values_are_drawn() -> None:
     assert drawn(LineChart("t", "x", "y", {"none": []})) is not None
     assert drawn(BarChart("t", "y", [], {})) is not None
@@ -65,6 +73,11 @@ def test_values_near_the_papers_count_as_reproduced() -> None:
 def test_text_of_values() -> None:
     assert value_text(None, "×") == "–"
     assert value_text(0.8166, "%") == "81.7%"
+    assert [value_text(value, "%") for value in (0, 0.001, 0.0000342)] == [
+        "0.0%",
+        "0.1%",
+        "0.0034%",
+    ]
     assert value_text(1234.5, "") == "1,234"
     assert ratio(3.0, 0.0) is None and ratio(None, 1.0) is None and ratio(3.0, 2.0) == 1.5
 
@@ -74,3 +87,29 @@ def test_the_load_at_which_targets_are_met_is_between_the_points() -> None:
     assert attained_load(points) == pytest.approx(2.5)
     assert attained_load(points[:2]) == 2
     assert attained_load(points[2:]) is None
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "ticks"),
+    [
+        (32, 1024, [250, 500, 750, 1000]),
+        (1, 16, [5, 10, 15]),
+        (0.2, 1.2, [0.25, 0.5, 0.75, 1.0]),
+        (0, 100, [0, 25, 50, 75, 100]),
+        (7, 7, [7]),
+        (7.5, 7.5, [7.5]),
+    ],
+)
+def test_ticks_are_round(least: float, most: float, ticks: list[float]) -> None:
+    assert round_ticks(least, most) == pytest.approx(ticks)
+
+
+def test_loads_are_compared_by_target_of_the_first_token() -> None:
+    def points(*shares: float) -> list[Served]:
+        within = [[0.0, *[share] * (len(FIRST_S) - 1)] for share in shares]
+        return [Served(n + 1, 0, 0, 0, 0, of) for n, of in enumerate(within)]
+
+    loads = {"BucketServe": points(1.0, 0.9, 0.7), "DistServe-like": points(0.8, 0.0, 0.0)}
+    ratios = target_ratios(loads)
+    assert [target_s for target_s, _ in ratios] == list(FIRST_S[1:]), "the first is never met"
+    assert [value for _, value in ratios] == pytest.approx([2.5] * (len(FIRST_S) - 1))

@@ -15,8 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 from services.core.groups.slab_names import layer_name
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
 from services.core.request import Grammar, GrammarKind, Sampling
-from services.worker.engine.compute.runner import ModelRunner, StageOutput
+from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.compute.stage_output import StageOutput
 from services.worker.engine.sampling import grammar as grammar_module
 from services.worker.errors import InvalidBatch, LayerNotResident
 from tests.support.device import CHUNK_BYTES, DEVICE, EXACT, SMALL_BUDGET

@@ -1,13 +1,14 @@
 import hashlib
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from services.worker.engine.memory.arena import Arena, coalesce
-from services.worker.engine.memory.cuda import CudaArena
+from services.worker.engine.memory.cuda import CudaArena, make_exportable
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.engine.memory.layer_slab import (
     ALIGNMENT_BYTES,
@@ -30,6 +31,8 @@ ELEMENTS = CHUNK_BYTES // 4
 
 class Numbers:
     """A source of weights: all of a parameter are the number of its name."""
+
+    on_device = False
 
     def __init__(self, numbers: dict[str, float]) -> None:
         self._numbers = numbers
@@ -120,8 +123,11 @@ def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: Arena) -> No
     first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, [0, 1, 2, 3])
     arena.tensor(first, torch.float32).fill_(3.0)
-    assert arena.prepare(second, 0, [1, 2]) == 1
-    assert arena.prepare(second, 2, [3]) == 1
+    calls = 0 if arena.maps_later else 1
+    assert arena.prepare(second, 0, [1, 2]) == calls
+    assert arena.prepare(second, 2, [3]) == calls
+    assert arena.unmapped_chunks == (3 if arena.maps_later else 0)
+    assert arena.map_prepared(2) is not arena.maps_later
     arena.check_invariants()
     assert (arena.free_chunks, second.mapped_chunks) == (28, 0)
     with pytest.raises(ValueError, match="another place owns"):
@@ -140,9 +146,12 @@ def test_a_prepared_place_that_is_given_up_is_swept(arena: Arena) -> None:
     arena.map(first, 0, [0, 1, 2, 3])
     arena.tensor(first, torch.float32).fill_(3.0)
     arena.prepare(second, 0, [0, 1])
+    arena.map_prepared(1)
     arena.cancel_prepared()
     arena.check_invariants()
-    assert arena.retired_chunks == 2
+    # What was never mapped needs no sweep.
+    assert arena.retired_chunks == (1 if arena.maps_later else 2)
+    assert arena.unmapped_chunks == 0
     arena.prepare(second, 0, [2])
     assert arena.sweep()
     arena.map(second, 1, [9])
@@ -291,6 +300,40 @@ def test_a_slab_is_read_only_after_its_digest_was_verified(arena: Arena) -> None
     assert slab.finish()
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_slabs_may_be_hashed_by_other_threads(arena: Arena, on_device: bool) -> None:
+    """From host memory, with the digests that the engine's thread computes."""
+    layout = SlabLayout.of([("a", (3,)), ("b", (5,))], torch.float32)
+    slab, other = (LayerSlab(arena, name, layout) for name in ("layer 0", "layer 1"))
+    right, wrong = Numbers({"a": 1.0, "b": 2.0}), Numbers({"a": 1.0, "b": 3.0})
+    right.on_device = wrong.on_device = on_device
+    other.map()
+    other.fill_from(right)
+    assert other.finish()
+    with ThreadPoolExecutor(2) as hashers:
+        slab.map()
+        slab.fill_from(right, hashers)
+        assert slab.finish()
+        assert slab.digest == other.digest
+        assert torch.equal(slab.bytes_to_read(), other.bytes_to_read())
+        for source in (wrong, right):
+            slab.drop()
+            slab.map()
+            slab.fill_from(source, hashers)
+            if source is wrong:
+                with pytest.raises(SlabCorrupted):
+                    slab.finish()
+            else:
+                while not slab.finish(1):
+                    pass
+        slab.drop()
+        slab.map()
+        slab.fill_from(right, hashers)
+        slab.fill(0, torch.ones(4, dtype=torch.uint8))  # after the hashes began
+        with pytest.raises(SlabCorrupted):
+            slab.finish()
+
+
 def test_pieces_are_hashed_as_they_come_in_order(arena: Arena) -> None:
     slab = LayerSlab(arena, "layer 0", SlabLayout.of([("a", (25,))], torch.float32))
     contents = torch.arange(slab.layout.size_bytes, dtype=torch.uint8)
@@ -366,3 +409,25 @@ def test_a_block_may_straddle_chunks(arena: Arena) -> None:
         assert kv_range.num_blocks == chunks * CHUNK_BYTES // shape.size_bytes
         assert kv_range.blocks().shape == (kv_range.num_blocks, 2, 16, 3, 100)
         kv_range.blocks().fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "chosen"),
+    [
+        ({(True, True), (True, False), (False, False)}, (True, True)),
+        ({(True, False), (False, False)}, (True, False)),
+        ({(False, False)}, (False, False)),
+        (set(), (False, False)),
+    ],
+)
+def test_memory_is_made_as_accessible_as_the_driver_allows(
+    allowed: set[tuple[bool, bool]], chosen: tuple[bool, bool]
+) -> None:
+    tried: list[tuple[bool, bool]] = []
+
+    def allows(shared: bool, rdma: bool) -> bool:
+        tried.append((shared, rdma))
+        return (shared, rdma) in allowed
+
+    assert make_exportable(allows) == chosen
+    assert tried[-1] == chosen  # what the driver was asked last is what it allocates with

@@ -13,6 +13,8 @@ CHUNK_BYTES = 1 << 16
 class Numbers:
     """A source whose parameters count upwards."""
 
+    on_device = False
+
     def fill(self, name: str, target: torch.Tensor) -> None:
         assert target.is_contiguous()
         target.copy_(torch.arange(target.numel()).remainder(251).view(target.shape))

@@ -2,6 +2,7 @@
 
 import random
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,38 @@ def test_it_is_attention(
     )
     assert (found.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
     assert torch.equal(cache.cpu().double().nan_to_num(), numbers)
+
+
+def test_combine_is_compiled_for_every_number_of_splits_and_launched_with_the_next() -> None:
+    """A tile of 64 parts for 2 would take a multiple of the time."""
+    attention = gpu.GpuPagedAttention(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        dtype=torch.float32,
+        device=torch.device(DEVICE),
+    )
+    launched: list[tuple[int, int]] = []
+    launch = attention._combine_kernel
+
+    def record(grid: tuple[int, ...], arguments: tuple[Any, ...], *constants: int) -> None:
+        launched.append((arguments[5], constants[-1]))
+        launch(grid, arguments, *constants)
+
+    attention._combine_kernel = record  # type: ignore[assignment]
+    attention.compile_combine(torch.zeros(1, device=DEVICE))
+    assert launched == [(splits, splits) for splits in (2, 4, 8, 16, 32, 64)]
+    launched.clear()
+    batch = chunks_of(((1400, 1), (3, 1)), 16, seed=1)
+    query, key = (torch.randn(2, heads, 16, device=DEVICE) for heads in (4, 2))
+    attention.forward(
+        *(query, key, key, torch.zeros(BLOCKS, 2, 16, 2, 16, device=DEVICE)),
+        MetadataBuilder(16, torch.device(DEVICE), torch.float32).build(batch, BLOCKS),
+        sliding_window=None,
+        scaling=0.25,
+    )
+    assert launched == [(6, 8)]
 
 
 def test_one_long_context_is_split_however_many_there_are() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.core.request import Sampling
 from services.worker.engine.model.cpu_kernels.philox import uniform_numbers
-from services.worker.engine.sampling.sampler import RequestDraws
+from services.worker.engine.sampling.request_state import RequestDraws
 from tests.support.sampling import uniform
 
 SEEDS = (-1, 0, 7, 12345, 2**63, 2**70)

@@ -13,7 +13,7 @@ from services.core.planner.batch import Batch, Chunk, Microbatch, SampleSpec
 from services.core.planner.block_pool import BlockPool
 from services.core.planner.block_table import StageTable
 from services.worker.engine.compute.pacer import Pacer
-from services.worker.engine.compute.runner import StageOutput
+from services.worker.engine.compute.stage_output import LaunchedStage, StageOutput
 from services.worker.engine.pipeline import stage_runner
 from services.worker.engine.pipeline.stage_runner import StageRunner, hidden_bytes
 from tests.support.fake_model import BLOCKS, FAKE, LAYERS, expected_tokens, load_fake
@@ -89,13 +89,13 @@ def test_a_paced_iteration_goes_on_where_it_was_interrupted(
 
     pacer = Pacer(CostModel(0.0, 0.0, 3.2, 0.0), lambda: clock[0], sleep)
     stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)), pacer)
-    real, computed = stage.runner.run_stage, []
+    real, computed = stage.runner.launch_stage, []
 
-    def run_stage(batch: Batch, *_: Any, suspends: bool) -> StageOutput | None:
+    def launch_stage(batch: Batch, *_: Any, suspends: bool) -> LaunchedStage | None:
         computed.append(suspends)
         return real(batch)
 
-    cast(Any, stage.runner).run_stage = run_stage
+    cast(Any, stage.runner).launch_stage = launch_stage
     first = replace(microbatch((0, 1, 2)), preemptible=True)
     asked = iter(range(99))
     assert stage.run_first(first, lambda: next(asked) == 9, suspends=True) is None
@@ -112,8 +112,29 @@ def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
     """The last stage scores prompts and samples."""
     last, seen = stages[1], []
     last.table.adopt("r", 1)
-    cast(Any, last.runner).run_stage = lambda batch, *_: seen.append(batch) or StageOutput()
+    run = LaunchedStage(StageOutput())
+    cast(Any, last.runner).launch_stage = lambda batch, *_: seen.append(batch) or run
     spec = SampleSpec(None, 5)
     chunk = StageChunk("r", 2, 1, 1, spec, cast(Any, "score"))
     last.run_next(Activations(3, (), (chunk,)), np.zeros(8, np.uint8))
     assert seen == [Batch((Chunk("r", 2, (0,), (0,), spec, cast(Any, "score")),))]
+
+
+@pytest.mark.parametrize("preemptible", [False, True])
+def test_other_work_is_done_between_launch_and_result(preemptible: bool) -> None:
+    stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)))
+    order: list[str] = []
+    run = LaunchedStage(None, lambda: order.append("result") or StageOutput())
+
+    def launch_stage(*_: Any, **__: Any) -> LaunchedStage | None:
+        order.append("launch")
+        return run
+
+    cast(Any, stage.runner).launch_stage = launch_stage
+    first = replace(microbatch((0, 1, 2)), preemptible=preemptible)
+    stage.run_first(first, meanwhile=lambda: order.append("meanwhile"))
+    assert order == ["launch", "meanwhile", "result"]
+    cast(Any, stage.runner).launch_stage = lambda *_, **__: None
+    assert stage.run_first(first, meanwhile=lambda: order.append("again")) is None
+    assert "again" not in order
+    stage.runner.close()

@@ -1,6 +1,6 @@
 import random
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -445,6 +445,68 @@ def test_memory_that_cannot_be_read_ends_the_transfer(pair: Pair) -> None:
     pair.settle()
     assert "not in memory" in failed("t", "b", pair.a.ends)
     assert "abandoned by its sender" in failed("t", "a", pair.b.ends)
+
+
+class ReadEarly:
+    """A piece whose copy has begun."""
+
+    def __init__(self, memory: Memory, offset_bytes: int, size_bytes: int) -> None:
+        self.content = memory.slab[offset_bytes : offset_bytes + size_bytes].copy()
+        self.ends: list[str] = []
+
+    def finish(self, target: Bytes) -> None:
+        target[:] = self.content
+        self.ends.append("finished")
+
+    def discard(self) -> None:
+        self.ends.append("discarded")
+
+
+def read_early(pair: Pair, refused: Collection[int] = ()) -> tuple[list[ReadEarly], list[int]]:
+    """Send the slab of a by pieces that are read before they are due, but for those `refused`.
+
+    Returns these pieces, and where the others are.
+    """
+    reads: list[ReadEarly] = []
+    packed: list[int] = []
+
+    def read(offset_bytes: int, size_bytes: int) -> ReadEarly | None:
+        if offset_bytes in refused:
+            raise LayerNotResident("layer 0")
+        if len(reads) == 4:
+            return None  # there is no room
+        reads.append(ReadEarly(pair.a.memory, offset_bytes, size_bytes))
+        return reads[-1]
+
+    def pack(offset_bytes: int, target: Bytes) -> None:
+        packed.append(offset_bytes)
+        pair.a.memory.pack_slab(offset_bytes, target)
+
+    pieces = parameter_pieces(pair.a.memory.slab_cut(), pair.a.piece_bytes("b"), pack, read)
+    pair.a.mover.send("t", "b", "g", 1, pieces)
+    return reads, packed
+
+
+def test_pieces_may_be_read_before_they_are_due(pair: Pair) -> None:
+    reads, packed = read_early(pair, refused=(2000,))
+    pair.settle()
+    assert pair.a.ends[0].status is TransferStatus.SENT
+    assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
+    assert [one.ends for one in reads] == [["finished"]] * 4
+    # The first is due at once, and one that cannot be read early may be read when it is due.
+    assert packed[:2] == [0, 2000]
+    assert len(packed) + len(reads) == SIZE_BYTES // 1000
+
+
+def test_a_piece_that_was_read_early_is_discarded_with_its_transfer(pair: Pair) -> None:
+    pair.settle()
+    reads, _ = read_early(pair)
+    pair.a.step(0.0)
+    assert [one.ends for one in reads] == [[]]
+    pair.a.mover.cancel("t")
+    pair.settle()
+    assert "cancelled" in failed("t", "b", pair.a.ends)
+    assert [one.ends for one in reads] == [["discarded"]]
 
 
 def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:
