@@ -63,7 +63,7 @@ Systems = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: tideserve (default overload policy), drop, recompute, "
-        "static-pipeline (overload policies), a scheduling (fcfs, priority, eager, "
+        "static-pipeline, migrate (overload policies), a scheduling (fcfs, priority, eager, "
         "prefill-first, round-robin, bros, waiting-time, slo, slo-quarter, slo-half, "
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
         "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "

@@ -20,6 +20,7 @@ from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, find_sc
 from benchmarks.stats import LATENCIES, LatencyTarget
 from benchmarks.systems.catalog import check_names, is_reference, is_tideserve, is_vllm
 from benchmarks.systems.processor import fastest_dtype, read_processor
+from benchmarks.systems.schedulings import merged
 from benchmarks.systems.system import CPU, RUNNING_MAX, Deployment
 from services.common.errors import ConfigError
 from services.common.size import parse_size_bytes
@@ -282,7 +283,10 @@ def _deployment(
         dtype=_dtype(arguments, scenario),
         device=arguments.device or CPU,
         max_running=GPU_LIMITS["max_running"] if on_gpu and not tiny else RUNNING_MAX,
-        options={**up_options, **scenario.up_options},
+        options=merged(
+            {**up_options, **scenario.up_options},
+            {} if arguments.paced is None else scenario.paced_options,
+        ),
         event_log=scenario.event_log,
         paced=None if arguments.paced is None else profile_name(arguments.paced),
     )

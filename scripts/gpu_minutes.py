@@ -20,7 +20,7 @@ STEPS = (
     Step("cluster", "cluster", 150, serves=True),
     Step("chunks", "chunks", 40),
     Step("engine", "engine", 90),
-    Step("sampling", "sampling", 90),
+    Step("sampling", "sampling", 100),
     Step("cluster-exact", "cluster", 70, ("--exact",), serves=True),
     Step("loop", "engine_loop", 120),
     Step("kernels", "kernels", 70),

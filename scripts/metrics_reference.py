@@ -14,7 +14,7 @@ from services.common.etcd_calls import EtcdCalls
 from services.common.process_metrics import service_registry
 from services.common.service_config import ServiceConfig
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.events import Action
+from services.core.overload.events import Action, Cause
 from services.core.quota.limits import Limit
 from services.core.report import EngineReport, Load
 from services.core.scheduler.state import SchedulerState
@@ -99,7 +99,7 @@ def _scheduler() -> SchedulerCollector:
 def _memmgr() -> MemmgrCollector:
     group = Group("g", 1, GroupPhase.STABLE, (Member("w", "i"),), "m")
     driver = SimpleNamespace(leads=True, groups=(group,), changes=ChangeCount())
-    watch = SimpleNamespace(decided=dict.fromkeys(Action, 0))
+    watch = SimpleNamespace(decided=dict.fromkeys(Action, 0), moved=dict.fromkeys(Cause, 0))
     watch.shortfalls, watch.rising = {"m": 0}, {"m": False}
     return MemmgrCollector(cast(Any, driver), MemoryView(asyncio.Event()), cast(Any, watch))
 

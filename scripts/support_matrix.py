@@ -42,7 +42,10 @@ MERGES = (
     ("one worker", "never: a merge needs two"),
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
-    ("all workers with `--overload-policy recompute`", "only manually: `tideserve drop`"),
+    (
+        "all workers with `--overload-policy recompute` or `migrate`",
+        "only manually: `tideserve drop`",
+    ),
     ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),
 )
 INTRODUCTION = (

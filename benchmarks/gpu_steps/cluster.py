@@ -42,6 +42,7 @@ WORKERS = 2
 CHANGE_TIMEOUT_S, WHOLE_TIMEOUT_S, BEGIN_TIMEOUT_S = 25.0, 30.0, 20.0
 POLL_S = 0.02
 LOG_LINES = 40
+ON_GPU: Mapping[str, Any] = {**TINY_ON_GPU, "ready_timeout": 110, "worker": {"overlap": True}}
 QWEN_1_5B: Mapping[str, Any] = {
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -93,7 +94,7 @@ def main() -> None:
             memory_bytes=parse_size_bytes(setting.memory),
             dtype=setting.dtype,
             device=device,
-            options=TINY_OPTIONS if chosen.dry else {**TINY_ON_GPU, "ready_timeout": 110},
+            options=TINY_OPTIONS if chosen.dry else ON_GPU,
         )
         began_s = time.monotonic()
         with running_cluster(deployment, WORKERS, BY_HAND, say) as cluster:

@@ -58,8 +58,8 @@ DRY = Extent(1, 1, ((1000, 4),), KernelSizes(1024, 8, 1024, 256, 1000))
 def main() -> None:
     """Measure and write the file."""
     parser = step_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--memory-gib", type=float, default=40)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--memory-gib", type=float, default=24)
     chosen = parser.parse_args()
     figures = Figures(chosen.file)
     extent = DRY if chosen.dry else FULL

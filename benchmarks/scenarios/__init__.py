@@ -16,6 +16,7 @@ SUMMARIES = {
     "overload": "1 to 10 times the load that fits: requests in time, refusals, recovery",
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",
     "realtime": "real-time requests with targets beside best-effort ones: targets met, their cost",
+    "rebalance": "streams that outgrow one of two workers: preemptions and merges, if they move",
     "recovery": "steady streams after a burst that merged all workers: time to the split, TPOT",
     "steady": "closed loops: one at a time, decode-heavy, many, mixed, prefill-heavy",
     "upstreams": "two servers behind one gateway and behind round-robin: P99 to the first token",

@@ -82,6 +82,8 @@ ON_GPU = TraceSlice(
     rate_per_s=16.0,
     drain_s=25.0,
 )
+LINK_GBITS = 200.0
+"""Link of paced workers, as in KunServe's cluster A: moves of KV and parameters take their time."""
 # Few layers, since each layer costs time here whatever its width, with a large KV per token, so
 # that few requests fill the KV cache. A merge of two workers provides 2.2 times its size.
 PACED_MODEL = {
@@ -183,6 +185,7 @@ SCENARIO = Scenario(
     dtype="float32",
     paced_systems=("drop", "recompute", "recompute-ample"),
     paced_memory="22016KiB",
+    paced_options={"worker": {"pace_links": LINK_GBITS}},
     tiny_model=PACED_MODEL,
     cases=cases,
     options=TRACE | GPU | {ABLATION},

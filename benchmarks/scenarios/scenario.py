@@ -127,6 +127,7 @@ class Scenario:
     gpu_memory     memory of a worker with the tiny model on a GPU
     random_memory  the same on a processor and on a GPU for random faults
     up_options     further options of `tideserve up`
+    paced_options  further ones of paced systems
     details        further lines for its --help
 
     Only for comparisons:
@@ -153,6 +154,7 @@ class Scenario:
     gpu_memory: str = ""
     random_memory: tuple[str, str] | None = None
     up_options: Mapping[str, Any] = field(default_factory=dict)
+    paced_options: Mapping[str, Any] = field(default_factory=dict)
     details: Callable[[], Sequence[str]] = lambda: ()
     systems: tuple[str, ...] = ()
     rounds: tuple[int, int] = (3, 3)

@@ -36,7 +36,9 @@ POLICIES: Mapping[str, str] = {
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and recompute it later, as in vLLM",
     "static-pipeline": "drop half of the layers at start, pipelines of two that never split",
+    "migrate": "move running requests with their KV to workers with room (Llumnix)",
 }
+OPTIONAL_POLICIES = tuple(policy for policy in OverloadPolicy if policy is not OverloadPolicy.DROP)
 RESTORE_OFF_S = 3600.0
 """A dwell time longer than any run."""
 MECHANISMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -130,7 +132,7 @@ class Tideserve:
             options = merged(options, MECHANISMS[mechanism][1])
         if AMPLE in self._off:
             options["memory"] = deployment.ample_memory_bytes
-        if self.policy in (OverloadPolicy.RECOMPUTE, OverloadPolicy.STATIC_PIPELINE):
+        if self.policy in OPTIONAL_POLICIES:
             options["overload_policy"] = self.policy
         if deployment.paced:
             options["paced"] = deployment.paced

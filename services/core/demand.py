@@ -19,7 +19,8 @@ class ModelDemand:
     requests of the last seconds needed `refused_tokens`. `arriving_tokens_per_s` is the KV demand
     of new arrivals. If the scheduling policy distinguishes service classes, `batch_queued` and
     `batch_queued_tokens` count queued requests of the class `batch`, and the other fields exclude
-    them, since batch requests never trigger a drop.
+    them, since batch requests never trigger a drop. `first_queued_tokens`: KV that the first of the
+    `queued` requests needs.
     """
 
     model: str
@@ -30,12 +31,15 @@ class ModelDemand:
     arriving_tokens_per_s: float = 0.0
     batch_queued: int = 0
     batch_queued_tokens: int = 0
+    first_queued_tokens: int = 0
 
     def plus(self, other: "ModelDemand") -> "ModelDemand":
-        """Sum of two reports about the same model."""
+        """Sum of two reports about the same model; of the first requests, the larger one counts."""
         assert self.model == other.model
         names = [counter.name for counter in fields(self) if counter.name != "model"]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        first = max(self.first_queued_tokens, other.first_queued_tokens)
+        return replace(self, **sums | {"first_queued_tokens": first})
 
 
 def is_urgent_change(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:

@@ -124,6 +124,7 @@ def open_monitor(config: MemmgrConfig) -> OverloadMonitor:
     return OverloadMonitor(
         OverloadConfig(
             policy=config.overload_policy,
+            rebalance=config.rebalance,
             overload_dwell_s=config.overload_dwell_s,
             split_dwell_s=config.split_dwell_s,
             partial_splits=config.partial_splits,

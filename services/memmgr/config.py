@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.common.service_config import ServiceConfig
 from services.core.groups.coordinator import CoordinatorConfig
-from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
 from services.core.setting import choice, number, option, tcp_port
 
 # The defaults of the state machines, which are also the defaults of the options.
@@ -24,7 +24,16 @@ class MemmgrConfig(ServiceConfig):
         "What to do when requests overflow the KV cache: drop replicated layers to gain KV cache,"
         " or preempt requests and recompute their KV (recompute). static-pipeline, for comparisons,"
         " merges single workers in pairs once, again when another memory manager becomes the"
-        " leader, does not split them when demand falls, and otherwise is like recompute.",
+        " leader, does not split them when demand falls, and otherwise is like recompute. migrate,"
+        " for comparisons, never merges and moves running requests as with rebalance: all, and also"
+        " to even out the workers.",
+    )
+    rebalance: Rebalance = choice(
+        MONITOR.rebalance,
+        Rebalance,
+        "When running requests move to other workers with their KV: never (off); away from workers"
+        " that lack KV cache while others have room, before workers merge for them (stuck); also to"
+        " make room at a worker for a large request that waits (all). Needs prefix_caching.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

@@ -53,7 +53,7 @@ from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restore_cause
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
 from services.memmgr.losses import Losses, LossLog
-from services.memmgr.member_client import MemberClient
+from services.memmgr.member_client import MemberClient, ShippingFailed
 from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
 from tideserve.worker.v1 import worker_pb2
@@ -220,18 +220,27 @@ class Driver:
         self._apply(ChangeCalledOff(monotonic_s(), targets, reason))
 
     async def ship(
-        self, pair: ShippingPair, requests_max: int = 0, *, if_cheaper: bool = False
+        self,
+        pair: ShippingPair,
+        requests_max: int = 0,
+        *,
+        if_cheaper: bool = False,
+        blocks_max: int = 0,
     ) -> worker_pb2.ShipRequestsResponse:
         """Move running requests from a worker to another; only the leader may.
 
-        `if_cheaper`: only requests whose KV is sent in less time than it is computed.
+        `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
+        their KV blocks in total; 0: no limit.
 
         Raises:
-            ShippingFailed: if the source refuses, or does not answer.
+            ShippingFailed: if the source refuses, or does not answer, or another process leads.
         """
         token = self._state.token
-        assert token is not None, "a standby moves nothing"
-        return await self._members.ship(pair, token, self._endpoints, requests_max, if_cheaper)
+        if token is None:  # since the caller chose the pair
+            raise ShippingFailed("another memory manager leads by now; it moves requests")
+        return await self._members.ship(
+            *(pair, token, self._endpoints, requests_max, if_cheaper, blocks_max)
+        )
 
     def _group_of(self, worker_id: str) -> str:
         """The group id in the worker's assignment; the worker's id if it has no assignment."""

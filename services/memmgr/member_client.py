@@ -87,10 +87,12 @@ class MemberClient:
         endpoints: dict[str, WorkerEndpoint],
         requests_max: int,
         if_cheaper: bool,
+        blocks_max: int,
     ) -> worker_pb2.ShipRequestsResponse:
         """Move requests of a worker to another; returns when no further request moves.
 
-        `if_cheaper`: only requests whose KV is sent in less time than it is computed.
+        `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
+        their KV blocks in total; 0: no limit.
 
         Raises:
             ShippingFailed: if the source refuses, or does not answer.
@@ -107,7 +109,9 @@ class MemberClient:
                 )
                 tasks.create_task(self._introduce(member.worker_id, introduction, endpoints))
         order = secrets.token_hex(ORDER_BYTES)
-        request = to_ship_request(pair, token, order, endpoints, requests_max, if_cheaper)
+        request = to_ship_request(
+            *(pair, token, order, endpoints, requests_max, if_cheaper, blocks_max)
+        )
         address = endpoints.get(source.worker_id, UNREACHABLE).address
         async with self._dial(address, "worker") as channel:
             stub = worker_pb2_grpc.MemberServiceStub(channel)

@@ -13,13 +13,14 @@ from prometheus_client.registry import Collector
 
 from services.common.process_metrics import cumulative
 from services.core.groups.vocabulary import Group, GroupPhase
-from services.core.overload.events import Action
+from services.core.overload.events import Action, Cause
 from services.core.report import MemoryReport
 from services.memmgr.change_count import UPPER_BOUNDS_S
 from services.memmgr.driver import Driver
 from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.worker_memory import MemoryView
 
+MOVE_CAUSES = (Cause.FULL, Cause.LARGE, Cause.UNEVEN, Cause.DRAINING, Cause.MANUAL)
 SHOWN_PHASES = (GroupPhase.STABLE, GroupPhase.DEGRADED)
 
 
@@ -70,6 +71,14 @@ class MemmgrCollector(Collector):
         for action in Action:
             decided.add_metric([action], self._watch.decided[action])
         yield decided
+        moved = CounterMetricFamily(
+            "tideserve_memmgr_moved_requests",
+            "Running requests that moved to another worker with their KV, by cause.",
+            labels=["cause"],
+        )
+        for cause in MOVE_CAUSES:
+            moved.add_metric([cause], self._watch.moved[cause])
+        yield moved
 
     def _cluster(self) -> Iterable[Metric]:
         """Metrics of the cluster; a standby exports no samples."""

@@ -27,6 +27,7 @@ from services.core.overload.events import (
     GroupsSeen,
     ManualChange,
     MergesPlanned,
+    MoveEnded,
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
@@ -40,6 +41,8 @@ ALERT_S, CALM_S = 0.1, 0.5
 """Interval of evaluations during an overload, and otherwise."""
 DECISIONS_MAX = 100
 """Maximum number of decisions that are kept for queries."""
+MOVES_MAX = 30
+"""Of these, maximum number of moves of running requests, which are more frequent than merges."""
 OUTCOMES_MAX = 3
 """Maximum number of changes of a decision whose states are shown; the others are counted."""
 
@@ -97,6 +100,8 @@ class OverloadWatch:
         self._event_log = event_log
         self.decisions: deque[LoggedDecision] = deque(maxlen=DECISIONS_MAX)
         self.decided: Counter[Action] = Counter()
+        self.moved: Counter[Cause] = Counter()  # running requests, by cause
+        self._moves: deque[LoggedDecision] = deque(maxlen=MOVES_MAX)  # to be executed
         self._short = set[str]()  # models with a shortfall at the last evaluation
         # Set if the models with a shortfall change, and then replaced by a new event.
         self.shortfalls_changed = asyncio.Event()
@@ -152,9 +157,26 @@ class OverloadWatch:
         reason = DecisionReason(cause, 0, 0.0, 0.0, self._monitor.load(model))
         return self._record(Decision(monotonic_s(), model, Action.MOVE, reason, 0, group_ids))
 
+    def take_moves(self) -> list[LoggedDecision]:
+        """Return the decisions to move requests since the last call; each ends by `end_move`."""
+        moves = list(self._moves)
+        self._moves.clear()
+        return moves
+
+    def end_move(self, logged: LoggedDecision, moved: int, outcome: str) -> None:
+        """Report that a decision to move requests was executed: `moved` requests have left."""
+        decision = logged.decision
+        source_id, target_id = decision.group_ids
+        logged.note(decision.model, outcome)
+        self.moved[decision.reason.cause] += moved
+        self._apply(MoveEnded(monotonic_s(), decision.model, (source_id, target_id), moved))
+
     def _apply(self, event: Event) -> None:
         for decision in self._monitor.handle(event):
             logged = self._record(decision)
+            if decision.action is Action.MOVE:
+                self._moves.append(logged)
+                continue
             # Report the tokens still missing after all merges; the monitor may decide EXHAUSTED.
             plan = self._act(logged) if decision.action is not Action.EXHAUSTED else None
             if plan is not None and plan.short_tokens is not None:
@@ -163,6 +185,10 @@ class OverloadWatch:
     def _record(self, decision: Decision) -> LoggedDecision:
         log.info("%s", text_of(decision))
         logged = LoggedDecision(unix_s(), decision)
+        if decision.action is Action.MOVE:
+            moves = [entry for entry in self.decisions if entry.decision.action is Action.MOVE]
+            if len(moves) >= MOVES_MAX:
+                self.decisions.remove(moves[0])
         self.decisions.append(logged)
         self.decided[decision.action] += 1
         if self._event_log is not None:

@@ -1,4 +1,5 @@
-"""Moves running requests between workers with their KV, by hand and when a worker shuts down.
+"""Moves running requests between workers with their KV: by hand, from workers that shut down, and
+as the overload monitor decides.
 
 A worker that shuts down decides which of its requests move: those whose KV is sent in less time
 than it is computed. It returns the others to the scheduler, and also those for which no worker has
@@ -9,17 +10,19 @@ import asyncio
 import logging
 
 from services.common.clock import monotonic_s
+from services.common.timeouts import timeout
 from services.core.overload.events import Cause
 from services.core.overload.manual_change import InvalidChange
+from services.core.overload.rebalance import MOVE_MAX_S
 from services.core.overload.shipping_pair import ShippingPair, pair_of, targets_of
 from services.memmgr.driver import Driver
 from services.memmgr.member_client import ShippingFailed
-from services.memmgr.overload_watch import OverloadWatch
+from services.memmgr.overload_watch import LoggedDecision, OverloadWatch
 from services.memmgr.worker_memory import MemoryView
 from tideserve.worker.v1 import worker_pb2
 
 INTERVAL_S = 0.1
-"""Interval at which workers that shut down are looked for."""
+"""Interval at which workers that shut down and decisions are looked for."""
 RETRY_S, RETRY_MAX_S = 1.0, 16.0
 """Pause after an order that moved no request; it doubles up to the maximum."""
 
@@ -52,23 +55,62 @@ class Shipper:
         ids = source.group_id, target.group_id
         logged = self._watch.note_move(source.model, ids, cause)
         logged.note(source.model, "under way")
+        outcome = "its caller is gone; requests may still move"
         try:
             answer = await self._driver.ship(pair, requests_max, if_cheaper=cause is Cause.DRAINING)
+            outcome = _outcome(answer)
         except ShippingFailed as error:
-            logged.note(source.model, str(error))
+            outcome = str(error)
             raise
-        logged.note(source.model, f"{answer.moved} moved, {answer.kept} stay: {answer.reason}")
+        finally:
+            logged.note(source.model, outcome)
+        self._watch.moved[cause] += answer.moved
         return answer
 
     async def run(self) -> None:
-        """Move the requests of workers that shut down, until cancelled."""
+        """Move requests of workers that shut down, and as decided, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(INTERVAL_S)
+                for logged in self._watch.take_moves():
+                    tasks.create_task(self._execute(logged))
                 for pair, requests in self._due(monotonic_s()) if self._drained else ():
                     worker_id = pair.source.members[0].worker_id
                     self._under_way.add(worker_id)
                     tasks.create_task(self._empty(worker_id, pair, requests))
+
+    async def _execute(self, logged: LoggedDecision) -> None:
+        """Execute a decision of the overload monitor to move requests."""
+        decision, driver, moved = logged.decision, self._driver, 0
+        logged.note(decision.model, "under way")
+        outcome = "stopped"
+        try:
+            pair = self._pair(decision.group_ids)
+            size = driver.facts[pair.source.members[0].worker_id].block_size
+            async with timeout(MOVE_MAX_S):
+                answer = await driver.ship(
+                    pair, decision.requests_max, blocks_max=max(1, decision.needed_tokens // size)
+                )
+            moved, outcome = answer.moved, _outcome(answer)
+        except (InvalidChange, ShippingFailed) as error:
+            outcome = str(error)
+        except TimeoutError:
+            outcome = f"it has not ended within {MOVE_MAX_S:g} s"
+        finally:
+            log.info("%s: %s", decision.model, outcome)
+            self._watch.end_move(logged, moved, outcome)
+
+    def _pair(self, group_ids: tuple[str, ...]) -> ShippingPair:
+        """The groups of a decision. Raises InvalidChange."""
+        driver = self._driver
+        if not driver.leads:
+            raise InvalidChange("another memory manager leads")
+        stable = {group.group_id: group for group in driver.stable_groups}
+        missing = [group_id for group_id in group_ids if group_id not in stable]
+        if missing:
+            raise InvalidChange(f"{missing[0]} serves no more")
+        source_id, target_id = (stable[name].members[0].worker_id for name in group_ids)
+        return pair_of(list(stable.values()), driver.facts, {}, source_id, target_id)
 
     def _due(self, now_s: float) -> list[tuple[ShippingPair, int]]:
         """The pairs for which an order is due, with the number of requests."""
@@ -114,3 +156,8 @@ class Shipper:
                 self._retries.pop(worker_id, None)
             else:
                 self._pause(worker_id)
+
+
+def _outcome(answer: worker_pb2.ShipRequestsResponse) -> str:
+    """The result of an order, for people."""
+    return f"{answer.moved} moved, {answer.kept} stay: {answer.reason}"

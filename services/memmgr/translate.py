@@ -35,6 +35,9 @@ _CAUSES = {
     Cause.MANUAL: memmgr_pb2.DECISION_CAUSE_MANUAL,
     Cause.DRAINING: memmgr_pb2.DECISION_CAUSE_DRAINING,
     Cause.START: memmgr_pb2.DECISION_CAUSE_START,
+    Cause.FULL: memmgr_pb2.DECISION_CAUSE_FULL,
+    Cause.LARGE: memmgr_pb2.DECISION_CAUSE_LARGE,
+    Cause.UNEVEN: memmgr_pb2.DECISION_CAUSE_UNEVEN,
 }
 MODELS_MAX = 1_000
 """Maximum number of models in a scheduler's demand report."""
@@ -103,6 +106,7 @@ def to_ship_request(
     endpoints: Mapping[str, WorkerEndpoint],
     requests_max: int,
     if_cheaper: bool,
+    blocks_max: int,
 ) -> worker_pb2.ShipRequestsRequest:
     """The ShipRequests for the worker of `pair.source`."""
     target = pair.target.members[0]
@@ -121,6 +125,7 @@ def to_ship_request(
         ),
         requests_max=requests_max,
         if_cheaper=if_cheaper,
+        blocks_max=blocks_max,
     )
 
 

@@ -33,7 +33,7 @@ UPSTREAM_URL = re.compile(r"https?://[^/?#@\s]+/?")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced")
+OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced", "pace_links")
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
 # Options of `engine: openai`; each is empty or None if unset.
@@ -176,8 +176,9 @@ class WorkerConfig(ServiceConfig):
         maximum=2**50,
     )
     overlap: bool = option(
-        True,
-        "Whether a GPU copies KV and layers, and results are published, while iterations run.",
+        False,
+        "Whether a GPU copies KV and layers, and results are published, while iterations run. Not"
+        " measured on a GPU yet.",
         expert=True,
     )
     host_weights_bytes: int = size(
@@ -246,6 +247,14 @@ class WorkerConfig(ServiceConfig):
         "Device profile, by name or file, whose iteration times are simulated by padding, such as"
         " A100-14B; A100-14B:2 is half as fast.",
     )
+    pace_links: float = number(
+        0.0,
+        "With `paced`: Gbit/s of the link of a simulated device. KV and parameters are sent as"
+        " slowly as those of the profile's model over such a link; 0: as fast as this machine"
+        " sends.",
+        minimum=0,
+        maximum=100_000,
+    )
     profile_dir: Path | None = option(
         None, "Folder for measured profiles; none: profiles are not stored."
     )
@@ -302,6 +311,11 @@ class WorkerConfig(ServiceConfig):
             raise ConfigError(
                 f"`execution: {execution}` only changes the times of paced workers; set 'paced' to"
                 " a device profile, or remove 'execution'"
+            )
+        if self.pace_links and self.paced is None:
+            raise ConfigError(
+                "'pace_links' only slows transfers of paced workers; set 'paced' to a device"
+                " profile, or remove 'pace_links'"
             )
         if self.engine == EngineKind.VLLM:
             self._check_vllm()

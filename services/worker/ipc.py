@@ -232,13 +232,14 @@ class ShipRequests(msgspec.Struct, tag=True, frozen=True):
     """To the engine: move running requests to an introduced worker; answered by `Shipped`.
 
     At most `requests_max` requests, 0: all. `if_cheaper`: only those whose KV is sent in less time
-    than it is computed.
+    than it is computed. `blocks_max`: their KV blocks in total, 0: no limit.
     """
 
     order: str
     target: Destination
     requests_max: int = 0
     if_cheaper: bool = False
+    blocks_max: int = 0
 
 
 class Shipped(msgspec.Struct, tag=True, frozen=True):

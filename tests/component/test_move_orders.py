@@ -1,5 +1,6 @@
 """Orders to move requests: real etcd, memory manager and member services, engines that remember."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -148,6 +149,68 @@ async def test_a_worker_that_leaves_is_ordered_to_move_its_requests(store: Store
         assert orders[0].requests_max == 3, "an even share for each of the others"
         assert all(order.if_cheaper for order in orders)
         assert not any(other.engine.orders for other in others)
+
+
+async def test_a_full_worker_hands_over_as_the_monitor_decides(store: Store) -> None:
+    options = {"rebalance": "stuck", "overload_policy": "recompute"}
+    async with cluster(store, {}, {}, **options) as (address, members):
+        full, roomy = (member.engine for member in members)
+        roomy.blocks_total = roomy.blocks_free = full.blocks_total = 100
+        full.blocks_free, full.running = 1, 4
+        await eventually(lambda: full.running == 0)
+        (order, *_) = full.orders
+        assert order.target.worker_id == "w1" and not order.if_cheaper
+        assert 24 <= order.blocks_max <= 100, "the KV of a request at least"
+        assert not roomy.orders
+
+        async def outcome() -> bool:
+            async with open_channel(address) as channel:
+                stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+                request = memmgr_pb2.GetClusterRequest()
+                decisions = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
+            found = [d for d in decisions if "4 moved" in d.outcome]
+            if not found:
+                return False
+            (decision,) = found
+            assert decision.action == memmgr_pb2.DECISION_ACTION_MOVE
+            assert decision.cause == memmgr_pb2.DECISION_CAUSE_FULL
+            return list(decision.group_ids) == ["group-w0", "group-w1"]
+
+        await eventually(outcome)
+
+
+async def test_a_move_that_a_worker_refuses_is_reported(store: Store) -> None:
+    async with cluster(store, {}, {}, rebalance="stuck") as (address, members):
+        full, roomy = (member.engine for member in members)
+        full.refuse = "not now"
+        roomy.blocks_total = roomy.blocks_free = full.blocks_total = 100
+        full.blocks_free, full.running = 1, 4
+        await eventually(lambda: len(full.orders) >= 2)  # it backs off, and tries again
+        async with open_channel(address) as channel:
+            stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+            request = memmgr_pb2.GetClusterRequest()
+            decisions = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
+        assert any("not now" in decision.outcome for decision in decisions)
+
+
+async def test_a_move_whose_caller_hangs_up_is_not_under_way_for_ever(store: Store) -> None:
+    async with cluster(store, {}, {}) as (address, members):
+        engine = members[0].engine
+        engine.go.clear()
+        call = asyncio.create_task(move(address, "w0", "w1"))
+        await eventually(lambda: len(engine.orders) == 1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+        async def outcome() -> bool:
+            async with open_channel(address) as channel:
+                stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+                request = memmgr_pb2.GetClusterRequest()
+                (decision,) = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
+            return "its caller is gone" in decision.outcome
+
+        await eventually(outcome)
+        engine.go.set()
 
 
 async def test_a_refused_order_is_repeated_later(store: Store) -> None:

@@ -65,6 +65,7 @@ class WorldMember:
     config: IterationConfig
     slabs_at_once: int = 1
     weights: int = 0  # a worker with others sends no slab that matches
+    kv_layout: str = ""  # workers with the same move requests to each other
     fence: EpochFence[Packet] = field(default_factory=EpochFence)
     ripe: deque[Packet] = field(default_factory=deque)
     control: deque[vocabulary.Event] = field(default_factory=deque)
@@ -83,6 +84,8 @@ class WorldMember:
             self.memory.num_layers,
             self.planner,
             slabs_at_once=self.slabs_at_once,
+            process=f"{self.worker_id}-1",
+            kv_layout=self.kv_layout,
         )
         self._names = SequenceIdSource(f"{self.worker_id}-1")
         self._told_lost: frozenset[str] = frozenset()

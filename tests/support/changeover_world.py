@@ -66,6 +66,8 @@ class World:
     outside of a change may send slabs to its members, several at once.
     """
 
+    blocks_of_a_worker: tuple[int, ...] = (5, 6, 8, 12)
+
     def __init__(
         self,
         seed: int,
@@ -94,7 +96,7 @@ class World:
         self.queues: dict[tuple[str, str], deque[Packet]] = {}
         self.committed = 0
         self._made = 0
-        blocks, batch = rng.choice([5, 6, 8, 12]), rng.choice([4, 8])
+        blocks, batch = rng.choice(self.blocks_of_a_worker), rng.choice([4, 8])
         config = IterationConfig(
             *(BLOCK_SIZE, blocks, batch, rng.choice([2, 4]), 50),
             prefix_caching=prefixes,
@@ -110,11 +112,14 @@ class World:
             name, blocks = f"w{number}", blocks + more * min(number, 1)
             memory = FakeMemory(LAYERS, blocks, SLAB_UNITS)
             own = replace(config, num_blocks=blocks)
-            self.members[name] = member = WorldMember(self, name, memory, own, *self._slabs())
+            self.members[name] = member = self._new_member(name, memory, own)
             self.groups.append((member.alone(),))
             member.control.append(
                 vocabulary.ConfigurationCommitted(0.0, self._plans([self.groups[-1]]))
             )
+
+    def _new_member(self, name: str, memory: FakeMemory, config: IterationConfig) -> WorldMember:
+        return WorldMember(self, name, memory, config, *self._slabs())
 
     # --- operations
 

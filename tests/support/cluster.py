@@ -48,11 +48,13 @@ class Cluster:
         command: Sequence[str] = (sys.executable, "-m", "tideserve.cli.commands.main"),
         environment: dict[str, str] | None = None,
         subcommand: str = "up",
+        tree: Path = REPOSITORY,
         **options: Any,
     ) -> None:
         """`options`: any key of the command's --config file, sections included.
 
-        `model_dir` None serves the default model. `environment` is added to this process's.
+        `model_dir` None serves the default model. `environment` is added to this process's. `tree`
+        is the folder with the packages that run.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="tideserve-test-"))
         self.port = int(options.pop("port", 0)) or free_port()
@@ -60,6 +62,7 @@ class Cluster:
         self._command = (*command, subcommand)
         self._environment = environment or {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._tree = tree
         self._api_key = options.get("api_key")
         self._options = {
             "port": self.port,
@@ -100,7 +103,7 @@ class Cluster:
         inherited = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *([inherited] if inherited else [])]),
+            "PYTHONPATH": os.pathsep.join([str(self._tree), *([inherited] if inherited else [])]),
             "TMPDIR": str(self.folder),
             MARK: str(self.folder),
             **self._environment,

@@ -10,11 +10,11 @@ from services.common.errors import ConfigError
 from services.common.setting import values_of
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
-from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
-from services.core.setting import nested, number
+from services.core.setting import choice, nested, number
 from services.worker.config import WorkerConfig
 from tideserve.cli.simulated_classes import (
     BatchSection,
@@ -62,6 +62,8 @@ class SimulationOptions:
     drain_s: float = number(3600.0, minimum=0, maximum=SECONDS_MAX)
     delays: Delays = field(default_factory=Delays)
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
+    # When running requests move to other instances with their KV.
+    rebalance: Rebalance = choice(Rebalance.OFF, Rebalance)
     # When groups merge and split, the protocol, and the costs of a change.
     monitor: OverloadConfig = field(default_factory=OverloadConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -167,21 +169,31 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     systems = {}
     for policy in _policies(options.overload_policy, path):
         spec = plain
-        if policy is not OverloadPolicy.RECOMPUTE:
+        if policy is not OverloadPolicy.RECOMPUTE or options.rebalance is not Rebalance.OFF:
             spec = replace(plain, change=_change(options, policy, profile, blocks, path))
             assert spec.change is not None
             description[policy.value] = asdict(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
-        # Skip prefix look-ups, which cost simulation time, if no prompts share a prefix.
-        caching = iteration.prefix_caching and load.shares_prefixes
-        shared = replace(iteration, prefix_caching=caching)
+        shared = replace(iteration, prefix_caching=_caches(spec, load, path))
         systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
     return PreparedSimulation(
         systems, time_model, options.duration_s, description, tuple(notes), service.targets_of
     )
+
+
+def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
+    """Whether prefixes are cached. Raises ConfigError."""
+    moves = spec.change is not None and spec.change.monitor.moves is not Rebalance.OFF
+    if moves and not spec.iteration.prefix_caching:
+        raise ConfigError(
+            f"{path} lets requests move, which takes their KV from the prefix cache; set"
+            " 'prefix_caching: true'"
+        )
+    # Skip look-ups, which cost simulation time, if no prompts share a prefix.
+    return spec.iteration.prefix_caching and (load.shares_prefixes or moves)
 
 
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:
@@ -227,7 +239,7 @@ def _change(
         shape=shape,
         arena_bytes=shape.parameter_bytes(1) + kv_bytes,
         hidden_bytes=hidden_bytes,
-        monitor=replace(options.monitor, policy=policy),
+        monitor=replace(options.monitor, policy=policy, rebalance=options.rebalance),
         protocol=options.protocol,
         link=from_mapping(LinkSpec, link, f"section 'link' of {path}"),
         costs=options.change,

@@ -21,7 +21,13 @@ from tideserve.cli.worker_lacks import lack_lines
 
 INDENT = " " * 10
 # Causes whose name on the wire does not explain itself.
-CAUSES = {"manual": "by hand", "relief": "demand subsided"}
+CAUSES = {
+    "manual": "by hand",
+    "relief": "demand subsided",
+    "full": "the first is full",
+    "large": "for a large request that waits",
+    "uneven": "uneven load",
+}
 
 
 def decision_lines(status: Mapping[str, Any]) -> list[str]:

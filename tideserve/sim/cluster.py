@@ -1,11 +1,12 @@
 """A simulated cluster: clients, the scheduler's state machine, instances, delays between them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.core.ask import NO_PREFIX, FailedAssignment
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
+from services.core.overload.events import Rebalance
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
@@ -21,6 +22,7 @@ from services.core.scheduler.vocabulary import (
     GroupLeft,
     LoadReported,
     OutcomeReported,
+    RequestPlaced,
     SendAssignment,
     SendRefusal,
     ServingGroup,
@@ -32,7 +34,8 @@ from tideserve.sim.coordinator import FIRST_EPOCH, Coordinator, RecordStore, wor
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Instance
-from tideserve.sim.member import SimulatedMember, World
+from tideserve.sim.member import KV_LAYOUT, SimulatedMember, World
+from tideserve.sim.moved_requests import MovedRequests
 from tideserve.sim.network import Network
 from tideserve.sim.report import KvSample, Outcome, Outcomes, Record, sum_of
 from tideserve.sim.senders import Senders
@@ -115,6 +118,9 @@ class Cluster:
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler's queue needs
         self._queued_blocks = 0  # their sum
         self._assignments: dict[str, SendAssignment] = {}  # latest, of each running request
+        self._moved: MovedRequests | None = None  # None: no requests move
+        if spec.change is not None and spec.change.monitor.moves is not Rebalance.OFF:
+            self._moved = MovedRequests()
         self._awaited = 0  # active requests that the end of the simulation waits for
         self._arrivals_over = False
 
@@ -186,6 +192,8 @@ class Cluster:
                 change.shape,
                 (f"rack-{host // change.hosts_per_rack}", f"host-{host}"),
                 can_drop=True,
+                model_digest=KV_LAYOUT,
+                build=KV_LAYOUT,
             )
         return Coordinator(
             world, facts, store, self.scheduler.demands, self._note_groups, self._note_shortfalls
@@ -226,6 +234,8 @@ class Cluster:
         record = client.record
         self._awaited -= self._is_awaited(client)
         self._assignments.pop(request_id, None)
+        if self._moved is not None:
+            self._moved.end(request_id)
         record.end_s = self._simulation.now_s + self._spec.delays.token_s
         record.outcome, record.reason = outcome, reason
         if client.in_closed_loop:
@@ -290,8 +300,9 @@ class Cluster:
     def _submit(self, request_id: str) -> None:
         client = self._active[request_id]
         record = client.record
+        output = 0 if self._moved is None else self._moved.output_of(request_id)
         blocks = admission_blocks(
-            record.prompt_tokens,
+            record.prompt_tokens + output,
             record.prompt_tokens + record.output_tokens,
             self._spec.iteration.block_size,
         )
@@ -303,8 +314,9 @@ class Cluster:
             Asked(
                 request_id,
                 MODEL,
-                record.prompt_tokens,
-                record.output_tokens,
+                record.prompt_tokens + output,
+                record.output_tokens - output,
+                resumed=output > 0,
                 service=client.arrival.service,
                 prefix=client.prefix,
                 now_s=now_s,
@@ -331,14 +343,19 @@ class Cluster:
                     self._end(request_id, Outcome.REJECTED, reason.value)
 
     def _start(self, assignment: SendAssignment) -> None:
-        request_id = assignment.request_id
-        client = self._active[request_id]
+        client = self._active[assignment.request_id]
         client.record.worker_id = assignment.worker_id
+        request = self._request(client, assignment)
+        if self._moved is not None:
+            request = self._moved.resumed(request)
+        self.instances[assignment.worker_id].receive(request)
+
+    def _request(self, client: _Client, assignment: SendAssignment) -> Request:
         prompt_ids = client.arrival.prompt_ids(client.number)
         limits = Limits(client.record.output_tokens, client.record.output_tokens)
         now_s = self._simulation.now_s
-        request = Request(
-            request_id,
+        return Request(
+            assignment.request_id,
             prompt_ids,
             _SAMPLING,
             limits,
@@ -347,7 +364,23 @@ class Cluster:
             waited_s=now_s - client.record.sent_s,
             returnable=assignment.returnable,
         )
-        self.instances[assignment.worker_id].receive(request)
+
+    def _go_on(self, refusal: RefuseRequest) -> None:
+        """Start a request where its KV is; ask the scheduler if that group has changed."""
+        request_id, place = refusal.request_id, refusal.go_to
+        assert place is not None
+        assignment = self._assignments[request_id] = replace(
+            self._assignments[request_id],
+            group_id=place.group_id,
+            epoch=place.epoch,
+            worker_id=place.worker_id,
+        )
+        if self.members[place.worker_id].configuration.epoch != place.epoch:
+            self._submit(request_id)
+            return
+        now_s = self._simulation.now_s
+        self.scheduler.handle(RequestPlaced(now_s, request_id, place.group_id, place.epoch))
+        self._start(assignment)
 
     def _tick(self) -> None:
         self._apply(Ticked(self._simulation.now_s))
@@ -380,6 +413,12 @@ class Cluster:
             self._simulation.after(delays.token_s + delays.ask_s, self._submit, refusal.request_id)
             return
         self._end(refusal.request_id, Outcome.REJECTED, refusal.message)
+
+    def note_shipped(self, refusal: RefuseRequest, output_tokens: int) -> None:
+        assert self._moved is not None
+        self._moved.note(refusal, output_tokens)
+        delays = self._spec.delays
+        self._simulation.after(delays.token_s + delays.start_s, self._go_on, refusal)
 
     def note_report(self, report: LoadReport) -> None:
         self._simulation.after(self._spec.delays.report_s, self._deliver_report, report)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.core.demand import ModelDemand
+from services.core.destination import Destination
 from services.core.groups.coordinator import (
     ChangeCalledOff,
     ChangePhase,
@@ -48,11 +49,13 @@ from services.core.overload.events import (
     DemandReported,
     GroupsSeen,
     MergesPlanned,
+    MoveEnded,
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
+from services.core.shipments.vocabulary import ShippingAsked, ShippingOver
 from tideserve.sim.member import World
 from tideserve.sim.pipeline import ChangeRecord
 
@@ -158,6 +161,7 @@ class Coordinator:
         self._shortfalls: dict[str, int] = {}  # as the scheduler knows them, by model
         self._running: dict[str, _RunningChange] = {}  # until stable or failed, by change id
         self._changes_total = 0
+        self._orders_total = 0
 
     def start(self) -> None:
         """Read the records, then evaluate the cluster every tick."""
@@ -214,6 +218,9 @@ class Coordinator:
         }
 
     def _act(self, decision: Decision) -> None:
+        if decision.action is Action.MOVE:
+            self._move(decision)
+            return
         if decision.action is Action.CALL_OFF:
             for change in self._actions.to_call_off(decision):
                 self._apply(ChangeCalledOff(decision.now_s, change.targets, LOAD_IS_BACK))
@@ -233,6 +240,33 @@ class Coordinator:
             change_id = f"change-{self._changes_total}"
             self._running[change_id] = _RunningChange(change, decision.now_s)
             self._apply(ChangeRequested(decision.now_s, change_id, change.targets))
+
+    def _move(self, decision: Decision) -> None:
+        """Order the worker of a group to move requests to that of another."""
+        records = self.state.records.groups
+        (source, target) = [records[group_id].group for group_id in decision.group_ids]
+        self._orders_total += 1
+        order, spec = f"order-{self._orders_total}", self._world.spec
+        (giver, taker) = (source.members[0].worker_id, target.members[0].worker_id)
+
+        def begin() -> None:
+            place = Destination(taker, taker, target.group_id, target.epoch)
+            blocks = max(1, decision.needed_tokens // self._facts[giver].block_size)
+            requests = decision.requests_max
+            self._world.members[giver].post(
+                ShippingAsked(self._now_s, order, place, requests, blocks_max=blocks)
+            )
+
+        def over(answer: ShippingOver) -> None:
+            self._world.log.shipped_none += not answer.moved
+            self._world.simulation.after(spec.costs.call_s, ended, answer)
+
+        def ended(answer: ShippingOver) -> None:
+            ids = source.group_id, target.group_id
+            self.monitor.handle(MoveEnded(self._now_s, decision.model, ids, answer.moved))
+
+        self._world.orders[order] = over
+        self._world.simulation.after(spec.costs.call_s + spec.costs.connect_s, begin)
 
     def _note_step(self, step: ChangeStepped) -> None:
         if step.phase not in (ChangePhase.STABLE, ChangePhase.FAILED):

@@ -52,6 +52,10 @@ class Listener(Protocol):
         """Take the refusal or return of a request."""
         ...
 
+    def note_shipped(self, refusal: RefuseRequest, output_tokens: int) -> None:
+        """Take the return of a request that continues elsewhere after `output_tokens`."""
+        ...
+
     def note_report(self, report: LoadReport) -> None:
         """Take a load report."""
         ...
@@ -97,8 +101,8 @@ class Instance:
     event short at the end of the iteration in which it falls. Reports during a fast-forward are
     left out: only the number of free blocks changes, and no event exceeds a heartbeat.
 
-    Iterations are not fast-forwarded with `token_times`, which records every token, or if batch
-    iterations may be preempted between layers.
+    Iterations are not fast-forwarded with `token_times`, which records every token, if batch
+    iterations may be preempted between layers, or while requests move away from here or to here.
 
     As a `member` of a group, an instance passes every request to the change-over's state machine,
     which also runs between iterations. In a pipeline, the leader's instance plans; the others run
@@ -201,12 +205,18 @@ class Instance:
             and self.state.config.preemption is not Preempt.OFF
         ):
             self._begin_preemptible()
-        elif self._fast_forward and (ahead := decodes_ahead(self.state)) >= FAST_FORWARD_MIN:
+        elif self._skips and (ahead := decodes_ahead(self.state)) >= FAST_FORWARD_MIN:
             self._begin_run(ahead)
         elif (shape := self._plan_alone()) is None:
             self._become_idle()
         else:
             self._simulation.after(self._time_model.iteration_s(shape), self._finish)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether iterations may be fast-forwarded now."""
+        member = self.member
+        return self._fast_forward and not (member and member.changeover.shipping.active)
 
     def _become_idle(self) -> None:
         self._idle = True
@@ -243,6 +253,10 @@ class Instance:
             self._listener.note_refused(command)
         else:
             self._listener.note_token(command)
+
+    def pass_on(self, command: RefuseRequest, output_tokens: int) -> None:
+        """Pass the return of a request on to the listener, which starts it elsewhere."""
+        self._listener.note_shipped(command, output_tokens)
 
     def _take_turn(self) -> Busy | None:
         return self.member.take_turn() if self.member is not None else None

@@ -6,8 +6,8 @@ a memory command is handled before the next command.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration, GroupStages
@@ -24,8 +24,17 @@ from services.core.groups.fence import (
 )
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
+from services.core.overload.events import Rebalance
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import EmitToken, MoveBlocks, RefuseRequest
+from services.core.shipments.vocabulary import (
+    CancelShipping,
+    ShipBlocks,
+    ShipmentFrame,
+    ShippingAsked,
+    ShippingOver,
+    part_of,
+)
 from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.engine import Simulation
 from tideserve.sim.instance import Busy, Instance
@@ -39,15 +48,22 @@ TURN_S = 0.1
 _NOTHING_TO_DO = (
     *(MoveBlocks, vocabulary.CancelTransfer),
     *(vocabulary.NoteAborted, vocabulary.NoteAdopted, vocabulary.NoteMoved),
+    CancelShipping,
 )
-"""Commands without effect here: copies within a device take no time, and transfers never fail."""
+"""Commands without effect here: copies within a device take no time, and transfers run to their
+end, whose outcome is then ignored."""
+_SHIPMENT_FRAMES = frozenset(get_args(ShipmentFrame))
+KV_LAYOUT = "simulated"
 Answered = Callable[[str, str, bool, str], None]
 """Arguments: attempt, worker, whether it is ready, the refusal or ""."""
 
 
 @dataclass(slots=True)
 class World:
-    """State that all members of a cluster share."""
+    """State that all members of a cluster share.
+
+    `orders`: what follows the end of an order to move requests, by order.
+    """
 
     simulation: Simulation
     network: Network
@@ -55,6 +71,7 @@ class World:
     spec: ChangeSpec
     log: ChangeLog
     members: dict[str, "SimulatedMember"]
+    orders: dict[str, Callable[[ShippingOver], None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +79,15 @@ class _Sent:
     """A message between members: a frame, or the end of a KV transfer; `run` for later stages."""
 
     peer: str
-    content: MemberFrame | TransferOutcome
+    content: MemberFrame | ShipmentFrame | TransferOutcome
     run: StageRun | None = None
+
+    @property
+    def fenced(self) -> bool:
+        """Whether it takes effect in one epoch only; shipments connect groups of any epochs."""
+        if isinstance(self.content, TransferOutcome):
+            return part_of(self.content.transfer_id) is None
+        return type(self.content) not in _SHIPMENT_FRAMES
 
 
 class SimulatedMember:
@@ -82,6 +106,8 @@ class SimulatedMember:
             self.state,
             tied_embeddings=shape.tied_embeddings,
             link_blocks_per_s=world.spec.link.bytes_per_s / self.memory.block_bytes,
+            process=self.name,
+            kv_layout=KV_LAYOUT if world.spec.monitor.moves is not Rebalance.OFF else "",
         )
         self.pipeline: Pipeline | None = None
         self._world = world
@@ -91,6 +117,7 @@ class SimulatedMember:
         self._early: list[tuple[PrepareCall, tuple[Group, ...], Answered]] = []
         self._run: StageRun | None = None  # of the frame that is being handled
         self._busy: Busy | None = None  # device time that the commands take
+        self._outputs: dict[str, int] = {}  # output tokens of requests before an event
         self._is_changing = False
         self._has_turn = False
         self._handlers: dict[type, Callable[[Any], vocabulary.Event | None]] = {
@@ -107,7 +134,9 @@ class SimulatedMember:
             vocabulary.UndoRestore: self._undo_restore,
             vocabulary.EndPreparation: self._end_preparation,
             EmitToken: instance.emit,
-            RefuseRequest: instance.emit,
+            RefuseRequest: self._refuse,
+            ShipBlocks: self._ship_blocks,
+            ShippingOver: self._note_shipped,
         }
         self._handlers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
         self._handle(vocabulary.ConfigurationCommitted(self._now_s, _stages_of((group,))))
@@ -211,7 +240,7 @@ class SimulatedMember:
     def _take(self, epoch: int, sent: _Sent) -> Busy | None:
         """Handle a message of another member, or of this member to itself."""
         content = sent.content
-        if not self._frames.admits(epoch, sent):
+        if sent.fenced and not self._frames.admits(epoch, sent):
             return None
         if isinstance(content, TransferOutcome):
             ended = TransferOutcome(content.transfer_id, TransferStatus.SENT, self.name)
@@ -240,6 +269,9 @@ class SimulatedMember:
     # --- commands
 
     def _handle(self, event: vocabulary.Event) -> None:
+        if self.changeover.shipping.outgoing.active or isinstance(event, ShippingAsked):
+            # A request that is returned has left the planner.
+            self._outputs = {seq.seq_id: seq.output_count for seq in self.state.running}
         self._carry_out(self.changeover.handle(event))
 
     def _carry_out(self, commands: list[vocabulary.Command]) -> None:
@@ -307,6 +339,36 @@ class SimulatedMember:
         sent = _Sent(self.name, received)
         arguments = (member.instance.post, member._take, self._frames.epoch, sent)
         self._world.network.send_bulk(self.name, size_bytes, *arguments)
+
+    # --- commands of shipments
+
+    def _refuse(self, command: RefuseRequest) -> None:
+        if command.go_to is None:
+            self.instance.emit(command)
+        else:
+            self._world.log.shipped += 1
+            self.instance.pass_on(command, self._outputs[command.request_id])
+
+    def _ship_blocks(self, command: ShipBlocks) -> None:
+        member = self._world.members[command.peer]
+        size_bytes = command.blocks * self.memory.block_bytes * self.memory.shape.num_layers
+        self._world.log.shipped_bytes += size_bytes
+        arguments = (member.instance.post, member._land, self, command)
+        self._world.network.send_bulk(self.name, size_bytes, *arguments)
+
+    def _land(self, source: "SimulatedMember", command: ShipBlocks) -> Busy | None:
+        """Take a part of a shipment from the member `source`."""
+        transfer_id, count = command.transfer_id, command.blocks
+        arguments = (transfer_id, command.remote_pin, command.first, count)
+        intact = bool(self.changeover.landing_blocks(*arguments))
+        sent, received = TransferStatus.SENT, TransferStatus.RECEIVED
+        if not intact:
+            sent = received = TransferStatus.FAILED
+        source.post(TransferOutcome(transfer_id, sent, self.name))
+        return self.apply(TransferOutcome(transfer_id, received, source.name))
+
+    def _note_shipped(self, command: ShippingOver) -> None:
+        self._world.orders.pop(command.order)(command)
 
     # --- commands of a preparation
 

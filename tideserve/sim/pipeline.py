@@ -105,7 +105,8 @@ class ChangeLog:
     """All changes, in order of their commits, and all decisions of the monitor.
 
     `failed`: changes that were requested but not committed, by reason. The stages of pipelines ran
-    for `busy_s` of the `present_s` seconds in which their pipeline had work.
+    for `busy_s` of the `present_s` seconds in which their pipeline had work. `shipped` requests
+    moved between single workers, with `shipped_bytes` of KV; `shipped_none` orders moved none.
     """
 
     changes: list[ChangeRecord] = field(default_factory=list)
@@ -113,6 +114,9 @@ class ChangeLog:
     failed: dict[str, int] = field(default_factory=dict)
     busy_s: float = 0.0
     present_s: float = 0.0
+    shipped: int = 0
+    shipped_bytes: int = 0
+    shipped_none: int = 0
     _of_worker: dict[str, ChangeRecord] = field(default_factory=dict)  # latest, by worker
 
     def note_committed(self, record: ChangeRecord) -> None:

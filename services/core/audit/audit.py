@@ -27,7 +27,8 @@ I8  a client receives tokens 0, 1, 2, … without gaps, all before the end of th
 I9  members switch to each commit and settle in time; no group stays marked or DEGRADED
 I10 each request ends exactly once, at its gateway and in the engines; no engine keeps a request
 I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
-    (`escalation_order`): no merge is decided while demand fits; planners are checked by replay
+    (`escalation_order`): no merge is decided while demand fits or, for a full
+    group, while moves may help; planners are checked by replay
 I14 a line of a batch ends once, with a result of the last leader that claimed it
 I15 a request that its worker returns has ended there before it runs at another worker; requests
     whose worker was lost may run at two workers for a while

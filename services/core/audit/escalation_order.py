@@ -18,10 +18,10 @@ class EscalationStep(IntEnum):
 
     *Online* requests are those of the classes with users that wait; the others are *batch* work.
     The order applies within a process, which does not know the options of other processes. A worker
-    takes the first three steps and `RECOMPUTE`, a memory manager `DROP`, a scheduler `HOLD_BACK`
-    and `REFUSE`. Memory managers count only online demand, so batch work yields before parameters
-    are dropped. With the setting `scheduling=fcfs`, requests have no classes, so `HOLD_BACK` and
-    `YIELD` do not occur.
+    takes the first three steps and `RECOMPUTE`, a memory manager `MOVE` and `DROP`, a scheduler
+    `HOLD_BACK` and `REFUSE`. Memory managers count only online demand, so batch work yields before
+    parameters are dropped. With the setting `scheduling=fcfs`, requests have no classes, so
+    `HOLD_BACK` and `YIELD` do not occur.
     """
 
     CACHED = auto()
@@ -31,6 +31,8 @@ class EscalationStep(IntEnum):
     YIELD = auto()
     """Preempt batch sequences (`victims.batch_first`). Their full blocks stay cached and are
     evicted one by one, last block first; blocks that stay need no recomputation."""
+    MOVE = auto()
+    """Move running requests to groups with room, with `rebalance` (`Rebalancer`)."""
     DROP = auto()
     """Merge groups and drop parameters (`OverloadMonitor`)."""
     RECOMPUTE = auto()

@@ -168,7 +168,10 @@ class GroupHistory:
                     )
 
     def _check_demand(self, decision: Decision) -> None:
-        """I11: a merge requires waiting online requests, and demand above the capacity."""
+        """I11: a merge requires waiting online requests, and demand above the capacity.
+
+        A merge for full groups alone also requires that no move of requests may help.
+        """
         if decision.action is Action.MERGE and decision.reason.cause is Cause.OVERLOAD:
             load = decision.reason.load
             self.findings.check(
@@ -176,6 +179,12 @@ class GroupHistory:
                 load.waiting > 0 and load.short_tokens > 0,
                 "a merge (DROP) was decided for {}, whose demand of {} tokens fits into {}",
                 *(decision.model, load.expected_tokens, load.capacity_tokens),
+            )
+            self.findings.check(
+                "I11",
+                not (decision.group_ids and decision.reason.moves_help),
+                "a merge of full groups (DROP) was decided for {}, though moves (MOVE) may help",
+                decision.model,
             )
 
     def _attempts_in(

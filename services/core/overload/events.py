@@ -28,12 +28,24 @@ class Action(StrEnum):
 class OverloadPolicy(StrEnum):
     """The memory manager's response to overload: drop layers, or leave it to recomputation.
 
-    STATIC_PIPELINE drops layers from the start instead (`static_pipelines.py`).
+    STATIC_PIPELINE drops layers from the start instead (`static_pipelines.py`). MIGRATE moves
+    running requests to groups with room, and drops nothing (Llumnix).
     """
 
     DROP = "drop"
     RECOMPUTE = "recompute"
     STATIC_PIPELINE = "static-pipeline"
+    MIGRATE = "migrate"
+
+
+class Rebalance(StrEnum):
+    """When running requests move to other groups with their KV (`rebalance.py`)."""
+
+    OFF = "off"
+    # Away from groups that lack KV, before groups merge for them.
+    STUCK = "stuck"
+    # Also to let a large queued request start.
+    ALL = "all"
 
 
 class Cause(StrEnum):
@@ -46,6 +58,12 @@ class Cause(StrEnum):
     DRAINING = "draining"
     # The policy static-pipeline merges workers that were never merged.
     START = "start"
+    # A group lacks KV while others have room.
+    FULL = "full group"
+    # A queued request is larger than the free KV of each group.
+    LARGE = "large request"
+    # Requests are spread unevenly (policy `migrate`).
+    UNEVEN = "uneven"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,7 @@ class OverloadConfig:
     """Thresholds and times of the monitor; times in seconds."""
 
     policy: OverloadPolicy = computed(OverloadPolicy.DROP)
+    rebalance: Rebalance = computed(Rebalance.OFF)
     overload_dwell_s: float = seconds(0.2)  # overload must last this long before a merge
     split_dwell_s: float = seconds(5.0)  # low demand must last this long before a split
     split_dwell_max_s: float = seconds(80.0)  # limit of the doubling after regretted splits
@@ -72,6 +91,11 @@ class OverloadConfig:
     trend_period_s: float = seconds(4.0, minimum=0.001)
     trend_periods: int = number(6, minimum=1, maximum=1000)
     trend_share: float = number(0.03, minimum=0, maximum=1)
+
+    @property
+    def moves(self) -> Rebalance:
+        """When requests move: the policy `migrate` moves them in every case."""
+        return Rebalance.ALL if self.policy is OverloadPolicy.MIGRATE else self.rebalance
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +139,8 @@ class GroupUse:
     `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
     shutting down. `partial_splits`: most parts first; each has a higher limit than the one before.
     `whole_reason`: why a group of three or more has none, or that reports are not CURRENT.
+    `running` requests have KV. Running requests can move between groups with equal `kv_layout`, ""
+    for groups that can move none.
     """
 
     group_id: str
@@ -127,6 +153,8 @@ class GroupUse:
     silent_ids: tuple[str, ...] = ()
     partial_splits: tuple[PartialSplit, ...] = ()
     whole_reason: str = ""
+    running: int = 0
+    kv_layout: str = ""
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
@@ -204,7 +232,17 @@ class MergesPlanned:
     short_tokens: int
 
 
-Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """A MOVE decision was executed: `moved` requests have left `group_ids[0]` for the other."""
+
+    now_s: float
+    model: str
+    group_ids: tuple[str, str]
+    moved: int
+
+
+Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned | MoveEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +273,17 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecisionReason:
-    """Why a decision was made: demand was beyond the threshold for `held_s`, at least `dwell_s`."""
+    """Why a decision was made: demand was beyond the threshold for `held_s`, at least `dwell_s`.
+
+    `moves_help`: moves of running requests may still end that groups are full.
+    """
 
     cause: Cause
     threshold_tokens: int
     held_s: float
     dwell_s: float
     load: ModelLoad
+    moves_help: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +293,9 @@ class Decision:
     MERGE: gain `needed_tokens` of KV; with `group_ids`, merge these full groups with groups that
     have free memory, or, if the cause is START, with each other in pairs. SPLIT: split `group_ids`
     into `parts` groups each; into single workers if `parts` is empty. CALL_OFF: cancel the split of
-    `group_ids`. EXHAUSTED: `needed_tokens` are missing. For a manual change, `group_ids` are the
-    groups that were merged or split.
+    `group_ids`. EXHAUSTED: `needed_tokens` are missing. MOVE: running requests with at most
+    `needed_tokens` of KV move from the first of `group_ids` to the second, at most `requests_max`;
+    0: no limit. For a manual change, `group_ids` are the groups that were merged or split.
     """
 
     now_s: float
@@ -262,6 +305,7 @@ class Decision:
     needed_tokens: int = 0
     group_ids: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
+    requests_max: int = 0
 
     @property
     def parts_of(self) -> dict[str, int]:

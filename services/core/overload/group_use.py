@@ -47,9 +47,23 @@ def group_uses(
                 draining,
                 partial_splits=partial_splits,
                 whole_reason=whole_reason,
+                running=reports[ids[0]].load.running,
+                kv_layout=_kv_layout(group, facts),
             )
         )
     return tuple(usages)
+
+
+def _kv_layout(group: Group, facts: Mapping[str, WorkerFacts]) -> str:
+    """What groups must agree in to move requests with their KV; "" if a group can move none.
+
+    As `shipping_pair.py`: a single worker that can send KV, without a change in progress.
+    """
+    worker = facts[group.members[0].worker_id]
+    known = worker.can_drop and worker.model_digest and worker.build
+    if len(group.members) > 1 or group.attempt or not known:
+        return ""
+    return " ".join([worker.model_digest, worker.build, str(worker.block_size)])
 
 
 def used_tokens(report: EngineReport | None, facts: WorkerFacts) -> int:

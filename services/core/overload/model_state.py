@@ -16,6 +16,7 @@ from services.core.overload.events import (
     OverloadConfig,
     ReportStatus,
 )
+from services.core.overload.rebalance import Rebalancer
 from services.core.overload.static_pipelines import StaticPipelines
 
 CHANGING_MAX_S = 30.0
@@ -51,6 +52,7 @@ class ModelState:
     splitting: frozenset[str] = frozenset()  # groups in a split for subsided demand
     trend: DemandTrend = field(default_factory=DemandTrend)
     pipelines: StaticPipelines = field(default_factory=StaticPipelines)
+    moves: Rebalancer = field(default_factory=Rebalancer)
 
     def restart_dwell(self) -> None:
         """Restart all dwell times: what was measured belongs to other groups."""

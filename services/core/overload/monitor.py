@@ -22,9 +22,13 @@ decided, no group splits partially.
 Hysteresis: each condition must hold for a dwell time, and if overload follows a split, the dwell
 time of the next split is doubled. This keeps merges and splits from alternating.
 
-The policies `recompute` and `static-pipeline` answer no overload; the latter merges single workers
-once, whatever the demand. In every policy, demand that keeps rising while groups are merged is
-reported (`rising`).
+The policies `recompute`, `migrate` and `static-pipeline` drop nothing in an overload; the last
+merges single workers once, whatever the demand. In every policy, demand that keeps rising while
+groups are merged is reported (`rising`).
+
+With `rebalance`, running requests move from full groups to others first (`rebalance.py`). Groups
+merge for a full one only if no move can help, or if it has been full for `settle_s` in spite of
+moves.
 
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
 A split reduces capacity while it is prepared; if that causes overload, even at subsided demand, the
@@ -47,8 +51,10 @@ from services.core.overload.events import (
     ManualChange,
     MergesPlanned,
     ModelLoad,
+    MoveEnded,
     OverloadConfig,
     OverloadPolicy,
+    Rebalance,
     ReportStatus,
 )
 from services.core.overload.model_state import ModelState, elapsed_s, since
@@ -82,6 +88,10 @@ class OverloadMonitor:
                 return self._note_manual_change(event)
             case MergesPlanned():
                 return self._note_planned(event)
+            case MoveEnded():
+                if (state := self._models.get(event.model)) is not None:
+                    state.moves.note_over(*event.group_ids, event.moved, event.now_s)
+                return []
         return [d for model in self._models for d in self._decide(model, event.now_s)]
 
     @property
@@ -175,8 +185,31 @@ class OverloadMonitor:
         state.smooth(load.demand_tokens, self._demands.get(model), config, now_s)
         load = replace(load, forecast_tokens=state.forecast_tokens(config.lookahead_s))
         decisions = self._split_departing(model, load, now_s)
+        decisions += self._move(model, load, now_s)
         decision = self._decide_by_load(model, load, now_s)
         return decisions if decision is None else [*decisions, decision]
+
+    def _move(self, model: str, load: ModelLoad, now_s: float) -> list[Decision]:
+        """Decide which running requests move to other groups."""
+        state, mode = self._models[model], self.config.moves
+        if mode is Rebalance.OFF:
+            return []
+        state.moves.note_groups(self._groups[model], now_s)
+        demand = self._demands.get(model)
+        first = 0 if demand is None or mode is Rebalance.STUCK else demand.first_queued_tokens
+        evenly = self.config.policy is OverloadPolicy.MIGRATE
+        moves = state.moves.choose(
+            self._counted(model), now_s, first_queued_tokens=first, evenly=evenly
+        )
+        return [
+            Decision(
+                *(now_s, model, Action.MOVE),
+                DecisionReason(move.cause, load.capacity_tokens, 0.0, 0.0, load),
+                *(move.tokens, (move.source_id, move.target_id)),
+                requests_max=move.requests,
+            )
+            for move in moves
+        ]
 
     def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]
@@ -185,7 +218,8 @@ class OverloadMonitor:
         state.splitting -= set(self._departing(model))
         # A full group is overloaded even while others have free memory: its requests cannot run
         # elsewhere. Without waiting requests there is no overload, however high the forecast.
-        short = load.expected_tokens > load.capacity_tokens or load.stuck_tokens > 0
+        short = load.expected_tokens > load.capacity_tokens
+        short = short or (load.stuck_tokens > 0 and not self._moves_may_help(model, now_s))
         crowded = self._crowded(model, load)
         overloaded = load.waiting > 0 and (bool(crowded) if low else short)
         subsided = low and bool(choice.singles) and not overloaded
@@ -205,12 +239,22 @@ class OverloadMonitor:
         if overloaded and now_s >= state.manual_until_s.get(Action.SPLIT, now_s):
             held_s, dwell_s = elapsed_s(state.overloaded_since_s, now_s), config.overload_dwell_s
             if held_s >= dwell_s:
-                reason = DecisionReason(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load)
+                reason = DecisionReason(
+                    *(Cause.OVERLOAD, load.capacity_tokens, held_s, dwell_s, load),
+                    self._moves_may_help(model, now_s),
+                )
                 if not state.splitting:
                     return self._merge(model, reason, now_s)
                 return self._call_off(model, crowded if low else state.splitting, reason, now_s)
         held = now_s < state.settle_until_s or now_s < state.manual_until_s.get(Action.MERGE, now_s)
         return None if held else self._split_subsided(model, choice, load, now_s)
+
+    def _moves_may_help(self, model: str, now_s: float) -> bool:
+        """Whether moves may still end that groups are full."""
+        if self.config.moves is Rebalance.OFF:
+            return False
+        moves, within_s = self._models[model].moves, self.config.settle_s
+        return moves.may_help(self._counted(model), within_s, now_s)
 
     def _split_departing(self, model: str, load: ModelLoad, now_s: float) -> list[Decision]:
         """Split merged groups with a leaving member, once per `settle_s` until they have split."""

@@ -99,6 +99,7 @@ def advance_decodes(state: PlannerState, count: int, token_id: int, now_s: float
         sequence.computed += count
         sequence.token_ids += filling
         sequence.token_s = now_s
+    state.sequence_table.prefixes.publish(state.running)
 
 
 def certain_decodes(running: Row[Sequence], free_blocks: int, block_size: int) -> int:

@@ -123,6 +123,11 @@ class WaitQueue:
         counts = [queue.by_class[cls] for cls in classes]
         return sum(c.requests for c in counts), sum(c.start_tokens for c in counts)
 
+    def first_tokens(self, model: str) -> int:
+        """`start_tokens` of the first request for `model`; 0 if none waits."""
+        first = next(self.in_order(model), None)
+        return 0 if first is None else first.start_tokens
+
     def count(self, classes: Collection[ServiceClass]) -> int:
         """Number of requests of `classes` that wait, over all models."""
         return sum(self.demand(model, classes)[0] for model in self._queues)

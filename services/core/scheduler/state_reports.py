@@ -85,6 +85,8 @@ class StateReports:
                 rate,
                 total - queued,
                 total_tokens - queued_tokens,
+                # The queue has online requests first.
+                self.queue.first_tokens(name) if queued else 0,
             )
             if demand != ModelDemand(name):
                 demands.append(demand)

@@ -84,7 +84,8 @@ class ShippingAsked:
     """Move running requests to the worker at `target`, at most `requests_max`, 0: all.
 
     Answered by `ShippingOver` with the same `order`. `if_cheaper`: only requests whose KV is sent
-    in less time than it is computed.
+    in less time than it is computed. `blocks_max`: they have at most so many KV blocks
+    in total; 0: no limit.
     """
 
     now_s: float
@@ -92,6 +93,7 @@ class ShippingAsked:
     target: Destination
     requests_max: int
     if_cheaper: bool = False
+    blocks_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,12 @@ SENTENCES = {
         " {threshold_tokens:,}: {names} splits and restores its parameters."
     ),
     "move manual": "Manual move: requests move with their KV cache, {moves}.",
+    "move full": "A worker is full, so requests move with their KV cache, {moves}.",
+    "move large": (
+        "A waiting request needs more KV cache than any worker has free. Running requests move with"
+        " their KV cache, {moves}."
+    ),
+    "move uneven": "Load is uneven, so requests move with their KV cache, {moves}.",
     "move": "A worker is draining, so its requests move with their KV cache, {moves}.",
     "exhausted": (
         "Requests need {needed_tokens:,} more tokens of KV cache than any merge can provide."

@@ -47,6 +47,7 @@ from services.worker.engine.profile.session import ProfileSession, profile_path
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
 from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
+from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.errors import WorkerError
@@ -213,6 +214,24 @@ def pacer_of(config: WorkerConfig) -> Pacer | None:
     return Pacer(profile.model, execution=config.planner.execution)
 
 
+def link_pace_of(config: WorkerConfig, runner: ModelRunner) -> LinkPace | None:
+    """Return the pace of transfers with `pace_links`. Raises ConfigError."""
+    if not config.pace_links or config.paced is None:
+        return None
+    profile = load_profile(config.paced)
+    kv_bytes, parameter_bytes = profile.kv_bytes_per_token, profile.parameter_bytes
+    if kv_bytes is None or parameter_bytes is None:
+        raise ConfigError(
+            f"'pace_links' needs the sizes of the model, which the profile {profile.name} lacks;"
+            " use another profile, or remove 'pace_links'"
+        )
+    return LinkPace(
+        config.pace_links * 1e9 / 8,
+        kv_bytes / runner.kv_bytes_per_token,
+        parameter_bytes / runner.parameter_bytes,
+    )
+
+
 def stored_profile(config: WorkerConfig) -> DeviceProfile | None:
     """Return the stored profile of this model on this device; None if there is no usable one."""
     if config.profile_dir is None:
@@ -263,7 +282,9 @@ def build_member(
     """Build the group member of this engine from its lanes, model runner and state machine."""
     gate = ActivationGate()
     settings = MoverConfig(
-        link_bytes_per_s=config.link_bytes_per_s, coordinated=config.coordinated_exchange
+        link_bytes_per_s=config.link_bytes_per_s,
+        coordinated=config.coordinated_exchange,
+        pace=link_pace_of(config, runner),
     )
     model = changeover.planner.config.cost_model
     refines = config.learn_costs and pacer is None

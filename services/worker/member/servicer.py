@@ -245,7 +245,10 @@ class MemberServicer(worker_pb2_grpc.MemberServiceServicer):
         failpoint.hit("worker.ship.asked")
         try:
             shipped = await self._participant.ship(
-                ShipRequests(request.order, place, max(0, request.requests_max), request.if_cheaper)
+                ShipRequests(
+                    *(request.order, place, max(0, request.requests_max), request.if_cheaper),
+                    max(0, request.blocks_max),
+                )
             )
         except PrepareRefused as refused:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(refused))

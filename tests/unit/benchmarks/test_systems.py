@@ -163,6 +163,13 @@ def test_a_policy_with_a_dash_takes_suffixes(deployment: Deployment) -> None:
         check_names(["static"])
 
 
+def test_migrate_is_an_overload_policy(deployment: Deployment) -> None:
+    check_names(["migrate", "migrate-ample"])
+    system = make_system("migrate", deployment)
+    assert isinstance(system, Tideserve)
+    assert system.options()["overload_policy"] == "migrate"
+
+
 def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
     plain = Tideserve("recompute", (), deployment).options()
     ample = Tideserve("recompute-ample", ("ample",), deployment).options()

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from services.core.groups.coordinator import ChangePhase
 from services.core.groups.vocabulary import Group, GroupPhase, Member
-from services.core.overload.events import Action
+from services.core.overload.events import Action, Cause
 from services.core.report import EngineReport, Load
 from services.memmgr.change_count import ChangeCount
 from services.memmgr.metrics import MemmgrCollector, usable_blocks
@@ -33,7 +33,10 @@ def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
     groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
     driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
     watch = SimpleNamespace(
-        decided=Counter({Action.MERGE: 3}), shortfalls={"m": 70}, rising={"m": True}
+        decided=Counter({Action.MERGE: 3}),
+        moved=Counter({Cause.FULL: 2}),
+        shortfalls={"m": 70},
+        rising={"m": True},
     )
     return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
 
@@ -51,6 +54,8 @@ def test_the_leader_tells_of_the_cluster() -> None:
     assert value(found, "tideserve_memmgr_demand_rising", model_name="m") == 1
     assert value(found, "tideserve_memmgr_decisions_total", action="merge") == 3
     assert value(found, "tideserve_memmgr_decisions_total", action="exhausted") == 0
+    assert value(found, "tideserve_memmgr_moved_requests_total", cause="full group") == 2
+    assert value(found, "tideserve_memmgr_moved_requests_total", cause="draining") == 0
 
 
 def test_a_standby_tells_of_itself_only() -> None:

@@ -51,8 +51,21 @@ def test_blocks_become_tokens_of_each_member() -> None:
     reports = {"w0": engine(), "w1": engine(12, 12)}
     members = (MemberUse("w0", 160, 112, 128), MemberUse("w1", 192, 0, 128))
     assert group_uses([group("w0", "w1")], reports, FACTS) == (
-        GroupUse("group-w0", "m", members, 4, 2 * 4 * 16),
+        GroupUse("group-w0", "m", members, 4, 2 * 4 * 16, running=1),
     )
+
+
+def test_single_workers_that_can_send_kv_have_a_layout() -> None:
+    facts = {
+        name: replace(FACTS[name], can_drop=True, model_digest="weights", build="code")
+        for name in ("w0", "w1", "w2", "w3")
+    }
+    facts["w3"] = replace(facts["w3"], build="")
+    reports = dict.fromkeys(facts, engine())
+    changing = replace(group("w2"), attempt="a")
+    groups = [group("w0"), group("w0", "w1"), changing, group("w3")]
+    layouts = [use.kv_layout for use in group_uses(groups, reports, facts)]
+    assert layouts == ["weights code 16", "", "", ""]
 
 
 def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:

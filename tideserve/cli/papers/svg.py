@@ -67,8 +67,8 @@ class BarChart:
         widest = CHARACTER * max(map(len, self.groups), default=0)
         rows = 2 if widest > frame.x(1.0) - frame.x(0.0) else 1
         for place, group in enumerate(self.groups):
-            y = HEIGHT - BOTTOM + 16 + 14 * (place % rows)
-            parts.append(_text(frame.x(place + 0.5), y, group, "middle"))
+            label_y = HEIGHT - BOTTOM + 16 + 14 * (place % rows)
+            parts.append(_text(frame.x(place + 0.5), label_y, group, "middle"))
             for index, values in enumerate(self.values.values()):
                 if (value := values[place]) is None:
                     continue

@@ -72,8 +72,14 @@ class _DecisionCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decisio
     """An operator requested it."""
     DECISION_CAUSE_DRAINING: _DecisionCause.ValueType  # 4
     """A member of a group is draining."""
+    DECISION_CAUSE_FULL: _DecisionCause.ValueType  # 5
+    """A group lacks KV while others have room."""
     DECISION_CAUSE_START: _DecisionCause.ValueType  # 6
     """The policy static-pipeline merges workers from the start, whatever the demand."""
+    DECISION_CAUSE_LARGE: _DecisionCause.ValueType  # 7
+    """A queued request is larger than the free KV of each group."""
+    DECISION_CAUSE_UNEVEN: _DecisionCause.ValueType  # 8
+    """Requests are spread unevenly over the groups."""
 
 class DecisionCause(_DecisionCause, metaclass=_DecisionCauseEnumTypeWrapper):
     """Cause of a decision."""
@@ -88,8 +94,14 @@ DECISION_CAUSE_MANUAL: DecisionCause.ValueType  # 3
 """An operator requested it."""
 DECISION_CAUSE_DRAINING: DecisionCause.ValueType  # 4
 """A member of a group is draining."""
+DECISION_CAUSE_FULL: DecisionCause.ValueType  # 5
+"""A group lacks KV while others have room."""
 DECISION_CAUSE_START: DecisionCause.ValueType  # 6
 """The policy static-pipeline merges workers from the start, whatever the demand."""
+DECISION_CAUSE_LARGE: DecisionCause.ValueType  # 7
+"""A queued request is larger than the free KV of each group."""
+DECISION_CAUSE_UNEVEN: DecisionCause.ValueType  # 8
+"""Requests are spread unevenly over the groups."""
 Global___DecisionCause: _TypeAlias = DecisionCause  # noqa: Y015
 
 class _ReconfigurationPhase:
@@ -392,6 +404,7 @@ class ModelDemand(_message.Message):
     ARRIVING_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     BATCH_QUEUED_FIELD_NUMBER: _builtins.int
     BATCH_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     queued: _builtins.int
@@ -412,6 +425,8 @@ class ModelDemand(_message.Message):
     """
     batch_queued_tokens: _builtins.int
     """Tokens of KV that they need before they can run."""
+    first_queued_tokens: _builtins.int
+    """Tokens of KV that the first of the `queued` requests needs before it can run."""
     def __init__(
         self,
         *,
@@ -423,10 +438,11 @@ class ModelDemand(_message.Message):
         arriving_tokens_per_s: _builtins.float = ...,
         batch_queued: _builtins.int = ...,
         batch_queued_tokens: _builtins.int = ...,
+        first_queued_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "first_queued_tokens", b"first_queued_tokens", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -742,7 +758,7 @@ class Decision(_message.Message):
     cause: Global___DecisionCause.ValueType
     """Why."""
     needed_tokens: _builtins.int
-    """Tokens to be gained by merging."""
+    """Tokens to be gained by merging; of a move that the memory manager decided, most tokens that move."""
     threshold_tokens: _builtins.int
     """Threshold for demand and forecast."""
     held_s: _builtins.float
@@ -774,7 +790,8 @@ class Decision(_message.Message):
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups that are to split, or full groups that are to merge with others; of the cause START,
-        those that are to merge in pairs; of manual changes, those that were merged or split.
+        those that are to merge in pairs; of manual changes, those that were merged or split; of moves,
+        that of the source, then that of the target.
         """
 
     @_builtins.property

@@ -370,6 +370,7 @@ class ShipRequestsRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     REQUESTS_MAX_FIELD_NUMBER: _builtins.int
     IF_CHEAPER_FIELD_NUMBER: _builtins.int
+    BLOCKS_MAX_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     """As in PrepareRequest."""
     incarnation: _builtins.str
@@ -384,6 +385,8 @@ class ShipRequestsRequest(_message.Message):
     """Maximum number of requests; 0: all that can move."""
     if_cheaper: _builtins.bool
     """Move only requests whose KV is sent in less time than it is computed."""
+    blocks_max: _builtins.int
+    """Maximum number of KV blocks that the requests have in total; 0: no limit."""
     @_builtins.property
     def target(self) -> Global___GoTo:
         """The worker to which they move."""
@@ -399,10 +402,11 @@ class ShipRequestsRequest(_message.Message):
         target: Global___GoTo | None = ...,
         requests_max: _builtins.int = ...,
         if_cheaper: _builtins.bool = ...,
+        blocks_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "if_cheaper", b"if_cheaper", "incarnation", b"incarnation", "order", b"order", "requests_max", b"requests_max", "target", b"target", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_max", b"blocks_max", "epoch", b"epoch", "group_id", b"group_id", "if_cheaper", b"if_cheaper", "incarnation", b"incarnation", "order", b"order", "requests_max", b"requests_max", "target", b"target", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

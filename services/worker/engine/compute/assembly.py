@@ -7,21 +7,17 @@ matrix products on a CPU. The compute dtype is that of activations, the storage 
 
 import logging
 import os
-import shutil
-import sysconfig
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from services.core.groups.slab_names import layer_name
-from services.worker.config import DEVICES, cpu_only_torch_error
 from services.worker.engine.compute import device_sampling
+from services.worker.engine.compute.gpu_needs import usable_device
 from services.worker.engine.compute.runner_config import RunnerConfig, compute_dtype, logit_rows
 from services.worker.engine.memory.arena import Arena
 from services.worker.engine.memory.budget import (
@@ -47,7 +43,6 @@ from services.worker.engine.model.decoder import Decoder, LayerRunner, slab_layo
 from services.worker.engine.model.linear import UpcastScratch
 from services.worker.engine.model.loader import DummySource, SafetensorsSource, verify_manifest
 from services.worker.engine.model.modules import Skeleton
-from services.worker.errors import DeviceError
 
 if TYPE_CHECKING:
     # It imports Triton, which CPU builds of torch may lack.
@@ -128,51 +123,6 @@ def _gpu_attention_bytes(
     return gathered_bytes(config, geometry, compute)
 
 
-PACKAGES = ("cuda", "triton")
-"""Modules that torch's CUDA build installs."""
-COMPILERS = ("gcc", "clang")
-
-
-def check_gpu_needs(device: torch.device) -> None:
-    """Raise DeviceError if a CUDA build of torch, a C compiler or the GPU itself is missing."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if torch.version.cuda is None or missing:
-        raise DeviceError(cpu_only_torch_error(torch.__version__))
-    # Triton compiles a launcher in C for each kernel.
-    compilers = (os.environ["CC"],) if "CC" in os.environ else COMPILERS
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not any(map(shutil.which, compilers)) or not header.exists():
-        raise DeviceError(
-            f"Triton needs a C compiler ({' or '.join(compilers)}) and {header} to compile its"
-            " kernels, but at least one is missing; install them (Debian and Ubuntu: apt-get"
-            " install gcc libc6-dev python3-dev)"
-        )
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(
-            f"no GPU can be used: {error}; nvidia-smi shows GPUs and the version of their driver"
-        ) from error
-    index, count = device.index or 0, torch.cuda.device_count()
-    if index >= count:
-        raise DeviceError(
-            f"there is no GPU {index}: this machine has {count}, numbered from 0;"
-            " start fewer workers, or let them share a GPU with --device cuda:0"
-        )
-
-
-def _usable_device(config: RunnerConfig) -> torch.device:
-    """Return the configured device. Raises DeviceError if it cannot be used."""
-    device = torch.device(config.device)
-    if device.type not in DEVICES:
-        raise DeviceError(
-            f"device {config.device} has no memory backend; choose one of {sorted(DEVICES)}"
-        )
-    if device.type == "cuda":
-        check_gpu_needs(device)
-    return device
-
-
 class LoadedModel(NamedTuple):
     """A model in memory; `stage_memory` owns the parameters and the KV cache.
 
@@ -187,7 +137,7 @@ class LoadedModel(NamedTuple):
 
 def load_model(config: RunnerConfig) -> LoadedModel:
     """Read the model into a new arena. Raises ModelError, BudgetTooSmall, DeviceError."""
-    device = _usable_device(config)
+    device = usable_device(config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model_config = load_config(config.model_dir)

@@ -1,15 +1,20 @@
 """Whether a GPU samples, and the memory for it."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
 from services.worker.engine.compute.runner_config import RunnerConfig, logit_rows
 from services.worker.engine.model.catalog import ModelGeometry
+from services.worker.engine.sampling.device_check import DIFFERENT_MAX, differing_share
 
 if TYPE_CHECKING:
     # It imports Triton, which CPU builds of torch may lack.
     from services.worker.engine.sampling.device_sampler import DeviceSampler
+
+
+log = logging.getLogger(__name__)
 
 
 def memory_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype) -> int:
@@ -29,7 +34,10 @@ def memory_bytes(config: RunnerConfig, geometry: ModelGeometry, compute: torch.d
 def device_sampler(
     config: RunnerConfig, geometry: ModelGeometry, compute: torch.dtype
 ) -> "DeviceSampler | None":
-    """Return a sampler on the device, with its kernels compiled; None if the host samples."""
+    """Return a sampler on the device, with its kernels compiled; None if the host samples.
+
+    The host samples as well if the kernels choose other tokens on this machine.
+    """
     if not _supported(config, compute):
         return None
     from services.worker.engine.sampling.device_sampler import DeviceSampler
@@ -43,6 +51,14 @@ def device_sampler(
         device=device,
     )
     sampler.warm_up(compute)
+    share = differing_share(sampler, geometry.vocab_size, compute, device)
+    if share > DIFFERENT_MAX:
+        log.error(
+            "the GPU samples other tokens than the host in %.0f %% of the rows of a comparison, so"
+            " the host samples; update the driver and Triton, or set device_sampling to false",
+            100 * share,
+        )
+        return None
     return sampler
 
 

@@ -230,8 +230,8 @@ class Member:
             if reached is None:
                 self._orders.append(order)
             elif reached:
-                name, most, cheaper = order.order, order.requests_max, order.if_cheaper
-                self._apply(ShippingAsked(self._now_s(), name, target, most, cheaper))
+                limits = order.requests_max, order.if_cheaper, order.blocks_max
+                self._apply(ShippingAsked(self._now_s(), order.order, target, *limits))
             else:
                 reason = f"{target.worker_id} is not connected"
                 self._note_shipped(ShippingOver(order.order, 0, 0, reason))

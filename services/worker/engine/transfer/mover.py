@@ -23,6 +23,7 @@ from services.worker.engine.transfer.errors import FrameError, LaneClosed, Mover
 from services.worker.engine.transfer.frame import Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Lane, PeerConnected, PeerLost
+from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.outgoing import OutgoingTransfer
 from services.worker.engine.transfer.piece_window import WindowBounds
 from services.worker.engine.transfer.pieces import (
@@ -71,6 +72,7 @@ class MoverConfig:
     answer_timeout_s: float = 30.0  # for the answer to a piece
     idle_timeout_s: float = 60.0  # between two pieces of an incoming transfer
     future_wait_s: float = 10.0  # for this member to enter the epoch of a received piece
+    pace: LinkPace | None = None  # of a modelled link, in a paced engine
 
 
 class Mover:
@@ -112,7 +114,7 @@ class Mover:
             config.frames_in_flight_max,
             config.bytes_in_flight_max,
         )
-        bounds = SenderBounds(config.active_max, window, config.answer_timeout_s)
+        bounds = SenderBounds(config.active_max, window, config.answer_timeout_s, config.pace)
         timeouts = ReceiverTimeouts(config.idle_timeout_s, config.future_wait_s)
         self._sender = Sender(lane, bounds, self._report)
         self._receiver = Receiver(lane, timeouts, epoch_status, unpack, self._report)

@@ -5,7 +5,7 @@ piece numbers the configuration of the sender's group. Pieces of an epoch that t
 to enter are held until then.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from services.worker.engine.transfer.errors import TransferRefused
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.lane import Lane
 from services.worker.engine.transfer.pieces import BulkPiece, PieceTaken, TransferAborted
-from services.worker.engine.transfer.sender import CANCELLED, ENDED_MAX, notify
+from services.worker.engine.transfer.recent import Recent
+from services.worker.engine.transfer.sender import CANCELLED, ENDED_MAX, ENDED_S, notify
 from services.worker.errors import WorkerError
 
 TRANSFERS_MAX = 4096  # in progress
@@ -63,12 +64,12 @@ class IncomingTransfer:
 
 
 class IncomingTransfers:
-    """Incoming transfers in progress, at most `TRANSFERS_MAX`, and the last `ENDED_MAX` ended."""
+    """Incoming transfers in progress, at most `TRANSFERS_MAX`, and recently ended ones."""
 
     def __init__(self) -> None:
         self._transfers: dict[Key, IncomingTransfer] = {}
-        self._ended: OrderedDict[Key, bool] = OrderedDict()  # value: whether it was complete
-        self._ended_ids: Counter[str] = Counter()  # ids in `_ended`: several senders may share them
+        self._ended = Recent[Key, bool](ENDED_S, ENDED_MAX)  # value: whether it was complete
+        self._ended_ids = Recent[str, bool](ENDED_S, ENDED_MAX)  # several senders may share an id
         self._unwanted: OrderedDict[str, None] = OrderedDict()  # cancelled before they began
 
     def under_way(self) -> list[tuple[Key, IncomingTransfer]]:
@@ -87,12 +88,13 @@ class IncomingTransfers:
     def end(self, key: Key, whole: bool) -> None:
         """End a transfer, and remember it so that late pieces are recognized."""
         self._transfers.pop(key, None)
-        self._ended[key] = whole
-        self._ended_ids[key[1]] += 1
-        while len(self._ended) > ENDED_MAX:
-            (_, transfer_id), _ = self._ended.popitem(last=False)
-            self._ended_ids[transfer_id] -= 1
-            self._ended_ids += Counter()  # drops zeros
+        self._ended.add(key, whole)
+        self._ended_ids.add(key[1], True)
+
+    def forget_ended(self, now_s: float) -> None:
+        """Forget transfers that ended long ago; call it repeatedly."""
+        self._ended.expire(now_s)
+        self._ended_ids.expire(now_s)
 
     def completion(self, key: Key) -> bool | None:
         """Return True if the transfer has completed, False if it was abandoned, else None."""
@@ -245,7 +247,8 @@ class Receiver:
                 self._end(held.key, f"epoch {frame.epoch} did not begin in time")
 
     def expire(self, now_s: float) -> None:
-        """Abandon transfers whose next piece is overdue."""
+        """Abandon transfers whose next piece is overdue, and forget those that ended long ago."""
+        self._inbox.forget_ended(now_s)
         for key, transfer in self._inbox.under_way():
             if now_s >= transfer.until_s:
                 self._end(key, "the sender sent no more pieces")

@@ -1,7 +1,6 @@
 """The sending half of the mover: packs and sends KV and parameters in pieces, tracks answers."""
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,17 +10,21 @@ from services.core.changeover.transfer_outcome import TransferOutcome, TransferS
 from services.worker.engine.transfer.errors import LaneFull, PeerUnknown, TransferRefused
 from services.worker.engine.transfer.frame import ROOM_BYTES, Frame, FrameMemory, PayloadRoom
 from services.worker.engine.transfer.lane import Lane
+from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.outgoing import (
     OutgoingTransfer,
     OutgoingTransfers,
     PackedPiece,
 )
 from services.worker.engine.transfer.piece_window import WindowBounds
-from services.worker.engine.transfer.pieces import PieceTaken, TransferAborted
+from services.worker.engine.transfer.pieces import KvPiece, PieceTaken, TransferAborted
+from services.worker.engine.transfer.recent import Recent
 from services.worker.errors import WorkerError
 
 CANCELLED = "cancelled"
 ENDED_MAX = 16_384  # ended transfers that are remembered
+# How long, at least. A sender waits less for an answer, so no piece of its transfer comes later.
+ENDED_S = 60.0
 RETRY_S = 0.01  # pause after LaneFull
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class SenderBounds:
     active_max: int  # transfers per peer that send pieces in turn
     window: WindowBounds  # per peer
     answer_timeout_s: float  # for each piece
+    pace: LinkPace | None = None  # of a modelled link
 
 
 class Sender:
@@ -44,10 +48,11 @@ class Sender:
     ) -> None:
         self._lane = lane
         self._answer_timeout_s = bounds.answer_timeout_s
+        self._pace = bounds.pace
         self._report = report
         self._outbox = OutgoingTransfers(bounds.active_max, bounds.window)
         self._memory = FrameMemory()
-        self._ended: OrderedDict[str, None] = OrderedDict()  # ids of the last `ENDED_MAX` ended
+        self._ended = Recent[str, bool](ENDED_S, ENDED_MAX)  # ids of ended transfers
         self._retry_s: float | None = None  # when to send again after LaneFull
 
     def begin(self, transfer: OutgoingTransfer) -> None:
@@ -83,6 +88,8 @@ class Sender:
 
     def has_piece(self, now_s: float) -> bool:
         """Whether `send_piece` has a piece to send."""
+        if self._pace is not None and now_s < self._pace.free_s:
+            return False
         return (self._retry_s is None or now_s >= self._retry_s) and self._outbox.has_turn()
 
     def send_piece(self, now_s: float) -> None:
@@ -101,11 +108,15 @@ class Sender:
             self._abandon(transfer, str(error))
         else:
             transfer.packed = None
+            if self._pace is not None:
+                is_kv = isinstance(packed.frame.header, KvPiece)
+                self._pace.note_sent(is_kv, len(packed.room.payload), now_s)
             transfer.sends.append((sent, packed.room))
             self._outbox.note_sent(transfer, packed, now_s)
 
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
+        self._ended.expire(now_s)
         over = []
         # Report a transfer only when no send reads its memory, which the engine may reuse then.
         for transfer in self._outbox.all():
@@ -117,7 +128,7 @@ class Sender:
                 self._abandon(transfer, "the receiver did not answer in time")
             if transfer.is_over:
                 self._outbox.remove(transfer)
-                self._remember(transfer.transfer_id)
+                self._ended.add(transfer.transfer_id, True)
                 self._report(_outcome(transfer))
                 over.append(transfer.transfer_id)
         return over
@@ -126,6 +137,8 @@ class Sender:
         """Return the times at which `finish` or `send_piece` is due."""
         sent = [transfer.oldest_s() for transfer in self._outbox.active()]
         dues = [oldest_s + self._answer_timeout_s for oldest_s in sent if oldest_s is not None]
+        if self._pace is not None and self._outbox.has_turn():
+            dues.append(self._pace.free_s)
         return dues if self._retry_s is None else [*dues, self._retry_s]
 
     def _pack(self, transfer: OutgoingTransfer) -> PackedPiece:
@@ -160,11 +173,6 @@ class Sender:
         if notify_receiver:
             aborted = TransferAborted(transfer.transfer_id, True, reason)
             notify(self._lane, transfer.peer, transfer.group_id, transfer.epoch, aborted)
-
-    def _remember(self, transfer_id: str) -> None:
-        self._ended[transfer_id] = None
-        while len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
 
 
 class _CannotPack(TransferRefused):

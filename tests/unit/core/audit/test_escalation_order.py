@@ -128,6 +128,25 @@ def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[
     return [Line(FACT, MemoryDecided(1.0, decision))]
 
 
+def merge_of_full(moves_help: bool, group_ids: tuple[str, ...] = ("g0",)) -> list[Line]:
+    load = ModelLoad(900, 0, 1000, 1000, 900, 0, 0, 0, 3, stuck_tokens=100)
+    reason = DecisionReason(Cause.OVERLOAD, 1000, 1.0, 1.0, load, moves_help)
+    decision = Decision(1.0, "m", Action.MERGE, reason, 100, group_ids)
+    return [Line(FACT, MemoryDecided(1.0, decision))]
+
+
+@pytest.mark.parametrize(
+    ("entries", "sound"),
+    [(merge_of_full(False), True), (merge_of_full(True), False), (merge_of_full(True, ()), True)],
+)
+def test_full_groups_merge_only_where_moves_do_not_help(entries: list[Line], sound: bool) -> None:
+    history = GroupHistory(Findings())
+    history.read(entries)
+    assert (history.findings.violations == []) is sound
+    for one in history.findings.violations:
+        assert one.startswith("I11: a merge of full groups (DROP) was decided for m, though moves")
+
+
 @pytest.mark.parametrize(
     ("entries", "sound"),
     [

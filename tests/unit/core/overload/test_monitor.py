@@ -18,8 +18,10 @@ from services.core.overload.events import (
     MemberUse,
     MergesPlanned,
     ModelLoad,
+    MoveEnded,
     OverloadConfig,
     OverloadPolicy,
+    Rebalance,
     ReportStatus,
 )
 from services.core.overload.monitor import OverloadMonitor
@@ -184,6 +186,99 @@ def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
     assert load.expected_tokens < load.capacity_tokens
     assert first.needed_tokens == load.stuck_tokens == 1200
     assert first.group_ids == ("g2", "g3"), "the others have nothing to gain"
+
+
+def full_beside_roomy(used: int = 1300, waiting: int = 200) -> tuple[GroupUse, ...]:
+    """A full group for which requests wait, and three with room; requests may move."""
+    alone = [MemberUse(f"w{n}", 1300, 400 if n else used, 1300) for n in range(4)]
+    return tuple(
+        GroupUse(
+            *(f"g{n}", MODEL, (member,), 0 if n else bool(waiting), 0 if n else waiting),
+            running=3,
+            kv_layout="weights",
+        )
+        for n, member in enumerate(alone)
+    )
+
+
+class Moving:
+    """A monitor with `rebalance`, whose moves end after a second with `moved` requests."""
+
+    def __init__(self, moved: int = 1, **config: object) -> None:
+        self.monitor = OverloadMonitor(OverloadConfig(**config))  # type: ignore[arg-type]
+        self.moved, self.now_s = moved, 100.0
+        self.decisions: list[Decision] = []
+        self._ends: list[tuple[float, Decision]] = []
+
+    def tick(self, groups: tuple[GroupUse, ...], count: int, **demand: int) -> list[Decision]:
+        """Let time pass; returns the decisions."""
+        before = len(self.decisions)
+        for _ in range(count):
+            self.now_s += TICK_S
+            for at_s, decision in [end for end in self._ends if end[0] <= self.now_s]:
+                self._ends.remove((at_s, decision))
+                ids = decision.group_ids[0], decision.group_ids[1]
+                assert not self.monitor.handle(MoveEnded(self.now_s, MODEL, ids, self.moved))
+            found = self.monitor.handle(DemandReported(self.now_s, (ModelDemand(MODEL, **demand),)))
+            found += self.monitor.handle(GroupsSeen(self.now_s, groups))
+            self.monitor.check_invariants()
+            self.decisions += found
+            self._ends += [(self.now_s + 1, d) for d in found if d.action is Action.MOVE]
+        return self.decisions[before:]
+
+
+def test_a_move_comes_before_a_merge_which_follows_if_moves_do_not_help() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    found = moving.tick(full_beside_roomy(), 40)
+    assert {decision.action for decision in found} == {Action.MOVE}
+    assert found[0].group_ids[0] == "g0" and found[0].reason.cause is Cause.FULL
+    assert found[0].needed_tokens >= 200
+    found = moving.tick(full_beside_roomy(), 40)  # still full after 5 s
+    merges = [decision for decision in found if decision.action is Action.MERGE]
+    assert merges and merges[0].group_ids == ("g0",) and not merges[0].reason.moves_help
+    assert merges[0].now_s >= 105.0
+
+
+def test_no_merge_follows_if_moves_help() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    assert {d.action for d in moving.tick(full_beside_roomy(), 20)} == {Action.MOVE}
+    assert moving.tick(full_beside_roomy(900, 0), 100) == []
+
+
+def test_moves_that_fail_delay_a_merge_for_a_bounded_time() -> None:
+    moving = Moving(moved=0, rebalance=Rebalance.STUCK)
+    found = moving.tick(full_beside_roomy()[:2], 60)
+    assert found[0].action is Action.MOVE
+    (merge, *_) = [decision for decision in found if decision.action is Action.MERGE]
+    config = moving.monitor.config
+    assert merge.now_s <= 100.0 + config.settle_s + config.overload_dwell_s + 4 * TICK_S
+
+
+def test_without_rebalance_a_full_group_merges_as_before() -> None:
+    found = Moving().tick(full_beside_roomy(), 20)
+    assert [decision.action for decision in found] == [Action.MERGE]
+
+
+@pytest.mark.parametrize("mode", [Rebalance.STUCK, Rebalance.ALL])
+def test_demand_beyond_all_groups_merges_at_once(mode: Rebalance) -> None:
+    moving = Moving(rebalance=mode)
+    found = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
+    assert Action.MERGE in {decision.action for decision in found}
+
+
+def test_room_is_made_for_a_large_request_with_all_only() -> None:
+    groups = full_beside_roomy(400, 0)
+    demand = {"queued": 1, "queued_tokens": 950, "first_queued_tokens": 950}
+    assert Moving(rebalance=Rebalance.STUCK).tick(groups, 10, **demand) == []
+    (decision,) = Moving(rebalance=Rebalance.ALL).tick(groups, 10, **demand)
+    assert (decision.action, decision.reason.cause) == (Action.MOVE, Cause.LARGE)
+
+
+def test_the_policy_migrate_moves_and_never_merges() -> None:
+    moving = Moving(policy=OverloadPolicy.MIGRATE)
+    demand = {"queued": 50, "queued_tokens": 50_000, "first_queued_tokens": 1000}
+    actions = {decision.action for decision in moving.tick(full_beside_roomy(), 200, **demand)}
+    assert actions == {Action.MOVE, Action.EXHAUSTED}
 
 
 def test_below_the_threshold_of_a_split_a_full_group_is_no_overload() -> None:

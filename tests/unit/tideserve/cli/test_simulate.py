@@ -152,6 +152,8 @@ BAD = {
     "loads: {a: 3}": "'loads' in .* must map names",
     "loads: {a: {rate: 3}}": "unknown configuration key 'rate'",
     "systems: {a: {loads: {}}}": "'loads', which all systems share",
+    "rebalance: stucks": "'rebalance'",
+    "rebalance: stuck": "lacks the sizes of layers",
     "systems: {a: 3}": "must be a mapping of keys that differ",
     "systems: {a: {fill: 1}}": "unknown configuration key 'fill' in system 'a'",
     "systems: {a: {workload: {rate_per_s: -1}}}": "'rate_per_s'",
@@ -175,6 +177,11 @@ def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
         run_simulation(tmp_path / "none.yaml", None, None)
     with pytest.raises(CommandError, match="set 'kv_blocks'"):
         run_simulation(write(tmp_path, f"{COST}\n{WORKLOAD}"), None, None)
+    moving = (
+        f"profile: A100-14B\nmemory: 40GiB\nrebalance: stuck\nprefix_caching: false\n{WORKLOAD}"
+    )
+    with pytest.raises(CommandError, match="set 'prefix_caching: true'"):
+        run_simulation(write(tmp_path, f"{moving}\n{WORKLOAD}"), None, None)
     little = f"profile: A100-14B\nmemory: 20GiB\n{WORKLOAD}"
     with pytest.raises(CommandError, match="leaves no KV block"):
         run_simulation(write(tmp_path, little), None, None)

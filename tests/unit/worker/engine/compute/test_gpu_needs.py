@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.engine.compute.assembly import COMPILERS, check_gpu_needs
+from services.worker.engine.compute.gpu_needs import COMPILERS, check_gpu_needs
 from services.worker.errors import DeviceError
 from tests.support.device import ON_GPU
 
@@ -15,7 +15,7 @@ if ON_GPU:
 def cuda_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A build for CUDA, with a compiler in the folder that is returned, and two GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("services.worker.engine.compute.assembly.PACKAGES", ())
+    monkeypatch.setattr("services.worker.engine.compute.gpu_needs.PACKAGES", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from tests.support.sampling import NO_FOLDER
 from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton", reason="there is no Triton for this machine")
+from services.worker.engine.sampling.device_check import DIFFERENT_MAX, differing_share
+from services.worker.engine.sampling.device_row import DeviceRow
 from services.worker.engine.sampling.device_sampler import (
+    DeviceDraws,
     DeviceSampler,
     KernelSizes,
     device_sampler_bytes,
@@ -236,3 +240,23 @@ def test_kernels_are_compiled_without_spills(capability: int, tmp_path: Path) ->
     lines = ended.stdout.splitlines()
     assert len(lines) == 8
     assert all(line.endswith(" 0 0") for line in lines), ended.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [7, 64])
+def test_an_engine_compares_the_device_with_the_host(dtype: torch.dtype, slots: int) -> None:
+    sampler = device_sampler(VOCAB, slots=slots, rows_max=16)
+    assert differing_share(sampler, VOCAB, dtype, torch.device(DEVICE)) == 0
+
+
+def test_an_engine_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = DeviceSampler.launch
+
+    def without_rules(
+        self: DeviceSampler, logits: torch.Tensor, rows: Sequence[DeviceRow]
+    ) -> DeviceDraws:
+        return launch(self, logits, [row._replace(counts=None, forbidden=None) for row in rows])
+
+    monkeypatch.setattr(DeviceSampler, "launch", without_rules)
+    share = differing_share(device_sampler(VOCAB), VOCAB, torch.float32, torch.device(DEVICE))
+    assert share > DIFFERENT_MAX

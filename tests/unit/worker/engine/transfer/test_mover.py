@@ -13,6 +13,7 @@ from services.worker.engine.transfer.errors import MoverFull
 from services.worker.engine.transfer.frame import Bytes, Frame
 from services.worker.engine.transfer.gate import ActivationGate
 from services.worker.engine.transfer.lane import Identity
+from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.mover import (
     FAST_LINK_TIMES,
     Mover,
@@ -101,6 +102,20 @@ class Pair:
     def later(self, duration_s: float) -> None:
         self.now_s += duration_s
         self.settle()
+
+
+@pytest.mark.parametrize(("send", "seconds"), [("send_slab", 1.0), ("send_kv", 0.1)])
+def test_a_paced_link_is_as_slow_as_the_modelled_one(send: str, seconds: float) -> None:
+    """10 kB stand for a hundred times that of parameters, or ten times that of KV, at 1 MB/s."""
+    pair = Pair(replace(CONFIG, pace=LinkPace(1e6, kv_scale=10, parameter_scale=100)))
+    getattr(pair.a, send)("b")
+    pair.settle()
+    while not pair.a.ends:
+        pair.later(seconds / 100)
+    (end,) = pair.a.ends
+    assert end.status is TransferStatus.SENT
+    # The last piece is sent when the link is free, and nothing waits for its end.
+    assert seconds * 0.8 < pair.now_s < seconds * 1.5
 
 
 def sent_to_b() -> TransferOutcome:
