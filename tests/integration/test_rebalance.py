@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
     with Cluster(
         model_dir=folder,
-        memory="12MiB",
+        memory="16MiB",
         dtype="float64",
         chunk_size="64KiB",
         scheduler={"lateness": 0.0},

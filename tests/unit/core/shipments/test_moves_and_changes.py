@@ -4,11 +4,6 @@ import os
 
 import pytest
 
-from services.core.planner import pin_handlers
-from services.core.planner.events import Command
-from services.core.planner.pin_events import SequenceShipped
-from services.core.planner.pin_handlers import PinHandlers
-from services.core.planner.refusal import shipped
 from services.core.shipments.shipping import Shipping
 from tests.support.fake_stage import Violated
 from tests.support.rebalanced_world import RebalancedWorld
@@ -42,18 +37,6 @@ def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
 def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the end of all shipments at a change, blocks are kept or KV is wrong."""
     monkeypatch.setattr(Shipping, "end_all", lambda _self, _reason: None)
-    with pytest.raises((Violated, AssertionError, KeyError, IndexError)):
-        for seed in range(RUNS):
-            explore(seed)
-
-
-def test_a_request_that_runs_on_at_its_source_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I15: the source ends the request before its gateway starts it elsewhere."""
-
-    def return_only(_handlers: PinHandlers, event: SequenceShipped) -> list[Command]:
-        return [shipped(event.seq_id, event.target)]
-
-    monkeypatch.setitem(pin_handlers._HANDLERS, SequenceShipped, return_only)
     with pytest.raises((Violated, AssertionError, KeyError, IndexError)):
         for seed in range(RUNS):
             explore(seed)
