@@ -108,6 +108,29 @@ def test_a_request_that_has_just_moved_stays_for_a_while() -> None:
     world.finish()
 
 
+def test_a_limited_order_moves_the_largest_requests_that_fit() -> None:
+    world = ShippingWorld(9, num_blocks=1200)
+    sizes = {"small": 20, "middle": 60, "large": 100, "huge": 400}
+    clients = {name: world.start(name, prompt(world, sizes[name]), 300, "w0") for name in sizes}
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in clients.values()))
+    blocks = {seq.seq_id.split("#")[0]: seq.blocks for seq in world.nodes["w0"].planner.running}
+    # Room for the two in the middle, not for the small one beside them.
+    order = world.ship("w0", "w1", blocks_max=blocks["large"] + blocks["middle"] + 2)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == 2
+    assert {n for n, client in clients.items() if client.worker == "w1"} == {"large", "middle"}
+    world.finish()
+
+
+def test_an_order_too_small_for_any_request_moves_none() -> None:
+    world = ShippingWorld(10)
+    client = world.start("a", prompt(world, 60), 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    order = world.ship("w0", "w1", blocks_max=3)
+    assert world.answers[order].moved == 0 and client.worker == "w0"
+    world.finish()
+
+
 def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world = ShippingWorld(8, num_blocks=1200)
     clients = [world.start(f"r{n}", prompt(world, 30), 400, "w0") for n in range(7)]
