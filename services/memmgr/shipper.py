@@ -82,6 +82,10 @@ class Shipper:
     async def _execute(self, logged: LoggedDecision) -> None:
         """Execute a decision of the overload monitor to move requests."""
         decision, driver, moved = logged.decision, self._driver, 0
+        if not driver.leads:
+            # The pair is not to blame: a back-off would outlast the next election.
+            self._watch.end_move(logged, None, "this memory manager does not lead")
+            return
         logged.note(decision.model, "under way")
         outcome = "stopped"
         try:
@@ -103,8 +107,6 @@ class Shipper:
     def _pair(self, group_ids: tuple[str, ...]) -> ShippingPair:
         """The groups of a decision. Raises InvalidChange."""
         driver = self._driver
-        if not driver.leads:
-            raise InvalidChange("another memory manager leads")
         stable = {group.group_id: group for group in driver.stable_groups}
         missing = [group_id for group_id in group_ids if group_id not in stable]
         if missing:
