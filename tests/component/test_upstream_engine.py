@@ -510,6 +510,16 @@ async def test_a_key_is_sent(model_dir: Path) -> None:
         assert (await open_upstream(config)).facts.block_size == 16
 
 
+@pytest.mark.parametrize("content", ["", "secret\nsecond", "secret\x01"])
+async def test_a_malformed_key_is_not_shown(model_dir: Path, content: str) -> None:
+    key = model_dir / "key"
+    key.write_text(content)
+    config = config_of(model_dir, UpstreamServer(), upstream_key_file=str(key))
+    with pytest.raises(WorkerError, match="is not a key in printable ASCII") as raised:
+        await open_upstream(config)
+    assert "secret" not in str(raised.value)
+
+
 async def test_without_metrics_the_cache_holds_the_configured_tokens(model_dir: Path) -> None:
     async with UpstreamServer(has_metrics=False) as upstream:
         for options, blocks in (
