@@ -314,6 +314,17 @@ async def test_a_request_waits_only_so_long_for_a_full_server(
     assert refusal.retryable and "the upstream server is full" in refusal.message
 
 
+async def test_a_request_for_rows_of_its_prompt_waits_for_a_full_server(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.probe_status = 429
+    adapter.send(start(logprobs=LogprobOptions(prompt=1)))
+    await eventually(lambda: upstream.failed_probes)
+    upstream.probe_status = 200
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert tokens(adapter)[0].prompt_logprobs is not None
+
+
 async def test_a_refused_request_says_why(adapter: AdapterOnTest, upstream: UpstreamServer) -> None:
     upstream.refusals = [400]
     adapter.send(start())
