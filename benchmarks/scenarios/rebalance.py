@@ -86,7 +86,7 @@ def serve(cluster: FaultCluster, deployment: Deployment, seed: int, uneven: bool
         (cluster.counters().preemptions or 0) - preempted,
         int(cluster.metrics().get(RECEIVED, 0.0) - received),
         sum(decision["action"] == "merge" for decision in decisions),
-        sum(len(outcome.token_ids) or outcome.completion_tokens for outcome in outcomes) / seconds,
+        sum(outcome.completion_tokens for outcome in outcomes) / seconds,
         distribution([tpot_s for outcome in outcomes if (tpot_s := _tpot_s(outcome)) is not None]),
         distribution([max(_gaps_s(outcome), default=0.0) for outcome in outcomes]),
         [outcome.failure for outcome in outcomes if outcome.failure],

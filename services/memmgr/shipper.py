@@ -55,12 +55,15 @@ class Shipper:
         ids = source.group_id, target.group_id
         logged = self._watch.note_move(source.model, ids, cause)
         logged.note(source.model, "under way")
+        outcome = "its caller is gone; requests may still move"
         try:
             answer = await self._driver.ship(pair, requests_max, if_cheaper=cause is Cause.DRAINING)
+            outcome = _outcome(answer)
         except ShippingFailed as error:
-            logged.note(source.model, str(error))
+            outcome = str(error)
             raise
-        logged.note(source.model, _outcome(answer))
+        finally:
+            logged.note(source.model, outcome)
         self._watch.moved[cause] += answer.moved
         return answer
 

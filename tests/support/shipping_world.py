@@ -170,11 +170,13 @@ class ShippingWorld:
         client.over = True
         self.nodes[client.worker].handle(RequestAborted(self.now_s, name))
 
-    def ship(self, source: str, target: str, requests_max: int = 0) -> str:
+    def ship(self, source: str, target: str, requests_max: int = 0, blocks_max: int = 0) -> str:
         self._orders += 1
         order = f"order-{self._orders}"
         place = Destination(target, f"address of {target}", f"group-{target}", 1)
-        self.nodes[source].handle(ShippingAsked(self.now_s, order, place, requests_max))
+        self.nodes[source].handle(
+            ShippingAsked(self.now_s, order, place, requests_max, blocks_max=blocks_max)
+        )
         return order
 
     def part(self, name_a: str, name_b: str) -> None:

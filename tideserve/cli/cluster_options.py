@@ -143,6 +143,7 @@ class ClusterOptions:
     block_size: int | None = _of("block_size", RESOURCES)
     paced: str | None = _of("paced", RESOURCES)
     overload_policy: str | None = _of("overload_policy", LIMITS)
+    rebalance: str | None = _of("rebalance", LIMITS)
     scheduling: str | None = _of("scheduling", LIMITS)
     harvest: float | None = _of("harvest", LIMITS)
     max_running: int | None = _of("max_running", LIMITS)

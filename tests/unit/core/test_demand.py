@@ -31,3 +31,8 @@ def test_more_requests_are_news_and_a_rate_that_falls_is_not(
 def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
     assert not is_urgent_change((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
     assert is_urgent_change((), (ModelDemand("m", arriving_tokens_per_s=5.0),))
+
+
+def test_of_first_requests_the_larger_one_counts() -> None:
+    one, other = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
+    assert one.plus(other) == ModelDemand("m", 2, 100, first_queued_tokens=50)

@@ -54,7 +54,7 @@ def test_the_queue_is_counted_until_it_is_served() -> None:
     scheduler.ask("r0", 100.0)
     scheduler.ask("r1", 100.0)
     rate = 2 * START_TOKENS / 2
-    wanted = ModelDemand("m", 2, 2 * START_TOKENS, 0, 0, rate)
+    wanted = ModelDemand("m", 2, 2 * START_TOKENS, 0, 0, rate, first_queued_tokens=START_TOKENS)
     assert scheduler.state.demands(100.0) == (wanted,)
     scheduler(Withdrawn(100.0, "r0"))
     assert scheduler.state.demands(100.0)[0].queued_tokens == START_TOKENS
@@ -68,7 +68,7 @@ def test_refusals_for_want_of_room_count_for_a_while() -> None:
     scheduler.ask("r0", 100.0)
     scheduler.ask("r1", 100.0)
     assert scheduler.state.demands(105.0) == (
-        ModelDemand("m", 1, START_TOKENS, 1, START_TOKENS, 0.0),
+        ModelDemand("m", 1, START_TOKENS, 1, START_TOKENS, 0.0, first_queued_tokens=START_TOKENS),
     )
     (refusal,) = scheduler(Ticked(120.0))
     assert isinstance(refusal, SendRefusal) and refusal.reason is RefusalReason.EXPIRED

@@ -108,6 +108,29 @@ def test_a_request_that_has_just_moved_stays_for_a_while() -> None:
     world.finish()
 
 
+def test_a_limited_order_moves_the_largest_requests_that_fit() -> None:
+    world = ShippingWorld(9, num_blocks=1200)
+    sizes = {"small": 20, "middle": 60, "large": 100, "huge": 400}
+    clients = {name: world.start(name, prompt(world, sizes[name]), 300, "w0") for name in sizes}
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in clients.values()))
+    blocks = {seq.seq_id.split("#")[0]: seq.blocks for seq in world.nodes["w0"].planner.running}
+    # Room for the two in the middle, not for the small one beside them.
+    order = world.ship("w0", "w1", blocks_max=blocks["large"] + blocks["middle"] + 2)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == 2
+    assert {n for n, client in clients.items() if client.worker == "w1"} == {"large", "middle"}
+    world.finish()
+
+
+def test_an_order_too_small_for_any_request_moves_none() -> None:
+    world = ShippingWorld(10)
+    client = world.start("a", prompt(world, 60), 60, "w0")
+    world.run_until(lambda: len(client.tokens) > 2)
+    order = world.ship("w0", "w1", blocks_max=3)
+    assert world.answers[order].moved == 0 and client.worker == "w0"
+    world.finish()
+
+
 def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world = ShippingWorld(8, num_blocks=1200)
     clients = [world.start(f"r{n}", prompt(world, 30), 400, "w0") for n in range(7)]
@@ -117,6 +140,52 @@ def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world.run_until(lambda: "order-1" in world.answers)
     answer = world.answers["order-1"]
     assert answer.moved == sum(one.worker == "w1" for one in clients) == 6, answer
+    world.finish()
+
+
+def test_an_order_of_few_blocks_counts_those_that_requests_do_not_share() -> None:
+    world = ShippingWorld(9, num_blocks=200)
+    common = prompt(world, 80)
+    clients = [world.start(f"r{n}", (*common, n), 60, "w0") for n in range(3)]
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    node = world.nodes["w0"]
+    used = node.planner.pool.usable - node.planner.pool.free_count
+    # The overload monitor knows only the mean, which is less than the KV of each request.
+    mean = -(-used // 3)
+    assert mean < len(common) // BLOCK_SIZE
+    order = world.ship("w0", "w1", blocks_max=mean)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved >= 1, world.answers[order]
+    world.finish()
+
+
+def test_an_order_for_few_blocks_leaves_larger_requests() -> None:
+    world = ShippingWorld(10, num_blocks=200)
+    sizes = {"small": 20, "large": 60}
+    for name, tokens in sizes.items():
+        world.start(name, prompt(world, tokens), 100, "w0")
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    order = world.ship("w0", "w1", blocks_max=12)
+    world.run_until(lambda: order in world.answers)
+    assert [world.clients[name].worker for name in sizes] == ["w1", "w0"]
+    world.finish()
+
+
+def test_an_order_ends_although_requests_keep_arriving() -> None:
+    world = ShippingWorld(11, num_blocks=400)
+    first = world.start("r0", prompt(world, 20), 60, "w0")
+    world.run_until(lambda: len(first.tokens) > 2)
+    order, count = world.ship("w0", "w1"), 0
+
+    def ended() -> bool:
+        nonlocal count
+        if sum(not one.over and one.worker == "w0" for one in world.clients.values()) < 3:
+            count += 1
+            world.start(f"r{count}", prompt(world, 20), 60, "w0")
+        return order in world.answers or count > 60
+
+    world.run_until(ended)
+    assert world.answers[order].moved == 1 and first.worker == "w1"
     world.finish()
 
 

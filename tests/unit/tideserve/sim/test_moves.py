@@ -116,12 +116,12 @@ def test_the_policy_migrate_merges_nothing() -> None:
 
 
 def test_moves_spare_a_merge() -> None:
-    """A group that is full beside emptier ones merges without moves, and not with them."""
+    """A group that is full beside emptier ones merges less often if its requests may move."""
     merges = {
         rebalance: spread(OverloadPolicy.DROP, rebalance)["changes"]["merges"]
         for rebalance in (Rebalance.OFF, Rebalance.STUCK)
     }
-    assert merges[Rebalance.OFF] > 0 and merges[Rebalance.STUCK] == 0
+    assert merges[Rebalance.STUCK] < merges[Rebalance.OFF]
 
 
 def test_without_moves_nothing_changes() -> None:
