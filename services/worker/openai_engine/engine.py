@@ -86,7 +86,8 @@ class UpstreamEngine:
                 too long or lost too often.
         """
         arguments = dict(sampling_params)
-        prompt_top, rows = arguments.pop("prompt_logprobs", None), None
+        prompt_top: int | None = arguments.pop("prompt_logprobs", None)
+        rows: Sequence[LogprobMap | None] | None = None
         output = self._assembler(prompt, arguments)
         began_s = monotonic_s()
         moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
