@@ -71,7 +71,6 @@ class _Order:
     if_cheaper: bool  # only those whose KV is sent in less time than it is computed
     blocks_left: float  # KV blocks that further requests may free here
     untried: set[str]  # ids of the sequences that were here at the start and may be chosen
-    chosen: int = 0
     moved: int = 0
     kept: int = 0
     reason: str = ""  # why the last request stays
@@ -307,7 +306,6 @@ class Outgoing:
             if sequence is None:
                 break
             order.left -= 1
-            order.chosen += 1
             order.blocks_left -= self._own_blocks(sequence)
             order.untried.discard(sequence.seq_id)
             self._offer(order, sequence, now_s)
@@ -321,15 +319,13 @@ class Outgoing:
         if order.blocks_left == inf:
             return next(candidates, None)
         # Few large requests rather than many small ones. KV of batch requests that yield is no
-        # shortage; and the amount may be a mean, which all requests can exceed.
+        # shortage.
         yields = self.port.planner.sequence_table.precedence.batch_yields
         sized = [(self._own_blocks(seq), seq) for seq in candidates if seq.online or not yields]
         fitting = [entry for entry in sized if entry[0] <= order.blocks_left]
-        if fitting:
-            return min(fitting, key=lambda entry: (entry[1].online, -entry[0]))[1]
-        if order.chosen or not sized:
+        if not fitting:
             return None
-        return min(sized, key=lambda entry: entry[0])[1]
+        return min(fitting, key=lambda entry: (entry[1].online, -entry[0]))[1]
 
     def _own_blocks(self, sequence: Sequence) -> int:
         """KV blocks that the end of a sequence frees: those after the prefix that others share."""

@@ -85,8 +85,8 @@ class ShippingAsked:
 
     Only requests that are at the source now move. Answered by `ShippingOver` with the same `order`.
     `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
-    they free at most so many KV blocks in total, but at least one request moves, and no batch
-    request that yields its KV anyway; 0: no limit.
+    they free at most so many KV blocks in total, and are no batch requests that yield their KV
+    anyway; 0: no limit.
     """
 
     now_s: float

@@ -119,7 +119,10 @@ class Connections:
         """Whether a worker of another group is connected; None: not yet, but it may be in time."""
         introduction = self._introductions.get(worker_id)
         if introduction is None:
-            return False
+            # Members of a group that has split stay connected, and are not introduced.
+            lanes = (self._activations, self._bulk)
+            known = [(lane, lane.connected.get(worker_id)) for lane in lanes]
+            return all(peer is not None and lane.has(peer) for lane, peer in known)
         if self.has(introduction.peer):
             return True
         return None if self.may_connect(introduction.peer) else False

@@ -171,23 +171,13 @@ def test_an_order_for_few_blocks_leaves_larger_requests() -> None:
     world.finish()
 
 
-def test_an_order_smaller_than_each_request_moves_the_smallest() -> None:
-    world = ShippingWorld(12, num_blocks=200)
-    for name, tokens in {"large": 60, "small": 20}.items():
-        world.start(name, prompt(world, tokens), 100, "w0")
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
-    order = world.ship("w0", "w1", blocks_max=1)
-    world.run_until(lambda: order in world.answers)
-    assert world.answers[order].moved == 1 and world.clients["small"].worker == "w1"
-    world.finish()
-
-
 def test_an_order_of_few_blocks_moves_no_batch_request_that_yields() -> None:
     world = ShippingWorld(13, num_blocks=200)
     assert world.nodes["w0"].planner.sequence_table.precedence.batch_yields
-    world.start("batch", prompt(world, 30), 100, "w0", classes=(ServiceClass.BATCH,))
+    batch = world.start("batch", prompt(world, 30), 100, "w0", classes=(ServiceClass.BATCH,))
+    world.run_until(lambda: len(batch.tokens) > 2)
     online = world.start("online", prompt(world, 30), 100, "w0")
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    world.run_until(lambda: len(online.tokens) > 2)
     order = world.ship("w0", "w1", blocks_max=100)
     world.run_until(lambda: order in world.answers)
     assert world.answers[order].moved == 1 and online.worker == "w1"

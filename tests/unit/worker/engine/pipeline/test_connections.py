@@ -203,3 +203,13 @@ def test_a_lost_process_stays_lost_while_its_connection_is_gone(pair: Pair) -> N
     assert w0.lost([replace(plan("w1", 1), incarnation="w1-2")]) == []
     w0.enter([plan("w0", 1)])
     assert w0.lost([plan("w1", 1)]) == [], "nothing of a worker that is no member is missed"
+
+
+def test_former_members_of_a_group_reach_each_other_without_an_introduction(pair: Pair) -> None:
+    own = pair.ends["w0"]
+    assert own.reaches("w1") is False
+    pair.attempt()
+    own.introduce(plan("w0", 2), [plan("w1", 2)], timeout_s=60.0)  # no effect: connected already
+    assert own.reaches("w1") is True
+    own.end_all(activations=False, bulk=True)
+    assert own.reaches("w1") is False
