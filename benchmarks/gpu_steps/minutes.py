@@ -116,8 +116,10 @@ class Minutes:
             return f"cut off after {allowed_s:.0f} s"
 
     def _write(self) -> None:
-        target = self._folder / "figures.json"
-        target.write_text(json.dumps({"dry": self._dry, "steps": self.results}, indent=1))
+        # A lease may end while the file is written.
+        written = self._folder / "figures.json.part"
+        written.write_text(json.dumps({"dry": self._dry, "steps": self.results}, indent=1))
+        written.replace(self._folder / "figures.json")
 
     def table(self) -> str:
         """How each step ended, and its numbers."""

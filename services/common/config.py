@@ -311,7 +311,13 @@ def _from_text(text: str, setting: Setting) -> Any:
 
 
 def _converted(value: Any, setting: Setting) -> Any:
-    """Convert a YAML value: text to paths and sizes, lists to tuples, integers to floats."""
+    """Convert a YAML value: text to paths and sizes, lists to tuples, integers to floats.
+
+    YAML reads `on` and `off` without quotes as booleans.
+    """
+    if isinstance(value, bool):
+        word, options = "on" if value else "off", setting.metadata.get("options", ())
+        return word if word in options else value
     if isinstance(value, str):
         if setting.metadata.get("size"):
             return parse_size_bytes(value)

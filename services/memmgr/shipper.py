@@ -162,4 +162,6 @@ class Shipper:
 
 def _outcome(answer: worker_pb2.ShipRequestsResponse) -> str:
     """The result of an order, for people."""
+    if answer.moved and not answer.kept:
+        return f"all {answer.moved} moved"
     return f"{answer.moved} moved, {answer.kept} stay: {answer.reason}"

@@ -183,7 +183,9 @@ class ClusterProcesses:
     def _handle_death(self, child: ServiceProcess, return_code: int) -> None:
         last_line = exit_message(return_code, child.last_lines(1))
         quote = f"; its last line: {last_line}" if last_line else ""
-        event = f"{child.name} died ({describe_exit(return_code)}){quote}"
+        # A worker that was drained ends by itself.
+        ending = "died" if return_code else "stopped"
+        event = f"{child.name} {ending} ({describe_exit(return_code)}){quote}"
         self._decide(child, return_code, monotonic_s(), event)
 
     def _decide(self, child: ServiceProcess, return_code: int, now_s: float, event: str) -> None:

@@ -15,6 +15,7 @@ from services.common.errors import ConfigError
 from services.common.setting import settings_of, values_of
 from services.common.size import format_size, parse_size_bytes
 from services.core.setting import choice, computed, device_name, nested, number, option, size
+from services.scheduler.config import SchedulerConfig
 
 
 @dataclass(frozen=True)
@@ -288,3 +289,13 @@ def test_a_default_may_follow_from_another_value() -> None:
 def test_errors_of_nested_dataclasses(data: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_mapping(Outer, data, "it")
+
+
+@pytest.mark.parametrize(("text", "value"), [("off", "off"), ("on", "on"), ('"on"', "on")])
+def test_on_and_off_need_no_quotes_where_they_are_options(text: str, value: str) -> None:
+    config = from_mapping(
+        SchedulerConfig, {"etcd_url": "e"} | parse_yaml(f"buckets: {text}", "it"), "it"
+    )
+    assert config.buckets == value
+    with pytest.raises(ConfigError, match="but must be of type str"):
+        from_mapping(SchedulerConfig, {"etcd_url": "e", "batch_order": value == "on"}, "it")
