@@ -296,6 +296,6 @@ def test_on_and_off_need_no_quotes_where_they_are_options(text: str, value: str)
     config = from_mapping(
         SchedulerConfig, {"etcd_url": "e"} | parse_yaml(f"buckets: {text}", "it"), "it"
     )
-    assert config.buckets == value
+    assert values_of(config)["buckets"] == value
     with pytest.raises(ConfigError, match="but must be of type str"):
         from_mapping(SchedulerConfig, {"etcd_url": "e", "batch_order": value == "on"}, "it")
