@@ -117,42 +117,52 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     workers = max(deployment.workers, WORKERS_MIN)
     rollouts: dict[str, Rollout] = {}
     audits: list[Audited] = []
+    wanted: list[Undisturbed] = []
     for mode in MODES:
         options = BY_HAND | {"worker": {"drain": mode, "drain_timeout_s": DRAIN_TIMEOUT_S}}
         with running_cluster(deployment, workers, options, say) as cluster:
-            rollouts[mode] = roll(cluster, choice.seed, partial(_say_with, progress, f"{mode}: "))
+            mode_say = partial(_say_with, progress, f"{mode}: ")
+            rollouts[mode] = roll(cluster, choice.seed, wanted, mode_say)
             audits.append(cluster.audit())
             problems = [*rollouts[mode].tally.problems(), *_broken(audits[-1])]
             cluster.keep_if(problems, "drain", say)
     return judge(rollouts, audits, GONE_PACED_MAX_S if deployment.paced else GONE_MAX_S)
 
 
-def roll(cluster: FaultCluster, seed: int, say: Say) -> Rollout:
-    """Replace the workers of a cluster one after the other. Raises SystemUnavailable."""
+def roll(cluster: FaultCluster, seed: int, wanted: list[Undisturbed], say: Say) -> Rollout:
+    """Replace the workers of a cluster one after the other. Raises SystemUnavailable.
+
+    `wanted`: the undisturbed answers, which are added first if there are none.
+    """
     shape = Shape(
         *(STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS),
         seed=seed,
         temperature=TEMPERATURE,
         distinct=STREAMS,
     )
-    say("an undisturbed run")
-    requests = [shape.request(number) for number in range(STREAMS)]
-    wanted = undisturbed_answers(cluster.url, cluster.model, requests, STREAMS)
+    if not wanted:
+        say("an undisturbed run")
+        requests = [shape.request(number) for number in range(STREAMS)]
+        wanted += undisturbed_answers(cluster.url, cluster.model, requests, STREAMS)
     rollout, streams = Rollout(), RepeatedStreams(cluster.url, cluster.model, shape)
     streams.start()
     try:
         await_true(lambda: streams.begun >= STREAMS, WHOLE_TIMEOUT_S)
-        for name in cluster.workers:
+        # Later, `workers` lacks those that restart.
+        names = cluster.workers
+        for name in names:
             say(f"replacing {name}")
-            replace_worker(cluster, name, rollout)
+            replace_worker(cluster, name, names, rollout)
     finally:
         streams.finish()
     rollout.note_streams(streams.outcomes, wanted)
     return rollout
 
 
-def replace_worker(cluster: FaultCluster, name: str, rollout: Rollout) -> None:
-    """Stop a worker, and wait until its successor serves. Raises SystemUnavailable."""
+def replace_worker(
+    cluster: FaultCluster, name: str, names: Sequence[str], rollout: Rollout
+) -> None:
+    """Stop a worker, and wait until all of `names` serve. Raises SystemUnavailable."""
     pid, continued = cluster.pids[name], _continued(cluster)
     rows = cluster.status()["workers"]
     rollout.running += [row["running"] for row in rows if row["id"] == name]
@@ -162,7 +172,7 @@ def replace_worker(cluster: FaultCluster, name: str, rollout: Rollout) -> None:
         raise SystemUnavailable(f"{name} does not end")
     rollout.gone_s.append(monotonic_s() - began_s)
     rollout.resumed.append(_continued(cluster) - continued)
-    if not await_true(lambda: cluster.stable(cluster.workers, {pid}), WHOLE_TIMEOUT_S):
+    if not await_true(lambda: cluster.stable(names, {pid}), WHOLE_TIMEOUT_S):
         raise SystemUnavailable(f"the successor of {name} does not serve")
 
 
@@ -227,6 +237,7 @@ SCENARIO = Scenario(
     run=run,
     options=GPU | {"paced"},
     tiny_model=DEEP,
+    paced_memory="768MiB",
     gpu_memory="960MiB",
     tiny_dtype="float64",
 )

@@ -42,8 +42,10 @@ class InFront:
     @classmethod
     def start(cls, deployment: Deployment, say: Say, stack: ExitStack) -> "InFront":
         """Start all clusters; `stack` stops them."""
-        # The gateway in front reads the load from the servers' /metrics.
-        options = merged(deployment.options, {"gateway": {"cluster_metrics": True}})
+        # The gateway in front reads the load from the servers' /metrics. Both loads of a round have
+        # the same prompts and run on the same servers: a prefix cache would favour the second.
+        own = {"gateway": {"cluster_metrics": True}, "worker": {"prefix_caching": False}}
+        options = merged(deployment.options, own)
         alone = replace(deployment, workers=1, options=options)
         servers = tuple(Tideserve(f"server {number}", (), alone) for number in range(SERVERS))
         for server in servers:

@@ -53,7 +53,7 @@ from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restore_cause
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
 from services.memmgr.losses import Losses, LossLog
-from services.memmgr.member_client import MemberClient
+from services.memmgr.member_client import MemberClient, ShippingFailed
 from services.memmgr.translate_record import WorkerEndpoint
 from services.memmgr.worker_memory import MemoryView
 from tideserve.worker.v1 import worker_pb2
@@ -233,10 +233,11 @@ class Driver:
         their KV blocks in total; 0: no limit.
 
         Raises:
-            ShippingFailed: if the source refuses, or does not answer.
+            ShippingFailed: if the source refuses, or does not answer, or another process leads.
         """
         token = self._state.token
-        assert token is not None, "a standby moves nothing"
+        if token is None:  # since the caller chose the pair
+            raise ShippingFailed("another memory manager leads by now; it moves requests")
         return await self._members.ship(
             *(pair, token, self._endpoints, requests_max, if_cheaper, blocks_max)
         )

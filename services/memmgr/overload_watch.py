@@ -163,12 +163,12 @@ class OverloadWatch:
         self._moves.clear()
         return moves
 
-    def end_move(self, logged: LoggedDecision, moved: int, outcome: str) -> None:
-        """Report that a decision to move requests was executed: `moved` requests have left."""
+    def end_move(self, logged: LoggedDecision, moved: int | None, outcome: str) -> None:
+        """Report that a decision was executed: `moved` requests have left; None: it was not."""
         decision = logged.decision
         source_id, target_id = decision.group_ids
         logged.note(decision.model, outcome)
-        self.moved[decision.reason.cause] += moved
+        self.moved[decision.reason.cause] += moved or 0
         self._apply(MoveEnded(monotonic_s(), decision.model, (source_id, target_id), moved))
 
     def _apply(self, event: Event) -> None:

@@ -55,12 +55,15 @@ class Shipper:
         ids = source.group_id, target.group_id
         logged = self._watch.note_move(source.model, ids, cause)
         logged.note(source.model, "under way")
+        outcome = "its caller is gone; requests may still move"
         try:
             answer = await self._driver.ship(pair, requests_max, if_cheaper=cause is Cause.DRAINING)
+            outcome = _outcome(answer)
         except ShippingFailed as error:
-            logged.note(source.model, str(error))
+            outcome = str(error)
             raise
-        logged.note(source.model, _outcome(answer))
+        finally:
+            logged.note(source.model, outcome)
         self._watch.moved[cause] += answer.moved
         return answer
 
@@ -79,6 +82,10 @@ class Shipper:
     async def _execute(self, logged: LoggedDecision) -> None:
         """Execute a decision of the overload monitor to move requests."""
         decision, driver, moved = logged.decision, self._driver, 0
+        if not driver.leads:
+            # The pair is not to blame: a back-off would outlast the next election.
+            self._watch.end_move(logged, None, "this memory manager does not lead")
+            return
         logged.note(decision.model, "under way")
         outcome = "stopped"
         try:
@@ -100,8 +107,6 @@ class Shipper:
     def _pair(self, group_ids: tuple[str, ...]) -> ShippingPair:
         """The groups of a decision. Raises InvalidChange."""
         driver = self._driver
-        if not driver.leads:
-            raise InvalidChange("another memory manager leads")
         stable = {group.group_id: group for group in driver.stable_groups}
         missing = [group_id for group_id in group_ids if group_id not in stable]
         if missing:

@@ -28,8 +28,13 @@ from services.core.setting import (
 )
 from services.worker.engine_args import devices_of, normalized
 
-# Scheme, host and port.
-UPSTREAM_URL = re.compile(r"https?://[^/?#@\s]+/?")
+# Scheme, host or IPv6 address in brackets, and port.
+_UPSTREAM_URL = re.compile(
+    r"https?://([^/?#@\s:\[\]]+|\[[0-9a-fA-F:.]+\])(:(?P<port>[0-9]{1,5}))?/?"
+)
+PORT_MAX = 65535
+# Other characters end or break the header that carries the key.
+UPSTREAM_KEY = re.compile(r"[!-~]+")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
@@ -45,6 +50,12 @@ VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
     "max_batch_tokens": GPU_LIMITS["max_batch_tokens"],
 }
+
+
+def is_upstream_url(url: str) -> bool:
+    """Whether `url` is the address of a server, without a path and a password."""
+    match = _UPSTREAM_URL.fullmatch(url)
+    return match is not None and int(match["port"] or 0) <= PORT_MAX
 
 
 class DrainMode(StrEnum):
@@ -350,7 +361,7 @@ class WorkerConfig(ServiceConfig):
                         " 'openai'"
                     )
             return
-        if not UPSTREAM_URL.fullmatch(self.upstream_url):
+        if not is_upstream_url(self.upstream_url):
             raise ConfigError(
                 f"'upstream_url' is '{self.upstream_url}', but with `engine: openai` must be the"
                 " address of a server without a path and a password, such as http://host:8000"

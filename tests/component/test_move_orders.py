@@ -1,5 +1,6 @@
 """Orders to move requests: real etcd, memory manager and member services, engines that remember."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -190,6 +191,26 @@ async def test_a_move_that_a_worker_refuses_is_reported(store: Store) -> None:
             request = memmgr_pb2.GetClusterRequest()
             decisions = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
         assert any("not now" in decision.outcome for decision in decisions)
+
+
+async def test_a_move_whose_caller_hangs_up_is_not_under_way_for_ever(store: Store) -> None:
+    async with cluster(store, {}, {}) as (address, members):
+        engine = members[0].engine
+        engine.go.clear()
+        call = asyncio.create_task(move(address, "w0", "w1"))
+        await eventually(lambda: len(engine.orders) == 1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+        async def outcome() -> bool:
+            async with open_channel(address) as channel:
+                stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
+                request = memmgr_pb2.GetClusterRequest()
+                (decision,) = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
+            return "its caller is gone" in decision.outcome
+
+        await eventually(outcome)
+        engine.go.set()
 
 
 async def test_a_refused_order_is_repeated_later(store: Store) -> None:

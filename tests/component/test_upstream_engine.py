@@ -314,6 +314,17 @@ async def test_a_request_waits_only_so_long_for_a_full_server(
     assert refusal.retryable and "the upstream server is full" in refusal.message
 
 
+async def test_a_request_for_rows_of_its_prompt_waits_for_a_full_server(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
+    upstream.probe_status = 429
+    adapter.send(start(logprobs=LogprobOptions(prompt=1)))
+    await eventually(lambda: upstream.failed_probes)
+    upstream.probe_status = 200
+    assert await ended(adapter) is FinishReason.LENGTH
+    assert tokens(adapter)[0].prompt_logprobs is not None
+
+
 async def test_a_refused_request_says_why(adapter: AdapterOnTest, upstream: UpstreamServer) -> None:
     upstream.refusals = [400]
     adapter.send(start())
@@ -508,6 +519,16 @@ async def test_a_key_is_sent(model_dir: Path) -> None:
     async with UpstreamServer(key="secret") as upstream:
         config = config_of(model_dir, upstream, upstream_key_file=str(key))
         assert (await open_upstream(config)).facts.block_size == 16
+
+
+@pytest.mark.parametrize("content", ["", "secret\nsecond", "secret\x01"])
+async def test_a_malformed_key_is_not_shown(model_dir: Path, content: str) -> None:
+    key = model_dir / "key"
+    key.write_text(content)
+    config = config_of(model_dir, UpstreamServer(), upstream_key_file=str(key))
+    with pytest.raises(WorkerError, match="is not a key in printable ASCII") as raised:
+        await open_upstream(config)
+    assert "secret" not in str(raised.value)
 
 
 async def test_without_metrics_the_cache_holds_the_configured_tokens(model_dir: Path) -> None:

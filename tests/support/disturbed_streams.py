@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 
 OUTPUT_TOKENS = 300
+MOVED = "tideserve_gateway_moved_streams_total"
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -27,6 +29,14 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 8, "logprobs": 2},
     {"temperature": 0.8, "seed": 9, "n": 2},
     {"temperature": 0.0, "bad_words": ["ab"], "logit_bias": {"70": 2}},
+    # Characters of two to four tokens, and a stop string of seven.
+    {"temperature": 0.9, "seed": 10, "structured_outputs": {"regex": "([日本語é🌊]{4} ){15}z"}},
+    {
+        "temperature": 0.8,
+        "seed": 11,
+        "structured_outputs": {"regex": "([ab]{9} ){12}the end[0-9]{90}"},
+        "stop": ["the end"],
+    },
 ]
 
 Answer = list[dict[str, Any]]
@@ -42,13 +52,18 @@ async def chunks_of(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             assert line == "data: [DONE]"
 
 
-async def ask(cluster: Cluster, number: int, note: Callable[[int], None] | None = None) -> Answer:
+async def ask(
+    cluster: Cluster,
+    number: int,
+    note: Callable[[int], None] | None = None,
+    tokens: int = OUTPUT_TOKENS,
+) -> Answer:
     """What a client gets of each choice. `note` is called with the tokens so far."""
     fields = KINDS[number]
     body = {
         "model": cluster.get("/v1/models")["data"][0]["id"],
         "prompt": prompt_of(number, 24),
-        "max_tokens": OUTPUT_TOKENS,
+        "max_tokens": tokens,
         "stream": True,
         "return_token_ids": True,
         "ignore_eos": "structured_outputs" not in fields,
@@ -74,17 +89,51 @@ async def ask(cluster: Cluster, number: int, note: Callable[[int], None] | None 
     return choices
 
 
-def run_all(cluster: Cluster, note: Callable[[int], None] | None = None) -> list[Answer]:
+def run_all(
+    cluster: Cluster, note: Callable[[int], None] | None = None, tokens: int = OUTPUT_TOKENS
+) -> list[Answer]:
     """The answers of a stream of each kind, all at the same time; see `ask`."""
 
     async def run() -> list[Answer]:
-        return await asyncio.gather(*(ask(cluster, number, note) for number in range(len(KINDS))))
+        numbers = range(len(KINDS))
+        return await asyncio.gather(*(ask(cluster, number, note, tokens) for number in numbers))
 
     return asyncio.run(run())
 
 
+def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
+    """Move all running requests; returns the answer, which may be an error."""
+    answer: dict[str, Any] = httpx.post(
+        f"{cluster.admin_url}/tideserve/v1/requests/move",
+        params={"source": source, "target": target},
+        headers={ADMIN_HEADER: "1"},
+        timeout=120,
+    ).json()
+    return answer
+
+
+def disturbed(
+    cluster: Cluster, at: int, *actions: Callable[[], object]
+) -> tuple[list[Answer], float]:
+    """Run `actions` beside the streams at token `at`; returns the answers and the moves."""
+    both_serve(cluster)
+    moved, threads = metric(cluster, MOVED), list[Thread]()
+
+    def note(tokens: int) -> None:
+        if tokens >= at and not threads:
+            threads.extend(Thread(target=action) for action in actions)
+            for thread in threads:
+                thread.start()
+
+    answers = run_all(cluster, note)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return answers, metric(cluster, MOVED) - moved
+
+
 @contextmanager
-def logged_cluster(folder: Path, logs: Path) -> Iterator[Cluster]:
+def logged_cluster(folder: Path, logs: Path, **options: Any) -> Iterator[Cluster]:
     """Two workers with a tiny model in `folder`, whose groups change by hand only."""
     model = make_tiny_model(folder, seed=3, layers=4)
     with Cluster(
@@ -94,6 +143,7 @@ def logged_cluster(folder: Path, logs: Path) -> Iterator[Cluster]:
         services={"event_log": str(logs)},
         chunk_size="64KiB",
         overload_policy="recompute",
+        **options,
     ) as running:
         yield running
 

@@ -87,7 +87,13 @@ class MovingMember(WorldMember):
             ShipBlocks: lambda command: self.parts.append(Part(command)),
             CancelShipping: lambda command: self.fail_part(command.transfer_id),
             ShippingOver: self._note_answer,
+            RefuseRequest: self._refuse,
         }
+
+    def _refuse(self, command: RefuseRequest) -> None:
+        if command.returned:
+            require(command.request_id not in self.planner.sequences, f"it runs on: {command}")
+        self.world.clients.tell(self.worker_id, command)
 
     def _note_answer(self, answer: ShippingOver) -> None:
         self.answers[answer.order] = answer

@@ -50,9 +50,10 @@ class UpstreamServer:
     text; it refuses all completions unless it `completes`. While `polled` is not set,
     /metrics does not answer. `ends_early`: streams end without a finish reason. `metrics_status` is
     the status of /metrics, `failed_polls` counts those that are not 200; `probe_status` is the
-    status of completions that are not streamed. `content_type` is that of streams, `filler` is sent
-    again and again while a stream pauses, `owned_by` is the kind of server. `breaks`: connections
-    of streams close after the headers. `cached_tokens`: what the usage says of the prompt.
+    status of completions that are not streamed, `failed_probes` counts those that are not 200.
+    `content_type` is that of streams, `filler` is sent again and again while a stream pauses,
+    `owned_by` is the kind of server. `breaks`: connections of streams close after the headers.
+    `cached_tokens`: what the usage says of the prompt.
     `tokens_more`: tokens that it sends beyond `max_tokens`, one in some milliseconds.
     """
 
@@ -75,6 +76,7 @@ class UpstreamServer:
     metrics_status: int = 200
     failed_polls: int = 0
     probe_status: int = 200
+    failed_probes: int = 0
     content_type: str = "text/event-stream"
     filler: str = ""
     owned_by: str = "vllm"
@@ -177,6 +179,7 @@ class UpstreamServer:
             events = self._stream(body, prompt)
             return StreamingResponse(events, media_type=self.content_type)
         if self.probe_status != 200:
+            self.failed_probes += 1
             return JSONResponse({"error": {"message": "full"}}, self.probe_status)
         tokens = expected(prompt, body["max_tokens"])
         choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": "length"}

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -229,6 +229,9 @@ class Up:
         with self.report.step("Model of the upstream servers"), unusable(ModelUnavailable):
             model = upstream_model(options.upstream, key, options.upstream_model)
             self._upstream_name = model.name
+            if model.everywhere:
+                # A server that comes back with another model is not used with this tokenizer.
+                self.options = replace(options, upstream_model=model.name)
             if options.model:
                 return resolve_model(options.model, cache_root(), self.report.line, DUMMY)
             return model_folder(model, self.report.line)

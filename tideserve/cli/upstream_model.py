@@ -1,11 +1,11 @@
 """Finds the model that the upstream servers of a cluster serve, and its tokenizer's folder."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.worker.config import UPSTREAM_URL
+from services.worker.config import UPSTREAM_KEY, is_upstream_url
 from tideserve.cli.cache import cache_root
 from tideserve.cli.client import HttpClient
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
@@ -16,10 +16,14 @@ from tideserve.cli.model_store import resolve_model as resolve
 
 @dataclass(frozen=True, slots=True)
 class UpstreamModel:
-    """A model at a server: its `name` there, and where its files may come from."""
+    """A model at a server: its `name` there, and where its files may come from.
+
+    `everywhere`: all servers of the cluster list it under this name.
+    """
 
     name: str
     sources: tuple[str, ...]
+    everywhere: bool = False
 
 
 def read_key(path: Path | None) -> str | None:
@@ -27,42 +31,67 @@ def read_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.expanduser().read_text().strip()
+        key = path.expanduser().read_text(errors="replace").strip()
     except OSError as error:
         raise CommandError(
             f"cannot read {path}, given as --upstream-key-file: {error.strerror}", EXIT_UNUSABLE
         ) from error
+    if not UPSTREAM_KEY.fullmatch(key):
+        raise CommandError(
+            f"{path}, given as --upstream-key-file, is not a key in printable ASCII without spaces"
+            " and line breaks; write only the key into it",
+            EXIT_UNUSABLE,
+        )
+    return key
 
 
 def upstream_model(urls: Sequence[str], key: str | None, wanted: str | None) -> UpstreamModel:
-    """The model `wanted`, or the only model, of the first server in `urls` that answers.
+    """The model `wanted`, or the only model, of the servers in `urls` that answer.
 
     Raises:
-        CommandError: if a URL is malformed, if no server answers, or if the server has several
-            models and none is `wanted`.
+        CommandError: if a URL is malformed, if no server answers, if a server has several models
+            and none is `wanted`, or if servers have different models.
     """
     for url in urls:
-        if not UPSTREAM_URL.fullmatch(url):
+        if not is_upstream_url(url):
             raise CommandError(
                 f"--upstream '{url}' is not the address of a server without a path and a password;"
                 " write it as http://HOST:PORT, without /v1, and set --upstream-key-file for a key",
                 EXIT_UNUSABLE,
             )
-    for url in urls:
-        with HttpClient(url, key) as client:
-            response = client.probe("/v1/models")
-            if response is None:
-                continue
-            if response.is_error:
-                raise CommandError(
-                    f"{url}/v1/models answers with status {response.status_code}; correct"
-                    " --upstream, or set --upstream-key-file",
-                    EXIT_UNUSABLE,
-                )
-            return _chosen(client.get_json("/v1/models"), wanted, url)
-    raise CommandError(
-        f"no upstream server answers at {', '.join(urls)}; start one, or correct --upstream"
-    )
+    chosen = {url: model for url in urls if (model := _served(url, key, wanted)) is not None}
+    if not chosen:
+        raise CommandError(
+            f"no upstream server answers at {', '.join(urls)}; start one, or correct --upstream"
+        )
+    (first_url, first), *others = chosen.items()
+    for url, model in others:
+        # Servers of GGUF files show the path of the file.
+        if not {Path(source).name for source in model.sources} & {
+            Path(source).name for source in first.sources
+        }:
+            raise CommandError(
+                f"{url} serves {model.name}, but {first_url} serves {first.name}; start a cluster"
+                " for each model",
+                EXIT_UNUSABLE,
+            )
+    everywhere = len(chosen) == len(set(urls)) and {m.name for m in chosen.values()} == {first.name}
+    return replace(first, everywhere=everywhere)
+
+
+def _served(url: str, key: str | None, wanted: str | None) -> UpstreamModel | None:
+    """The model of a server; None if it does not answer. Raises CommandError."""
+    with HttpClient(url, key) as client:
+        response = client.probe("/v1/models")
+        if response is None:
+            return None
+        if response.is_error:
+            raise CommandError(
+                f"{url}/v1/models answers with status {response.status_code}; correct"
+                " --upstream, or set --upstream-key-file",
+                EXIT_UNUSABLE,
+            )
+        return _chosen(client.get_json("/v1/models"), wanted, url)
 
 
 def _chosen(listed: Any, wanted: str | None, url: str) -> UpstreamModel:

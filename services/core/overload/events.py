@@ -234,12 +234,15 @@ class MergesPlanned:
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """A MOVE decision was executed: `moved` requests have left `group_ids[0]` for the other."""
+    """A MOVE decision was executed: `moved` requests have left `group_ids[0]` for the other.
+
+    `moved` is None if it was not executed, because another memory manager leads or none does yet.
+    """
 
     now_s: float
     model: str
     group_ids: tuple[str, str]
-    moved: int
+    moved: int | None
 
 
 Event = GroupsSeen | DemandReported | ManualChange | MergesPlanned | MoveEnded

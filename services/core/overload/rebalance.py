@@ -79,8 +79,8 @@ class Rebalancer:
             if group.members and group.stuck_tokens
         }
 
-    def note_over(self, source_id: str, target_id: str, moved: int, now_s: float) -> None:
-        """Record the end of a move of `moved` requests."""
+    def note_over(self, source_id: str, target_id: str, moved: int | None, now_s: float) -> None:
+        """Record the end of a move of `moved` requests; None: it was not tried."""
         if self._under_way.pop((source_id, target_id), None) is None:
             return
         self._rest_until_s |= {source_id: now_s + REST_S, target_id: now_s + REST_S}
@@ -88,7 +88,7 @@ class Rebalancer:
         if moved:
             self._stay_until_s[target_id] = now_s + STAY_S
             self._backoff.note_success(pair)
-        else:
+        elif moved is not None:
             self._backoff.note_failure(pair, now_s, BACKOFF_S, BACKOFF_MAX_S)
 
     def may_help(self, groups: Sequence[GroupUse], within_s: float, now_s: float) -> bool:

@@ -89,7 +89,7 @@ class ClassRules:
         BucketSort.FIFO,
         BucketSort,
         "Order in a bucket: fifo: by arrival; sjf: shortest first; ljf: longest first. The oldest"
-        " request of a bucket goes first, and none is delayed by more than 4 batches.",
+        " request of a bucket goes first; docs/service-classes.md bounds the delay of the others.",
     )
 
     @property

@@ -7,6 +7,7 @@ part fails, or a time limit passes. Before SEALED the request then runs on here;
 its gateway, and only parts that are still on their way are lost.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -68,11 +69,12 @@ class _Order:
     target: Destination
     left: float  # requests that may still be chosen
     if_cheaper: bool  # only those whose KV is sent in less time than it is computed
-    blocks_left: float  # KV blocks of requests that may still be chosen
+    blocks_left: float  # KV blocks that further requests may free here
+    untried: set[str]  # ids of the sequences that were here at the start and may be chosen
+    chosen: int = 0
     moved: int = 0
     kept: int = 0
     reason: str = ""  # why the last request stays
-    tried: set[str] = field(default_factory=set)  # sequence ids
 
 
 @dataclass(slots=True)
@@ -136,6 +138,8 @@ class Outgoing:
         order = _Order(
             *(event.order, event.target, event.requests_max or inf, event.if_cheaper),
             event.blocks_max or inf,
+            # Not later ones, or an order would not end while requests keep arriving.
+            set(self.port.planner.sequences),
         )
         self._orders[event.order] = order
         self.advance(event.now_s)
@@ -303,8 +307,9 @@ class Outgoing:
             if sequence is None:
                 break
             order.left -= 1
-            order.blocks_left -= sequence.blocks
-            order.tried.add(sequence.seq_id)
+            order.chosen += 1
+            order.blocks_left -= self._own_blocks(sequence)
+            order.untried.discard(sequence.seq_id)
             self._offer(order, sequence, now_s)
             under_way += 1
         if not under_way:
@@ -315,9 +320,22 @@ class Outgoing:
         candidates = self._candidates(order, now_s)
         if order.blocks_left == inf:
             return next(candidates, None)
-        # Few large requests rather than many small ones.
-        fitting = [seq for seq in candidates if seq.blocks <= order.blocks_left]
-        return min(fitting, key=lambda seq: (seq.online, -seq.blocks), default=None)
+        # Few large requests rather than many small ones. KV of batch requests that yield is no
+        # shortage; and the amount may be a mean, which all requests can exceed.
+        yields = self.port.planner.sequence_table.precedence.batch_yields
+        sized = [(self._own_blocks(seq), seq) for seq in candidates if seq.online or not yields]
+        fitting = [entry for entry in sized if entry[0] <= order.blocks_left]
+        if fitting:
+            return min(fitting, key=lambda entry: (entry[1].online, -entry[0]))[1]
+        if order.chosen or not sized:
+            return None
+        return min(sized, key=lambda entry: entry[0])[1]
+
+    def _own_blocks(self, sequence: Sequence) -> int:
+        """KV blocks that the end of a sequence frees: those after the prefix that others share."""
+        table = self.port.planner.table
+        ids, users = table.block_ids(sequence.seq_id), table.pool.users
+        return len(ids) - bisect(ids, False, key=lambda block: users[block] == 1)
 
     def _candidates(self, order: _Order, now_s: float) -> Iterator[Sequence]:
         """Sequences that may move, batch first, then newest first."""
@@ -327,7 +345,7 @@ class Outgoing:
                 if (
                     sequence.online is online
                     and sequence.seq_id not in shipped
-                    and sequence.seq_id not in order.tried
+                    and sequence.seq_id in order.untried
                     and may_move(sequence, now_s)
                     and (self._is_cheaper(sequence) or not order.if_cheaper)
                 ):

@@ -83,9 +83,10 @@ ShipmentFrame = ShipmentOffered | ShipmentOpened | ShipmentRefused | ShipmentSea
 class ShippingAsked:
     """Move running requests to the worker at `target`, at most `requests_max`, 0: all.
 
-    Answered by `ShippingOver` with the same `order`. `if_cheaper`: only requests whose KV is sent
-    in less time than it is computed. `blocks_max`: they have at most so many KV blocks
-    in total; 0: no limit.
+    Only requests that are at the source now move. Answered by `ShippingOver` with the same `order`.
+    `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
+    they free at most so many KV blocks in total, but at least one request moves, and no batch
+    request that yields its KV anyway; 0: no limit.
     """
 
     now_s: float

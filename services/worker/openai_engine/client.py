@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx2
@@ -23,7 +24,9 @@ ANSWER_BYTES_MAX = 16 * 2**20
 """Largest answer, and largest event of a stream."""
 RETRY_AFTER_S = 1.0
 """Time until a refused request is tried again, unless the server says otherwise."""
-RETRY_AFTER_MAX_S = 10.0
+RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 0.25, 10.0
+INVALID_JSON = (msgspec.DecodeError, RecursionError)
+"""Errors of decoding JSON; msgspec raises RecursionError for deeply nested values."""
 _DONE = "[DONE]"
 
 
@@ -59,6 +62,8 @@ class UpstreamClient:
             timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
+            # A load balancer's cookie would bind all requests to a single server behind it.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
         self._reads: set[asyncio.Timeout] = set()  # of the streams
 
@@ -210,7 +215,7 @@ def _json(content: bytes) -> dict[str, Any]:
     """A JSON object; raises UpstreamLost for anything else, such as an event that was cut off."""
     try:
         value = msgspec.json.decode(content)
-    except msgspec.DecodeError as error:
+    except INVALID_JSON as error:
         raise UpstreamLost("the upstream server sent invalid JSON") from error
     if not isinstance(value, dict):
         raise UpstreamLost("the upstream server sent JSON that is no object")
@@ -222,7 +227,7 @@ def message_of(content: bytes) -> str:
     text = content.decode(errors="replace")
     try:
         body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except INVALID_JSON:
         return text[:MESSAGE_CHARS_MAX]
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") if isinstance(error, dict) else error
@@ -231,6 +236,6 @@ def message_of(content: bytes) -> str:
 
 def _retry_after_s(header: str | None) -> float:
     try:
-        return min(RETRY_AFTER_MAX_S, max(0.0, float(header or RETRY_AFTER_S)))
+        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, float(header or RETRY_AFTER_S)))
     except ValueError:
         return RETRY_AFTER_S

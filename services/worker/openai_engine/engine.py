@@ -86,7 +86,7 @@ class UpstreamEngine:
                 too long or lost too often.
         """
         arguments = dict(sampling_params)
-        rows = await self._prompt_rows(prompt, arguments)
+        prompt_top, rows = arguments.pop("prompt_logprobs", None), None
         output = self._assembler(prompt, arguments)
         began_s = monotonic_s()
         moments = StreamedMoments(queued_ts=began_s, scheduled_ts=began_s)
@@ -96,6 +96,8 @@ class UpstreamEngine:
             await self._link.wait_ready()
             body = self._body(prompt, continued(arguments, len(output.token_ids)), output, priority)
             try:
+                if prompt_top is not None:
+                    rows, prompt_top = await self._prompt_rows(prompt, prompt_top), None
                 async with aclosing(self._completions(body, output)) as completions:
                     async for completion in completions:
                         moments.note_tokens(monotonic_s())
@@ -110,18 +112,22 @@ class UpstreamEngine:
                 async with self._link.refused():
                     await asyncio.sleep(error.retry_after_s)
             except UpstreamLost as error:
-                losses.note(len(output.token_ids))
-                self._link.note_loss(error)
-                if output.token_ids and not self._facts.resumes:
-                    raise UpstreamFailed(
-                        "the upstream server was lost, and cannot continue the output because it"
-                        " returns text only"
-                    ) from error
-                if losses.count >= SERVER_LOSSES_MAX:
-                    raise UpstreamFailed(
-                        f"upstream servers were lost {losses.count} times under this request,"
-                        f" which may be the cause; the last time: {error}"
-                    ) from error
+                self._note_loss(error, losses, output)
+
+    def _note_loss(self, error: UpstreamLost, losses: LossCount, output: OutputAssembler) -> None:
+        """Count a loss; raises UpstreamFailed if the request cannot continue."""
+        losses.note(len(output.token_ids))
+        self._link.note_loss(error)
+        if output.token_ids and not self._facts.resumes:
+            raise UpstreamFailed(
+                "the upstream server was lost, and cannot continue the output because it returns"
+                " text only"
+            ) from error
+        if losses.count >= SERVER_LOSSES_MAX:
+            raise UpstreamFailed(
+                f"upstream servers were lost {losses.count} times under this request, which may be"
+                f" the cause; the last time: {error}"
+            ) from error
 
     async def _completions(
         self, body: Mapping[str, Any], output: OutputAssembler
@@ -173,14 +179,8 @@ class UpstreamEngine:
         body = self._dialect.body(token_ids, arguments, prompt.get("cache_salt", ""))
         return body | priority_fields(self._facts.class_fields, priority)
 
-    async def _prompt_rows(
-        self, prompt: Any, arguments: dict[str, Any]
-    ) -> Sequence[LogprobMap | None] | None:
+    async def _prompt_rows(self, prompt: Any, top: int) -> Sequence[LogprobMap | None]:
         """The prompt's log probabilities, from a request of their own: streams do not have them."""
-        top = arguments.pop("prompt_logprobs", None)
-        if top is None:
-            return None
-        await self._link.wait_ready()
         body = self._dialect.body(
             prompt["prompt_token_ids"],
             {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top},

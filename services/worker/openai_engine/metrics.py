@@ -21,6 +21,8 @@ PREFIX_QUERIES = ("vllm:prefix_cache_queries_total",)
 PREFIX_HITS = ("vllm:prefix_cache_hits_total",)
 NULL_BLOCKS = 1
 """Blocks of each vLLM engine that hold no KV."""
+COUNT_MAX, TOTAL_MAX = 2**31 - 1, 2**63 - 1
+"""Larger numbers are limited to these: workers report 32-bit integers, totals in 64 bits."""
 _READ = frozenset(
     (
         *(*RUNNING, *WAITING, *KV_USAGE, *KV_TOKENS, CACHE_CONFIG),
@@ -52,6 +54,8 @@ def read_metrics(text: str) -> UpstreamLoad:
         return _load(text)
     except OverflowError as error:
         raise ValueError("a number is infinite") from error
+    except IndexError as error:  # the parser raises it for some malformed labels
+        raise ValueError("a line is malformed") from error
 
 
 def _load(text: str) -> UpstreamLoad:
@@ -61,17 +65,17 @@ def _load(text: str) -> UpstreamLoad:
     block_size, kv_blocks = _cache(samples.get(CACHE_CONFIG, ()))
     if not kv_blocks:
         # Servers that count tokens: a block holds a single token.
-        block_size, kv_blocks = 1, int(_sum(samples, KV_TOKENS) or 0)
+        block_size, kv_blocks = 1, _count(samples, KV_TOKENS)
     running, usage = _sum(samples, RUNNING), _named(samples, KV_USAGE)
     return UpstreamLoad(
         running=None if running is None else int(running),
-        waiting=int(_sum(samples, WAITING) or 0),
+        waiting=_count(samples, WAITING),
         kv_usage=_mean_fraction([entry.value for entry in usage]),
         block_size=block_size if kv_blocks else 0,
         kv_blocks=kv_blocks,
-        preemptions_total=int(_sum(samples, PREEMPTIONS) or 0),
-        prefix_queries_total=int(_sum(samples, PREFIX_QUERIES) or 0),
-        prefix_hits_total=int(_sum(samples, PREFIX_HITS) or 0),
+        preemptions_total=_count(samples, PREEMPTIONS, TOTAL_MAX),
+        prefix_queries_total=_count(samples, PREFIX_QUERIES, TOTAL_MAX),
+        prefix_hits_total=_count(samples, PREFIX_HITS, TOTAL_MAX),
     )
 
 
@@ -102,6 +106,10 @@ def _sum(samples: Mapping[str, list[Sample]], names: Iterable[str]) -> float | N
     return sum(entry.value for entry in series) if series else None
 
 
+def _count(samples: Mapping[str, list[Sample]], names: Iterable[str], most: int = COUNT_MAX) -> int:
+    return min(most, max(0, int(_sum(samples, names) or 0)))
+
+
 def _cache(series: Iterable[Sample]) -> tuple[int, int]:
     """Block size and number of blocks in all engines together."""
     sizes, blocks = 0, 0
@@ -109,4 +117,4 @@ def _cache(series: Iterable[Sample]) -> tuple[int, int]:
         size, count = sample.labels.get("block_size", ""), sample.labels.get("num_gpu_blocks", "")
         if size.isdecimal() and count.isdecimal() and int(size):
             sizes, blocks = int(size), blocks + max(0, int(count) - NULL_BLOCKS)
-    return sizes, blocks
+    return min(sizes, COUNT_MAX), min(blocks, COUNT_MAX)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.clock import monotonic_s
-from services.worker.config import WorkerConfig
+from services.worker.config import UPSTREAM_KEY, WorkerConfig
 from services.worker.ipc import EngineReady
 from services.worker.openai_engine.client import UpstreamClient
 from services.worker.openai_engine.completions import Completions, UpstreamDialect
@@ -121,11 +121,17 @@ def _key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text().strip()
+        key = path.read_text(errors="replace").strip()
     except OSError as error:
         raise UpstreamUnusable(
             f"cannot read {path}, given as 'upstream_key_file': {error.strerror}"
         ) from error
+    if not UPSTREAM_KEY.fullmatch(key):
+        raise UpstreamUnusable(
+            f"{path}, given as 'upstream_key_file', is not a key in printable ASCII without spaces"
+            " and line breaks; write only the key into it"
+        )
+    return key
 
 
 def _ready(config: WorkerConfig, facts: UpstreamFacts, model: ModelLimits) -> EngineReady:

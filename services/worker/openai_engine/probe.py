@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from services.worker.openai_engine.client import UpstreamClient, message_of
+from services.worker.openai_engine.client import INVALID_JSON, UpstreamClient, message_of
 from services.worker.openai_engine.completions import PATH
 from services.worker.openai_engine.errors import UpstreamLost, UpstreamUnusable
-from services.worker.openai_engine.metrics import UpstreamLoad, read_metrics
+from services.worker.openai_engine.metrics import COUNT_MAX, UpstreamLoad, read_metrics
 
 MODELS_PATH = "/v1/models"
 METRICS_PATH = "/metrics"
@@ -124,7 +124,8 @@ async def probe(client: UpstreamClient, options: ProbeOptions) -> UpstreamFacts:
     kind = _OWNERS.get(str(model.get("owned_by")), "openai")
     props = await _json(client, PROPS_PATH) if kind == "llama.cpp" else {}
     slots = _whole(props.get("total_slots"))
-    own_length = _whole((props.get("default_generation_settings") or {}).get("n_ctx"))
+    settings = props.get("default_generation_settings")
+    own_length = _whole(settings.get("n_ctx")) if isinstance(settings, Mapping) else 0
     length = own_length or _whole(model.get("max_model_len")) or options.context_tokens
     block_size, blocks = _capacity(load, length, slots, options)
     if slots:
@@ -175,7 +176,7 @@ async def _models(client: UpstreamClient) -> list[dict[str, Any]]:
     try:
         models = msgspec.json.decode(content, type=dict[str, Any])["data"]
         usable = [model for model in models if isinstance(model["id"], str)]
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (*INVALID_JSON, KeyError, TypeError) as error:
         raise UpstreamUnusable(
             f"{client.url}{MODELS_PATH} is not that of an OpenAI-compatible server (status"
             f" {status}); correct 'upstream_url'"
@@ -217,12 +218,12 @@ async def _json(client: UpstreamClient, path: str) -> dict[str, Any]:
     status, content = await client.get(path, ANSWER_TIMEOUT_S)
     try:
         return msgspec.json.decode(content, type=dict[str, Any]) if status == _OK else {}
-    except msgspec.DecodeError:
+    except INVALID_JSON:
         return {}
 
 
 def _whole(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return min(value, COUNT_MAX) if isinstance(value, int) and value > 0 else 0
 
 
 async def _api(client: UpstreamClient, model: str, kind: str) -> tuple[UpstreamApi, bool]:
@@ -244,8 +245,9 @@ async def _api(client: UpstreamClient, model: str, kind: str) -> tuple[UpstreamA
         if status >= _SERVER_ERROR:
             raise UpstreamLost(f"{PATH} of the upstream server answers with status {status}")
         if status == _OK:
-            choices = answer.get("choices") or [{}]
-            if isinstance(choices[0], Mapping) and choices[0].get("token_ids"):
+            choices = answer.get("choices")
+            choice = choices[0] if isinstance(choices, list) and choices else None
+            if isinstance(choice, Mapping) and choice.get("token_ids"):
                 return UpstreamApi.TOKEN_IDS, "priority" in body
             in_text = isinstance(body["prompt"], str)
             return UpstreamApi.TEXT_ONLY if in_text else UpstreamApi.TEXT, "priority" in body

@@ -8,6 +8,7 @@ from services.core.groups.coordinator import CoordinatorState
 from services.core.groups.vocabulary import EngineHung, Event
 from services.core.report import EngineReport, Load
 from services.memmgr.driver import Driver
+from services.memmgr.member_client import ShippingFailed
 from services.memmgr.worker_memory import MemoryView
 from tests.support.reports import memory_report
 
@@ -83,3 +84,8 @@ def test_a_late_report_of_a_former_process_tells_nothing() -> None:
     assert worker.tell(True, "i2") == [("i2", True)]
     assert worker.tell(False, "i1") == []
     assert worker.tell(True, "i2") == []
+
+
+async def test_requests_do_not_move_once_another_process_leads() -> None:
+    with pytest.raises(ShippingFailed, match="another memory manager leads"):
+        await Worker().driver.ship(UNUSED)

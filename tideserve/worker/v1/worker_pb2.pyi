@@ -386,7 +386,9 @@ class ShipRequestsRequest(_message.Message):
     if_cheaper: _builtins.bool
     """Move only requests whose KV is sent in less time than it is computed."""
     blocks_max: _builtins.int
-    """Maximum number of KV blocks that the requests have in total; 0: no limit."""
+    """Maximum number of KV blocks that the moves free in total, though at least one request moves;
+    0: no limit.
+    """
     @_builtins.property
     def target(self) -> Global___GoTo:
         """The worker to which they move."""

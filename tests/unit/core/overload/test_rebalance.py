@@ -133,6 +133,17 @@ def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
     assert [move.target_id for move in moves(rebalancer, groups, 2.0 + REST_S)] == ["c"]
 
 
+def test_a_move_that_was_not_tried_causes_no_back_off() -> None:
+    """A memory manager decides before its election, too."""
+    rebalancer, groups = Rebalancer(), [use("a", 9900, waiting_tokens=800), use("b", 4000)]
+    now_s = 0.0
+    for _ in range(5):
+        assert len(moves(rebalancer, groups, now_s)) == 1
+        rebalancer.note_over("a", "b", None, now_s)
+        assert rebalancer.may_help(groups, STAY_S * 10, now_s)
+        now_s += REST_S
+
+
 def test_moves_help_until_they_have_not_for_long() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000)]

@@ -143,6 +143,75 @@ def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world.finish()
 
 
+def test_an_order_of_few_blocks_counts_those_that_requests_do_not_share() -> None:
+    world = ShippingWorld(9, num_blocks=200)
+    common = prompt(world, 80)
+    clients = [world.start(f"r{n}", (*common, n), 60, "w0") for n in range(3)]
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    node = world.nodes["w0"]
+    used = node.planner.pool.usable - node.planner.pool.free_count
+    # The overload monitor knows only the mean, which is less than the KV of each request.
+    mean = -(-used // 3)
+    assert mean < len(common) // BLOCK_SIZE
+    order = world.ship("w0", "w1", blocks_max=mean)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved >= 1, world.answers[order]
+    world.finish()
+
+
+def test_an_order_for_few_blocks_leaves_larger_requests() -> None:
+    world = ShippingWorld(10, num_blocks=200)
+    sizes = {"small": 20, "large": 60}
+    for name, tokens in sizes.items():
+        world.start(name, prompt(world, tokens), 100, "w0")
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    order = world.ship("w0", "w1", blocks_max=12)
+    world.run_until(lambda: order in world.answers)
+    assert [world.clients[name].worker for name in sizes] == ["w1", "w0"]
+    world.finish()
+
+
+def test_an_order_smaller_than_each_request_moves_the_smallest() -> None:
+    world = ShippingWorld(12, num_blocks=200)
+    for name, tokens in {"large": 60, "small": 20}.items():
+        world.start(name, prompt(world, tokens), 100, "w0")
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    order = world.ship("w0", "w1", blocks_max=1)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == 1 and world.clients["small"].worker == "w1"
+    world.finish()
+
+
+def test_an_order_of_few_blocks_moves_no_batch_request_that_yields() -> None:
+    world = ShippingWorld(13, num_blocks=200)
+    assert world.nodes["w0"].planner.sequence_table.precedence.batch_yields
+    world.start("batch", prompt(world, 30), 100, "w0", classes=(ServiceClass.BATCH,))
+    online = world.start("online", prompt(world, 30), 100, "w0")
+    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    order = world.ship("w0", "w1", blocks_max=100)
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == 1 and online.worker == "w1"
+    world.finish()
+
+
+def test_an_order_ends_although_requests_keep_arriving() -> None:
+    world = ShippingWorld(11, num_blocks=400)
+    first = world.start("r0", prompt(world, 20), 60, "w0")
+    world.run_until(lambda: len(first.tokens) > 2)
+    order, count = world.ship("w0", "w1"), 0
+
+    def ended() -> bool:
+        nonlocal count
+        if sum(not one.over and one.worker == "w0" for one in world.clients.values()) < 3:
+            count += 1
+            world.start(f"r{count}", prompt(world, 20), 60, "w0")
+        return order in world.answers or count > 60
+
+    world.run_until(ended)
+    assert world.answers[order].moved == 1 and first.worker == "w1"
+    world.finish()
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_moves_losses_aborts_and_pressure(seed: int) -> None:
     world = ShippingWorld(seed, workers=3, num_blocks=(34, 48, 120)[seed % 3])

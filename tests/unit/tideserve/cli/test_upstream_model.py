@@ -24,7 +24,7 @@ def test_the_model_of_the_first_server_that_answers() -> None:
         found = upstream_model([absent, server.url], None, None)
         assert found == UpstreamModel("org/a", ("/models/a", "org/a"))
         server.pages["/v1/models"] = models("a", "b")
-        assert upstream_model([server.url], None, "b") == UpstreamModel("b", ("b",))
+        assert upstream_model([server.url], None, "b") == UpstreamModel("b", ("b",), True)
         with pytest.raises(CommandError, match="serves a, b; choose one with --upstream-model"):
             upstream_model([server.url], None, None)
         del server.pages["/v1/models"]
@@ -33,8 +33,31 @@ def test_the_model_of_the_first_server_that_answers() -> None:
             upstream_model([server.url], None, None)
 
 
+def test_servers_of_different_models_are_refused() -> None:
+    with fake_openai() as first, fake_openai() as second:
+        first.pages["/v1/models"] = models("org/a")
+        second.pages["/v1/models"] = models("org/b")
+        urls = [first.url, second.url]
+        with pytest.raises(CommandError) as raised:
+            upstream_model(urls, None, None)
+        assert str(raised.value) == (
+            f"{second.url} serves org/b, but {first.url} serves org/a; start a cluster for each"
+            " model"
+        )
+        second.pages["/v1/models"] = models("name here", root="/models/a")
+        found = upstream_model(urls, None, None)
+        assert (found.name, found.everywhere) == ("org/a", False)
+        second.pages["/v1/models"] = models("b", "org/a")
+        found = upstream_model(urls, None, "org/a")
+        assert (found.name, found.everywhere) == ("org/a", True)
+
+
 @pytest.mark.parametrize(
-    "url", ["http://h:8000/v1", "http://h/v1/", "h:8000", "ftp://h", "http://user:key@h", ""]
+    "url",
+    [
+        *("http://h:8000/v1", "http://h/v1/", "h:8000", "ftp://h", "http://user:key@h", ""),
+        *("http://h:abc", "http://h:", "http://[::1", "http://::1", "http://h:65536"),
+    ],
 )
 def test_malformed_urls_are_refused_before_any_is_called(url: str) -> None:
     with pytest.raises(CommandError, match=r"write it as http://HOST:PORT, without /v1"):
@@ -72,3 +95,13 @@ def test_a_key_is_read_from_its_file(tmp_path: Path) -> None:
     assert (read_key(tmp_path / "key"), read_key(None)) == ("secret", None)
     with pytest.raises(CommandError, match="given as --upstream-key-file: No such file"):
         read_key(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"secret\nsecond", b"secret \x01", b"s\xc3\xa9cret", b"\xff"]
+)
+def test_a_malformed_key_is_refused_without_showing_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(CommandError, match="is not a key in printable ASCII") as raised:
+        read_key(tmp_path / "key")
+    assert "secret" not in str(raised.value)

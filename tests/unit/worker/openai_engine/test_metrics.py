@@ -44,9 +44,24 @@ def test_a_server_with_other_metrics_exports_no_load() -> None:
 
 
 def test_malformed_lines_are_refused() -> None:
-    for line in ('vllm:num_requests_running{engine="0" many', "vllm:num_requests_running +Inf"):
+    for line in (
+        'vllm:num_requests_running{engine="0" many',
+        'vllm:num_requests_running{engine="0",\t="a"} 1.0',
+        "vllm:num_requests_running +Inf",
+    ):
         with pytest.raises(ValueError):
             read_metrics(f"{line}\n")
+
+
+def test_numbers_fit_into_reports() -> None:
+    load = read_metrics(
+        "vllm:num_requests_waiting 1e300\nvllm:num_preemptions_total 1e300\n"
+        "vllm:prefix_cache_hits_total -5\n"
+        f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="1{"0" * 30}"}} 1.0\n'
+    )
+    assert (load.waiting, load.kv_blocks) == (2**31 - 1, 2**31 - 1)
+    assert (load.preemptions_total, load.prefix_hits_total) == (2**63 - 1, 0)
+    assert read_metrics("sglang:max_total_num_tokens -5\n") == UpstreamLoad()
 
 
 def test_blocks_without_a_size_are_no_cache() -> None:
