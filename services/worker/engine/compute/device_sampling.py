@@ -50,8 +50,12 @@ def device_sampler(
         max_model_len=geometry.max_model_len,
         device=device,
     )
-    sampler.warm_up(compute)
-    share = differing_share(sampler, geometry.vocab_size, compute, device)
+    try:
+        sampler.warm_up(compute)
+        share = differing_share(sampler, geometry.vocab_size, compute, device)
+    except Exception:  # a compiler or a driver may raise anything
+        log.exception("the kernels of the sampler do not run on this GPU, so the host samples")
+        return None
     if share > DIFFERENT_MAX:
         log.error(
             "the GPU samples other tokens than the host in %.0f %% of the rows of a comparison, so"

@@ -19,6 +19,10 @@ from tests.support.sampling import NO_FOLDER
 from tests.support.tiny_models import make_tiny_model
 
 pytest.importorskip("triton", reason="there is no Triton for this machine")
+from services.worker.engine.compute import device_sampling
+from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.model.catalog import geometry_of
+from services.worker.engine.model.config import load_config
 from services.worker.engine.sampling.device_check import DIFFERENT_MAX, differing_share
 from services.worker.engine.sampling.device_row import DeviceRow
 from services.worker.engine.sampling.device_sampler import (
@@ -260,3 +264,23 @@ def test_an_engine_notices_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(DeviceSampler, "launch", without_rules)
     share = differing_share(device_sampler(VOCAB), VOCAB, torch.float32, torch.device(DEVICE))
     assert share > DIFFERENT_MAX
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_host_samples_where_the_kernels_fail(
+    broken: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compared(*arguments: object) -> float:
+        if broken:
+            raise RuntimeError("no compiler")
+        return 2 * DIFFERENT_MAX
+
+    monkeypatch.setattr(device_sampling, "differing_share", compared)
+    monkeypatch.setattr(DeviceSampler, "warm_up", lambda *arguments: None)
+    config = RunnerConfig(model_dir, DEVICE, torch.float32, 1 << 28, device_sampling=True)
+    geometry = geometry_of(load_config(model_dir), torch.float32)
+    assert device_sampling.device_sampler(config, geometry, torch.float32) is None
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "the host samples" in record.getMessage()
+    monkeypatch.setattr(device_sampling, "differing_share", lambda *arguments: 0.0)
+    assert device_sampling.device_sampler(config, geometry, torch.float32) is not None
