@@ -1,4 +1,4 @@
-"""KunServe §2 and §5: bursts under four policies, by lengths; restoring; an endless burst."""
+"""KunServe §2, KunServe §5: bursts under four policies, by lengths; restoring; an endless burst."""
 
 from collections.abc import Mapping
 from typing import Any
