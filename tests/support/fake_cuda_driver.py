@@ -40,6 +40,9 @@ class FakeCudaDriver:
 
     def release(self, handle: int) -> None:
         self.chunks.remove(handle)
+        # An arena releases its chunks when it is closed.
+        if not self.chunks:
+            self._file.close()
 
     def reserve(self, size_bytes: int) -> int:
         address = self._file._reserve_address(size_bytes)
