@@ -2,16 +2,19 @@
 
 import os
 from contextlib import suppress
+from weakref import finalize
 
 
 class Doorbell:
     """An eventfd; any thread may ring. The woken thread calls `clear` before it checks for work.
 
-    In the other order, a ring between the two calls would be lost.
+    In the other order, a ring between the two calls would be lost. A doorbell that is no longer
+    referenced is closed.
     """
 
     def __init__(self) -> None:
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close = finalize(self, os.close, self._descriptor)
 
     def fileno(self) -> int:
         """The descriptor to poll for reading."""
@@ -30,6 +33,5 @@ class Doorbell:
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._descriptor = -1
+        self._close()
