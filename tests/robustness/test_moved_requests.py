@@ -18,6 +18,7 @@ import pytest
 from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import (
+    ATTEMPTS,
     MOVED,
     OUTPUT_TOKENS,
     Answer,
@@ -32,8 +33,6 @@ from tests.support.disturbed_streams import (
 from tideserve.cli.move import move
 
 MOVES = 1000
-ATTEMPTS = 5
-"""On a loaded machine the streams may end before they can move."""
 LONG_TOKENS = 800
 """Of streams that move several times."""
 GROWTH_BYTES = 24 << 10
