@@ -68,9 +68,9 @@ def mover_copies(runner: ModelRunner, seconds: float = 2.0) -> dict[str, Any]:
         "decode_ms": alone_ms,
     }
     for name, act in trial.kinds.items():
-        with _Repeated(act) as idle:
+        with Repeated(act) as idle:
             time.sleep(seconds)
-        with _Repeated(act) as beside:
+        with Repeated(act) as beside:
             decode_ms, lock_ms = trial.decodes(seconds)
         result[name] = {
             "idle_gib_per_s": idle.bytes_per_s / GIB,
@@ -182,7 +182,7 @@ class CopyTrial:
         return self.piece_bytes
 
 
-class _Repeated:
+class Repeated:
     """Repeats `act`, which returns bytes, in a thread of its own."""
 
     def __init__(self, act: Callable[[], int]) -> None:
@@ -192,7 +192,7 @@ class _Repeated:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "_Repeated":
+    def __enter__(self) -> "Repeated":
         self._thread.start()
         return self
 

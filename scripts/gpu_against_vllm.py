@@ -15,7 +15,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_steps.minutes import Minutes, Step
+from benchmarks.gpu_steps.minutes import GpuStep, Minutes
 
 OURS, VLLM = "tideserve", "vllm"
 DEADLINES_S = {OURS: 150.0, VLLM: 300.0}
@@ -33,8 +33,8 @@ def main() -> None:
     chosen = parser.parse_args()
     minutes = Minutes(chosen.folder, None, chosen.seconds, dry=chosen.dry)
     steps = (
-        Step(OURS, "engine_loop", DEADLINES_S[OURS]),
-        Step(
+        GpuStep(OURS, "engine_loop", DEADLINES_S[OURS]),
+        GpuStep(
             VLLM,
             "vllm_loop",
             DEADLINES_S[VLLM],

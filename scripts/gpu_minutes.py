@@ -13,17 +13,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_steps.minutes import Minutes, Step
+from benchmarks.gpu_steps.minutes import GpuStep, Minutes
 
 STEPS = (
-    Step("environment", "environment", 45),
-    Step("cluster", "cluster", 150, serves=True),
-    Step("chunks", "chunks", 40),
-    Step("engine", "engine", 90),
-    Step("sampling", "sampling", 100),
-    Step("cluster-exact", "cluster", 70, ("--exact",), serves=True),
-    Step("loop", "engine_loop", 120),
-    Step("kernels", "kernels", 70),
+    GpuStep("environment", "environment", 45),
+    GpuStep("cluster", "cluster", 150, serves=True),
+    GpuStep("chunks", "chunks", 40),
+    GpuStep("engine", "engine", 90),
+    GpuStep("sampling", "sampling", 100),
+    GpuStep("cluster-exact", "cluster", 70, ("--exact",), serves=True),
+    GpuStep("loop", "engine_loop", 120),
+    GpuStep("kernels", "kernels", 70),
 )
 """The most valuable first; `--only` chooses those of a later run."""
 

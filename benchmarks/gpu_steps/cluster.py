@@ -58,7 +58,7 @@ QWEN_1_5B: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ClusterSetting:
     """A model, its dtype and the memory of a worker; `requests` run at once."""
 
     config: Mapping[str, Any]
@@ -69,9 +69,9 @@ class Setting:
     output_tokens: tuple[int, int]
 
 
-LARGE = Setting(QWEN_1_5B, "bfloat16", "8GiB", 48, (300, 500), (600, 700))
-EXACT = Setting(DEEP, "float64", "576MiB", 12, (24, 64), (200, 240))
-DRY = Setting(DEEP, "float32", "64MiB", 4, (24, 64), (150, 200))
+LARGE = ClusterSetting(QWEN_1_5B, "bfloat16", "8GiB", 48, (300, 500), (600, 700))
+EXACT = ClusterSetting(DEEP, "float64", "576MiB", 12, (24, 64), (200, 240))
+DRY = ClusterSetting(DEEP, "float32", "64MiB", 4, (24, 64), (150, 200))
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def logs_of(cluster: FaultCluster) -> dict[str, list[str]]:
 class ClusterTrial:
     """The parts of the step, in order of value."""
 
-    def __init__(self, cluster: FaultCluster, setting: Setting, figures: Figures) -> None:
+    def __init__(self, cluster: FaultCluster, setting: ClusterSetting, figures: Figures) -> None:
         self._cluster = cluster
         self._figures = figures
         self._requests: Sequence[PlannedRequest] = [

@@ -7,6 +7,7 @@ two. Times are medians from the batch to its tokens on the host.
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_copies import mover_copies
+from benchmarks.gpu_copies import Repeated, mover_copies
 from benchmarks.gpu_engine import SIZES, load
 from benchmarks.gpu_steps.figures import Figures, step_parser
 from services.core.planner.batch import Batch, Chunk, SampleSpec, SampleTerms
@@ -105,10 +106,12 @@ class EngineTrial:
         result: dict[str, Any] = {"piece_bytes": self._piece[1], "decode_ms": 1e3 * alone_s}
         for name, act in (("pack", self._pack), ("unpack", self._unpack)):
             payload = torch.zeros(self._piece[1], dtype=torch.uint8)
-            with Copies(act, payload) as idle:
+            lock = threading.Lock()
+            copy = partial(_locked_copy, lock, act, payload)
+            with Repeated(copy) as idle:
                 time.sleep(self._size.copies_s)
-            with Copies(act, payload) as beside:
-                decode_s = self._decodes_s(beside)
+            with Repeated(copy) as beside:
+                decode_s = self._decodes_s(lock)
             result[name] = {
                 "idle_gib_per_s": idle.bytes_per_s / GIB,
                 "beside_gib_per_s": beside.bytes_per_s / GIB,
@@ -186,8 +189,8 @@ class EngineTrial:
             torch.cuda.synchronize()
         return time.perf_counter() - began_s
 
-    def _decodes_s(self, beside: "Copies | None" = None) -> float:
-        """Median duration of decodes for `copies_s`; takes the lock of `beside` before each."""
+    def _decodes_s(self, lock: AbstractContextManager[object] | None = None) -> float:
+        """Median duration of decodes for `copies_s`; takes the lock before each."""
         terms = SampleTerms(SAMPLINGS["greedy"])
         times_s: list[float] = []
         ends_s = time.perf_counter() + self._size.copies_s
@@ -195,9 +198,9 @@ class EngineTrial:
             step = len(times_s)
             batch = self._decode(self._size.rows, self._size.context, "beside", terms, step)
             began_s = time.perf_counter()
-            if beside is not None:
+            if lock is not None:
                 # As the engine, which must find the lock free in every turn.
-                with beside.lock:
+                with lock:
                     pass
             self._runner.run(batch)
             times_s.append(time.perf_counter() - began_s)
@@ -218,35 +221,15 @@ class EngineTrial:
         self._runner.stage_memory.unpack_kv(layer, self._piece[0], payload)
 
 
-class Copies:
-    """Calls `copy` in a thread of its own, under a lock as the mover's thread does."""
-
-    def __init__(self, copy: Callable[[int, torch.Tensor], None], payload: torch.Tensor) -> None:
-        self.lock = threading.Lock()
-        self.failure = ""
-        self.bytes_per_s = 0.0
-        self._copy, self._payload = copy, payload
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "Copies":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        copied, began_s = 0, time.perf_counter()
-        try:
-            while not self._stop.is_set():
-                with self.lock:
-                    self._copy(0, self._payload)
-                copied += len(self._payload)
-        except Exception as error:  # noqa: BLE001 - the figure says so
-            self.failure = str(error)
-        self.bytes_per_s = copied / (time.perf_counter() - began_s)
+def _locked_copy(
+    lock: AbstractContextManager[object],
+    copy: Callable[[int, torch.Tensor], None],
+    payload: torch.Tensor,
+) -> int:
+    """Copy the first layer under a lock, as the mover's thread does; returns the bytes."""
+    with lock:
+        copy(0, payload)
+    return len(payload)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ async def serve_all(load: LoopLoad, device: str, folder: Path, figures: Figures)
         figures.add("start_s", round(time.monotonic() - began_s, 2))
         figures.add("kv_tokens", ready.kv_blocks_total * ready.block_size)
         figures.add("lengths", {"prompt": load.prompt_tokens, "output": load.output_tokens})
-        streams = Streams(client, load)
+        streams = LoopStreams(client, load)
         running = asyncio.create_task(client.run(streams.note, lambda: None))
         for count, name in load.cases:
             # The first run of a case compiles kernels and captures graphs.
@@ -70,7 +70,7 @@ async def serve_all(load: LoopLoad, device: str, folder: Path, figures: Figures)
 
 
 @dataclass(slots=True)
-class Streams:
+class LoopStreams:
     """Sends requests to an engine, and notes when their tokens arrive."""
 
     client: EngineClient

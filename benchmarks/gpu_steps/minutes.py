@@ -24,7 +24,7 @@ NUMBERS_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GpuStep:
     """A module of this package, its arguments, and the seconds after which it is ended.
 
     `serves`: it needs a tokenizer. `python`, `site`: another interpreter, and the packages that it
@@ -52,7 +52,7 @@ class Minutes:
         self._ends_s = time.monotonic() + seconds
         self.results: dict[str, dict[str, Any]] = {}
 
-    def run(self, step: Step) -> bool:
+    def run(self, step: GpuStep) -> bool:
         """Run a step, at most until the budget ends; returns whether it succeeded."""
         part = self._folder / f"{step.name}.json"
         part.unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class Minutes:
         self._write()
         return result["ended"] == 0
 
-    def _child(self, step: Step, part: Path, log: Any, allowed_s: float) -> int | str:
+    def _child(self, step: GpuStep, part: Path, log: Any, allowed_s: float) -> int | str:
         """The exit status of the step's process, or that its time was up."""
         python = step.python or sys.executable
         command = [python, "-m", f"{__package__}.{step.module}", str(part), *step.arguments]

@@ -39,7 +39,7 @@ NO_MODEL = Path("no model")
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SamplingExtent:
     """The requests of an iteration, the repeats of each time, and the comparisons with the host.
 
     `equality`: (vocabulary, batches).
@@ -51,8 +51,8 @@ class Extent:
     kernels: KernelSizes
 
 
-FULL = Extent(64, REPEATS, ((32_000, 32), (152_064, 8)), GPU_SIZES)
-DRY = Extent(1, 1, ((1000, 4),), KernelSizes(1024, 8, 1024, 256, 1000))
+FULL = SamplingExtent(64, REPEATS, ((32_000, 32), (152_064, 8)), GPU_SIZES)
+DRY = SamplingExtent(1, 1, ((1000, 4),), KernelSizes(1024, 8, 1024, 256, 1000))
 
 
 def main() -> None:
@@ -77,7 +77,9 @@ def main() -> None:
     figures.end()
 
 
-def equality(vocab_size: int, batches: int, extent: Extent, device: torch.device) -> dict[str, Any]:
+def equality(
+    vocab_size: int, batches: int, extent: SamplingExtent, device: torch.device
+) -> dict[str, Any]:
     """Compare the choices of the device with the host's, for random rows with every option."""
     rng, rows = np.random.default_rng(vocab_size), extent.rows
     on_device = device_sampler(vocab_size, extent, device)
@@ -109,7 +111,7 @@ def sampled(rows: Rows, on_device: DeviceSampler | None, device: torch.device) -
     return made
 
 
-def device_sampler(vocab_size: int, extent: Extent, device: torch.device) -> DeviceSampler:
+def device_sampler(vocab_size: int, extent: SamplingExtent, device: torch.device) -> DeviceSampler:
     """A sampler for batches of `extent`."""
     return DeviceSampler(
         vocab_size,
@@ -122,7 +124,7 @@ def device_sampler(vocab_size: int, extent: Extent, device: torch.device) -> Dev
 
 
 def sampler_figures(
-    vocab_size: int, extent: Extent, device: torch.device
+    vocab_size: int, extent: SamplingExtent, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """Time the sampler alone: until the host has the tokens, and on the device."""
     logits = language_logits(np.random.default_rng(1), extent.rows, vocab_size).to(device)
@@ -134,7 +136,9 @@ def sampler_figures(
     return figures
 
 
-def sampler_ms(logits: torch.Tensor, terms: SampleTerms, extent: Extent) -> dict[str, float]:
+def sampler_ms(
+    logits: torch.Tensor, terms: SampleTerms, extent: SamplingExtent
+) -> dict[str, float]:
     """Time iterations of a sampler of `logits` [rows, vocab]."""
     rows, vocab_size = logits.shape
     on_device = device_sampler(vocab_size, extent, logits.device)
@@ -200,7 +204,7 @@ class Requests:
         self._index += 1
 
 
-def decode_figures(runner: ModelRunner, extent: Extent) -> dict[str, float]:
+def decode_figures(runner: ModelRunner, extent: SamplingExtent) -> dict[str, float]:
     """Time decodes of all requests at `CONTEXT` tokens for each case, in ms per iteration."""
     device, vocab_size = runner.device, runner.geometry.vocab_size
     rows, repeats = extent.rows, extent.repeats

@@ -25,6 +25,7 @@ from services.common.clock import monotonic_s
 from tideserve.cli.client import AdminClient
 from tideserve.cli.errors import SystemUnavailable
 from tideserve.cli.move import PATH as MOVE_PATH
+from tideserve.cli.tiny_model import LARGE_KV
 
 QUICK_ROUNDS, FULL_ROUNDS = 2, 5
 PACE = "A100-14B:2"
@@ -44,7 +45,7 @@ SYSTEMS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(slots=True)
-class Served:
+class ServedLoad:
     """Streams that have ended, `gap_max_s`: the longest time between two tokens of each."""
 
     preemptions: int
@@ -62,7 +63,7 @@ def options_of(name: str) -> dict[str, Any]:
     return {"overload_policy": policy, "memmgr": {"rebalance": mode}}
 
 
-def serve(cluster: FaultCluster, deployment: Deployment, seed: int, uneven: bool) -> Served:
+def serve(cluster: FaultCluster, deployment: Deployment, seed: int, uneven: bool) -> ServedLoad:
     """Run the streams in a cluster. Raises SystemUnavailable."""
     capacity = cluster.kv_bytes_per_worker() // deployment.kv_bytes_per_token
     share = UNEVEN_SHARE if uneven else EVEN_SHARE
@@ -82,7 +83,7 @@ def serve(cluster: FaultCluster, deployment: Deployment, seed: int, uneven: bool
     outcomes = streams.wait()
     seconds = monotonic_s() - began_s
     decisions = cluster.status()["decisions"]
-    return Served(
+    return ServedLoad(
         (cluster.counters().preemptions or 0) - preempted,
         int(cluster.metrics().get(RECEIVED, 0.0) - received),
         sum(decision["action"] == "merge" for decision in decisions),
@@ -114,8 +115,8 @@ def _tpot_s(outcome: StreamOutcome) -> float | None:
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Let the systems take turns, each in its own cluster, then judge."""
     deployment = replace(deployment, workers=2, paced=deployment.paced or PACE)
-    uneven: dict[str, list[Served]] = {name: [] for name in SYSTEMS}
-    even: dict[str, list[Served]] = {name: [] for name in MODES}
+    uneven: dict[str, list[ServedLoad]] = {name: [] for name in SYSTEMS}
+    even: dict[str, list[ServedLoad]] = {name: [] for name in MODES}
     rounds = QUICK_ROUNDS if choice.quick else FULL_ROUNDS
     for number in range(rounds):
         seed = choice.seed * 1000 + number
@@ -131,8 +132,8 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 
 
 def judge(
-    uneven: Mapping[str, Sequence[Served]],
-    even: Mapping[str, Sequence[Served]],
+    uneven: Mapping[str, Sequence[ServedLoad]],
+    even: Mapping[str, Sequence[ServedLoad]],
     deployment: Deployment,
 ) -> TrialVerdict:
     """Figures by system, and a problem for every missed bar."""
@@ -175,7 +176,7 @@ def judge(
     return TrialVerdict(figures, _rows(figures), problems)
 
 
-def _median_tpot(turns: Sequence[Served]) -> float | None:
+def _median_tpot(turns: Sequence[ServedLoad]) -> float | None:
     known = [turn.tpot_s["p50"] for turn in turns if turn.tpot_s["p50"] is not None]
     return median(known) if known else None
 
@@ -215,12 +216,5 @@ SCENARIO = Scenario(
     memory="36MiB",
     run=run,
     options=frozenset({"paced"}),
-    # As in `recovery`: a large KV per token, so that few requests fill the KV cache.
-    tiny_model={
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "intermediate_size": 1792,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    },
+    tiny_model=LARGE_KV,
 )

@@ -32,6 +32,7 @@ from benchmarks.systems.tideserve import BLOCK_TOKENS
 from services.common.clock import monotonic_s
 from services.core.overload.events import OverloadConfig
 from tideserve.cli.errors import SystemUnavailable
+from tideserve.cli.tiny_model import LARGE_KV
 from tideserve.load.event_stream import OpenAIServer, StreamedAnswer, StreamFailed
 from tideserve.load.workload import PlannedRequest
 
@@ -353,12 +354,5 @@ SCENARIO = Scenario(
     memory="36MiB",
     run=run,
     options=frozenset({"paced"}),
-    # A layer per worker, and parameters that fill about half of the memory.
-    tiny_model={
-        "num_hidden_layers": 4,
-        "hidden_size": 128,
-        "intermediate_size": 1792,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-    },
+    tiny_model=LARGE_KV,
 )

@@ -132,7 +132,7 @@ def run(
 ) -> Counter[str]:
     """Run a scenario and compare its tokens; returns what the streams have done.
 
-    In each second one, members have copies of some layers.
+    With odd seeds, members have copies of some layers in host memory.
     """
     config = replace(config, host_weights_bytes=seed % 2 * COPIED_BYTES)
     scenario = Scenario(config, oracle.requests, seed, QueueNetwork())
@@ -156,7 +156,7 @@ def run(
         scenario.group.close()
     for engine_streams in streams:
         check_log(engine_streams.log)
-    return Counter(f"{what} {stream}" for one in streams for what, stream, _ in one.log)
+    return Counter(f"{what} {stream}" for each in streams for what, stream, _ in each.log)
 
 
 def check_log(log: list[tuple[str, str, int]]) -> None:
@@ -207,7 +207,7 @@ def test_the_scenarios_copy_in_both_directions_and_wait_for_copies(
     for seed in SEEDS[:12]:
         seen += run(config, oracle, seed, drivers)
     wanted = [f"{what} copies" for what in ("gather", "scatter", "read", "write", "synchronize")]
-    assert all(seen[one] for one in [*wanted, "wait work"]), seen
+    assert all(seen[each] for each in [*wanted, "wait work"]), seen
 
 
 def without_waits(copies: DeviceCopies) -> None:

@@ -168,10 +168,10 @@ async def test_a_full_worker_hands_over_as_the_monitor_decides(store: Store) -> 
                 stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
                 request = memmgr_pb2.GetClusterRequest()
                 decisions = (await stub.GetCluster(request, timeout=DEADLINE_S)).decisions
-            found = [d for d in decisions if "4 moved" in d.outcome]
-            if not found:
+            moves = [d for d in decisions if "4 moved" in d.outcome]
+            if not moves:
                 return False
-            (decision,) = found
+            (decision,) = moves
             assert decision.action == memmgr_pb2.DECISION_ACTION_MOVE
             assert decision.cause == memmgr_pb2.DECISION_CAUSE_FULL
             return list(decision.group_ids) == ["group-w0", "group-w1"]

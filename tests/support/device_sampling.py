@@ -67,10 +67,10 @@ def check_equal(device: Sampled, host: Sampled, rows: Rows) -> None:
     for name, wanted in host.logprobs.items():
         if name in host.failed or not bool((rows.logits[int(name)] < np.inf).all()):
             continue  # after an overflow of the model they are not numbers
-        ((found,), (exact,)) = device.logprobs[name].unpacked(), wanted.unpacked()
-        assert found.rank == exact.rank
-        assert [token for token, _ in found.top] == [token for token, _ in exact.top]
+        ((actual,), (exact,)) = device.logprobs[name].unpacked(), wanted.unpacked()
+        assert actual.rank == exact.rank
+        assert [token for token, _ in actual.top] == [token for token, _ in exact.top]
         numbers = [exact.logprob, *(number for _, number in exact.top)]
         np.testing.assert_allclose(
-            [found.logprob, *(number for _, number in found.top)], numbers, rtol=1e-6, atol=1e-6
+            [actual.logprob, *(number for _, number in actual.top)], numbers, rtol=1e-6, atol=1e-6
         )

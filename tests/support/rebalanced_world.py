@@ -134,7 +134,7 @@ class MovingMember(WorldMember):
 
     def fail_part(self, transfer_id: str) -> None:
         """A part ends before it is complete; both ends hear of it."""
-        for part in [one for one in self.parts if one.command.transfer_id == transfer_id]:
+        for part in [part for part in self.parts if part.command.transfer_id == transfer_id]:
             self.parts.remove(part)
             failed = TransferOutcome(transfer_id, TransferStatus.FAILED)
             self.events.append(failed)
@@ -197,7 +197,7 @@ class RebalancedWorld(World):
             for part in list(members[lost].parts):
                 members[lost].fail_part(part.command.transfer_id)
             for member in map(self._moving, self.members):
-                for part in [one for one in member.parts if one.command.peer == lost]:
+                for part in [part for part in member.parts if part.command.peer == lost]:
                     member.fail_part(part.command.transfer_id)
 
     def _moving(self, name: str) -> MovingMember:
@@ -206,12 +206,12 @@ class RebalancedWorld(World):
         return member
 
     def _arrivals(self) -> list[Callable[[], None]]:
-        found = super()._arrivals()
+        arrivals = super()._arrivals()
         for member in map(self._moving, self.members):
-            found += [partial(self._move_part, member, part) for part in member.parts]
+            arrivals += [partial(self._move_part, member, part) for part in member.parts]
             if unknown := sorted(member.noticed - member.told_lost):
-                found.append(partial(self._tell_lost, member, unknown[0]))
-        return found
+                arrivals.append(partial(self._tell_lost, member, unknown[0]))
+        return arrivals
 
     def _tell_lost(self, member: MovingMember, lost: str) -> None:
         member.told_lost.add(lost)

@@ -44,6 +44,14 @@ CONFIG: Mapping[str, Any] = {
     "dtype": "float32",
 }
 # Options of a cluster that serves this model. The chunks are small because the memory is.
+LARGE_KV: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "intermediate_size": 1792,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+"""A layer for each of four workers, and a large KV per token: few requests fill the KV cache."""
 TINY_OPTIONS = {"load_format": "dummy", "chunk_size": "64KiB"}
 TINY_ON_GPU = {"load_format": "dummy"}
 """Without `chunk_size`: CUDA maps memory in chunks of at least 2 MiB."""

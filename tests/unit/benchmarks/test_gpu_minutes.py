@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 from benchmarks.gpu_steps.figures import Figures
-from benchmarks.gpu_steps.minutes import END_S, Minutes, Step, numbers_of
+from benchmarks.gpu_steps.minutes import END_S, GpuStep, Minutes, numbers_of
 
 
 def test_a_step_ends_at_its_deadline_and_the_others_keep_their_figures(tmp_path: Path) -> None:
     minutes = Minutes(tmp_path, None, 60.0, dry=True)
-    assert not minutes.run(Step("late", "environment", 0.001)), "no Python starts so fast"
+    assert not minutes.run(GpuStep("late", "environment", 0.001)), "no Python starts so fast"
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["steps"]["late"]["ended"] == "cut off after 0 s"
-    assert minutes.run(Step("whole", "environment", 60.0))
+    assert minutes.run(GpuStep("whole", "environment", 60.0))
     written = json.loads((tmp_path / "figures.json").read_text())
     assert list(written["steps"]) == ["late", "whole"]
     assert written["steps"]["whole"]["figures"]["versions"]["cores"] > 0
@@ -20,7 +20,7 @@ def test_a_step_ends_at_its_deadline_and_the_others_keep_their_figures(tmp_path:
 
 def test_no_step_begins_without_time_to_end(tmp_path: Path) -> None:
     minutes = Minutes(tmp_path, None, END_S, dry=True)
-    assert not minutes.run(Step("never", "environment", 60.0))
+    assert not minutes.run(GpuStep("never", "environment", 60.0))
     assert minutes.results["never"] == {"ended": "no time left"}
     assert "no time left" in minutes.table()
 

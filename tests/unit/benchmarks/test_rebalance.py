@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scenarios.rebalance import MODES, SYSTEMS, Served, judge, options_of
+from benchmarks.scenarios.rebalance import MODES, SYSTEMS, ServedLoad, judge, options_of
 from benchmarks.systems.system import Deployment
 
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28, paced="A100-14B:2")
-OFF = Served(4, 0, 0, 100.0, {"p50": 0.05}, {"p50": 0.06})
+OFF = ServedLoad(4, 0, 0, 100.0, {"p50": 0.05}, {"p50": 0.06})
 MOVED = replace(OFF, preemptions=1, moved=5)
 UNEVEN = {
     "off": [OFF, OFF],
@@ -51,7 +51,7 @@ def test_the_figures_are_by_system_at_the_top_level() -> None:
     ],
 )
 def test_every_missed_bar_is_a_problem(
-    uneven: dict[str, list[Served]], even: dict[str, list[Served]], text: str
+    uneven: dict[str, list[ServedLoad]], even: dict[str, list[ServedLoad]], text: str
 ) -> None:
     problems = judge(UNEVEN | uneven, EVEN | even, DEPLOYMENT).problems
     assert problems and all(problem.startswith(text) for problem in problems)

@@ -40,7 +40,7 @@ class StreamEvent(Protocol):
         """Block until the stream has passed the point."""
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """The work stream and the copy stream of a device; the interface of `CudaStreams`."""
 
     def bind(self) -> None:
@@ -157,7 +157,7 @@ class PinnedSlot:
 class DeviceCopies:
     """Orders copies and work, and owns the slots. `block_bytes`: a KV block's size in one layer."""
 
-    def __init__(self, streams: Streams, *, block_bytes: int) -> None:
+    def __init__(self, streams: DeviceStreams, *, block_bytes: int) -> None:
         self._streams = streams
         self.slot_bytes = slot_bytes = max(SLOT_BYTES, block_bytes)
         index_bytes = slot_bytes // block_bytes * torch.int64.itemsize
@@ -242,7 +242,7 @@ class DeviceCopies:
         self._free.append(slot)
 
     @contextmanager
-    def started(self, slot: PinnedSlot) -> Iterator[Streams]:
+    def started(self, slot: PinnedSlot) -> Iterator[DeviceStreams]:
         """Start a copy of `slot` in the block, after the work before the present iteration."""
         self._streams.copies_wait(self._work)
         yield self._streams

@@ -30,7 +30,7 @@ class WindowLimits(NamedTuple):
 class RowInputs(NamedTuple):
     """Inputs of a launch: `columns` int64 [COLUMNS, rows], `entries` int64 (see `adjust`).
 
-    `masks`: int32 [masked rows, words].
+    `masks`: int32 [masked rows, width].
     """
 
     columns: npt.NDArray[np.int64]
@@ -58,9 +58,9 @@ def row_inputs(
         used = [counts.sampling for _, counts in counted]
         columns[token_places.SLOT, at] = slots
         numbers = columns.view(np.float64)
-        numbers[token_places.REPETITION, at] = [one.repetition_penalty for one in used]
-        numbers[token_places.FREQUENCY, at] = [one.frequency_penalty for one in used]
-        numbers[token_places.PRESENCE, at] = [one.presence_penalty for one in used]
+        numbers[token_places.REPETITION, at] = [sampling.repetition_penalty for sampling in used]
+        numbers[token_places.FREQUENCY, at] = [sampling.frequency_penalty for sampling in used]
+        numbers[token_places.PRESENCE, at] = [sampling.presence_penalty for sampling in used]
     masks = _fill_masks(columns, rows, vocab_size)
     return RowInputs(columns, _fill_entries(columns, rows), masks)
 
@@ -100,13 +100,13 @@ def _fill_masks(
     columns: npt.NDArray[np.int64], rows: Sequence[DeviceRow], vocab_size: int
 ) -> npt.NDArray[np.int32]:
     """Pack the masks of allowed tokens, a bit per token."""
-    words = -(-vocab_size // WORD_BITS)
+    width = -(-vocab_size // WORD_BITS)
     masked = [
         (place, row.forbidden.allowed)
         for place, row in enumerate(rows)
         if row.forbidden is not None and row.forbidden.allowed is not None
     ]
-    masks = np.zeros((len(masked), words), np.int32)
+    masks = np.zeros((len(masked), width), np.int32)
     packed = masks.view(np.uint8)
     for number, (place, allowed) in enumerate(masked):
         bits = np.packbits(allowed, bitorder="little")

@@ -209,10 +209,10 @@ class DeviceSampler:
             ),
             *(self._sizes.span, self._span_width, self._id_bits, self._sizes.chunk),
         )
-        found = None
+        token_logprobs = None
         if scored:
-            found = self._scores(logits, score_inputs, len(scored), tokens, top)
-        return DeviceDraws(rows, _to_host(tokens), found, self._recorded(), self._counts)
+            token_logprobs = self._scores(logits, score_inputs, len(scored), tokens, top)
+        return DeviceDraws(rows, _to_host(tokens), token_logprobs, self._recorded(), self._counts)
 
     def score(self, logits: torch.Tensor, token_ids: Sequence[int], top: int) -> LogprobRows:
         """Return log probabilities of `token_ids[i]` and the `top` best tokens at row i.

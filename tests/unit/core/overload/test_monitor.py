@@ -219,22 +219,24 @@ class Moving:
                 self._ends.remove((at_s, decision))
                 ids = decision.group_ids[0], decision.group_ids[1]
                 assert not self.monitor.handle(MoveEnded(self.now_s, MODEL, ids, self.moved))
-            found = self.monitor.handle(DemandReported(self.now_s, (ModelDemand(MODEL, **demand),)))
-            found += self.monitor.handle(GroupsSeen(self.now_s, groups))
+            decisions = self.monitor.handle(
+                DemandReported(self.now_s, (ModelDemand(MODEL, **demand),))
+            )
+            decisions += self.monitor.handle(GroupsSeen(self.now_s, groups))
             self.monitor.check_invariants()
-            self.decisions += found
-            self._ends += [(self.now_s + 1, d) for d in found if d.action is Action.MOVE]
+            self.decisions += decisions
+            self._ends += [(self.now_s + 1, d) for d in decisions if d.action is Action.MOVE]
         return self.decisions[before:]
 
 
 def test_a_move_comes_before_a_merge_which_follows_if_moves_do_not_help() -> None:
     moving = Moving(rebalance=Rebalance.STUCK)
-    found = moving.tick(full_beside_roomy(), 40)
-    assert {decision.action for decision in found} == {Action.MOVE}
-    assert found[0].group_ids[0] == "g0" and found[0].reason.cause is Cause.FULL
-    assert found[0].needed_tokens >= 200
-    found = moving.tick(full_beside_roomy(), 40)  # still full after 5 s
-    merges = [decision for decision in found if decision.action is Action.MERGE]
+    decisions = moving.tick(full_beside_roomy(), 40)
+    assert {decision.action for decision in decisions} == {Action.MOVE}
+    assert decisions[0].group_ids[0] == "g0" and decisions[0].reason.cause is Cause.FULL
+    assert decisions[0].needed_tokens >= 200
+    decisions = moving.tick(full_beside_roomy(), 40)  # still full after 5 s
+    merges = [decision for decision in decisions if decision.action is Action.MERGE]
     assert merges and merges[0].group_ids == ("g0",) and not merges[0].reason.moves_help
     assert merges[0].now_s >= 105.0
 
@@ -247,23 +249,23 @@ def test_no_merge_follows_if_moves_help() -> None:
 
 def test_moves_that_fail_delay_a_merge_for_a_bounded_time() -> None:
     moving = Moving(moved=0, rebalance=Rebalance.STUCK)
-    found = moving.tick(full_beside_roomy()[:2], 60)
-    assert found[0].action is Action.MOVE
-    (merge, *_) = [decision for decision in found if decision.action is Action.MERGE]
+    decisions = moving.tick(full_beside_roomy()[:2], 60)
+    assert decisions[0].action is Action.MOVE
+    (merge, *_) = [decision for decision in decisions if decision.action is Action.MERGE]
     config = moving.monitor.config
     assert merge.now_s <= 100.0 + config.settle_s + config.overload_dwell_s + 4 * TICK_S
 
 
 def test_without_rebalance_a_full_group_merges_as_before() -> None:
-    found = Moving().tick(full_beside_roomy(), 20)
-    assert [decision.action for decision in found] == [Action.MERGE]
+    decisions = Moving().tick(full_beside_roomy(), 20)
+    assert [decision.action for decision in decisions] == [Action.MERGE]
 
 
 @pytest.mark.parametrize("mode", [Rebalance.STUCK, Rebalance.ALL])
 def test_demand_beyond_all_groups_merges_at_once(mode: Rebalance) -> None:
     moving = Moving(rebalance=mode)
-    found = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
-    assert Action.MERGE in {decision.action for decision in found}
+    decisions = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
+    assert Action.MERGE in {decision.action for decision in decisions}
 
 
 def test_room_is_made_for_a_large_request_with_all_only() -> None:

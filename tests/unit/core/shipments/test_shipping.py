@@ -114,7 +114,7 @@ def test_a_limited_order_moves_the_largest_requests_that_fit() -> None:
     clients = {name: world.start(name, prompt(world, sizes[name]), 300, "w0") for name in sizes}
     world.run_until(lambda: all(len(client.tokens) > 2 for client in clients.values()))
     blocks = {seq.seq_id.split("#")[0]: seq.blocks for seq in world.nodes["w0"].planner.running}
-    # Room for the two in the middle, not for the small one beside them.
+    # Room for the two in the middle, not for the small request beside them.
     order = world.ship("w0", "w1", blocks_max=blocks["large"] + blocks["middle"] + 2)
     world.run_until(lambda: order in world.answers)
     assert world.answers[order].moved == 2
@@ -147,7 +147,7 @@ def test_an_order_of_few_blocks_counts_those_that_requests_do_not_share() -> Non
     world = ShippingWorld(9, num_blocks=200)
     common = prompt(world, 80)
     clients = [world.start(f"r{n}", (*common, n), 60, "w0") for n in range(3)]
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in clients))
     node = world.nodes["w0"]
     used = node.planner.pool.usable - node.planner.pool.free_count
     # The overload monitor knows only the mean, which is less than the KV of each request.
@@ -164,7 +164,7 @@ def test_an_order_for_few_blocks_leaves_larger_requests() -> None:
     sizes = {"small": 20, "large": 60}
     for name, tokens in sizes.items():
         world.start(name, prompt(world, tokens), 100, "w0")
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in world.clients.values()))
     order = world.ship("w0", "w1", blocks_max=12)
     world.run_until(lambda: order in world.answers)
     assert [world.clients[name].worker for name in sizes] == ["w1", "w0"]
@@ -192,7 +192,7 @@ def test_an_order_ends_although_requests_keep_arriving() -> None:
 
     def ended() -> bool:
         nonlocal count
-        if sum(not one.over and one.worker == "w0" for one in world.clients.values()) < 3:
+        if sum(not client.over and client.worker == "w0" for client in world.clients.values()) < 3:
             count += 1
             world.start(f"r{count}", prompt(world, 20), 60, "w0")
         return order in world.answers or count > 60

@@ -45,11 +45,11 @@ def test_servers_of_different_models_are_refused() -> None:
             " model"
         )
         second.pages["/v1/models"] = models("name here", root="/models/a")
-        found = upstream_model(urls, None, None)
-        assert (found.name, found.everywhere) == ("org/a", False)
+        model = upstream_model(urls, None, None)
+        assert (model.name, model.everywhere) == ("org/a", False)
         second.pages["/v1/models"] = models("b", "org/a")
-        found = upstream_model(urls, None, "org/a")
-        assert (found.name, found.everywhere) == ("org/a", True)
+        model = upstream_model(urls, None, "org/a")
+        assert (model.name, model.everywhere) == ("org/a", True)
 
 
 @pytest.mark.parametrize(

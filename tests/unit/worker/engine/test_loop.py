@@ -70,31 +70,43 @@ def readable(watched: Any, wait_s: float = WAIT_MS / 1e3) -> bool:
     return bool(select([watched.descriptor], [], [], wait_s)[0])
 
 
-def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(inbox: Inbox) -> None:
-    came = EngineOutbox()
-    told: list[list[str]] = []
+class Outbox:
+    """The outbox of a member, and the request ids of each report that its loop published."""
 
-    def take() -> bool:
-        came.tokens.append(EmitToken("a", 0, 5, None))
+    def __init__(self, inbox: Inbox) -> None:
+        self.published: list[list[str]] = []
+        self._inbox = inbox
+        self._waiting = EngineOutbox()
+
+    def add(self, request_id: str, token_id: int) -> None:
+        self._waiting.tokens.append(EmitToken(request_id, 0, token_id, None))
+
+    def take(self) -> bool:
+        """A frame of another member brings a token of "a"."""
+        self.add("a", 5)
         return True
 
-    def take_outbox() -> EngineOutbox:
-        nonlocal came
-        news, came = came, EngineOutbox()
-        return news
+    def take_outbox(self) -> EngineOutbox:
+        outbox, self._waiting = self._waiting, EngineOutbox()
+        return outbox
 
-    def hear() -> None:
-        told.append([token.request_id for token in inbox.progress().tokens])
+    def read(self) -> None:
+        """Read a report of the loop."""
+        self.published.append([token.request_id for token in self._inbox.progress().tokens])
+
+
+def test_tokens_of_other_stages_are_published_before_the_next_microbatch_runs(inbox: Inbox) -> None:
+    outbox = Outbox(inbox)
 
     def launch(interrupts: object) -> bool:
-        hear()
-        came.tokens.append(EmitToken("b", 0, 6, None))
+        outbox.read()
+        outbox.add("b", 6)
         return True
 
-    member = member_that(take=take, launch=launch, take_outbox=take_outbox)
+    member = member_that(take=outbox.take, launch=launch, take_outbox=outbox.take_outbox)
     inbox.loop(member).step(0)
-    hear()
-    assert told == [["a"], ["b"]]
+    outbox.read()
+    assert outbox.published == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
@@ -102,20 +114,7 @@ def test_results_are_published_while_a_gpu_runs_the_next_iteration(
     inbox: Inbox, tokens: int
 ) -> None:
     """But before a prefill, whose launch takes nearly as long as its run."""
-    came = EngineOutbox()
-    told: list[list[str]] = []
-
-    def take() -> bool:
-        came.tokens.append(EmitToken("a", 0, 5, None))
-        return True
-
-    def take_outbox() -> EngineOutbox:
-        nonlocal came
-        news, came = came, EngineOutbox()
-        return news
-
-    def hear() -> None:
-        told.append([token.request_id for token in inbox.progress().tokens])
+    outbox = Outbox(inbox)
 
     def launch(interrupts: Any, meanwhile: Any) -> bool:
         batch = Batch((Chunk("a", 4, (1,) * tokens, (0,), None),))
@@ -125,20 +124,20 @@ def test_results_are_published_while_a_gpu_runs_the_next_iteration(
             inbox.send(ONLINE)
             meanwhile()
             assert list(loop._inbox) == [ONLINE]  # for the next turn
-        hear()
-        came.tokens.append(EmitToken("b", 0, 6, None))
+        outbox.read()
+        outbox.add("b", 6)
         return True
 
-    member = member_that(take=take, launch=launch, take_outbox=take_outbox)
+    member = member_that(take=outbox.take, launch=launch, take_outbox=outbox.take_outbox)
     loop = inbox.loop(member, overlaps=True)
     loop.step(0)
-    assert told == [["a"]]
+    assert outbox.published == [["a"]]
     assert not inbox.servicer.poll(0)  # b waits for the next iteration
     member.launch = lambda interrupts, meanwhile: False
     member.handle = lambda event: None
     loop.step(0)
-    hear()
-    assert told == [["a"], ["b", "a"]]
+    outbox.read()
+    assert outbox.published == [["a"], ["b", "a"]]
 
 
 def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:

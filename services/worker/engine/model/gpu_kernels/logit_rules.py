@@ -25,13 +25,13 @@ from services.worker.engine.model.gpu_kernels.token_places import (
 _INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit(do_not_specialize=["rows", "vocab", "words"])
+@triton.jit(do_not_specialize=["rows", "vocab", "mask_width"])
 def penalize(
-    logits, scores, columns, counts, masks, rows, vocab, words, SPAN: tl.constexpr,
+    logits, scores, columns, counts, masks, rows, vocab, mask_width, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Write `logits` with penalties and masks to `scores`, float32. Grid: [row, span].
 
-    `masks` is int32 [any, words]: a bit per token, 1 for allowed tokens.
+    `masks` is int32 [any, mask_width]: a bit per token, 1 for allowed tokens.
     """
     row = tl.program_id(0)
     ids = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
@@ -52,7 +52,7 @@ def penalize(
         score = tl.where(count != 0, changed, score)
     mask = integer(columns, MASK, row, rows)
     if mask >= 0:
-        word = tl.load(masks + mask * words + ids // 32, there, 0)
+        word = tl.load(masks + mask * mask_width + ids // 32, there, 0)
         score = tl.where((word >> (ids % 32)) & 1 != 0, score, -_INFINITY)
     tl.store(scores + at, score, there)
 

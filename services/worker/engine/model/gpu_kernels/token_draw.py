@@ -84,13 +84,13 @@ def threshold(
         bits = tl.where(
             value >= LOWEST, tl.abs(value - peak).to(tl.int32, bitcast=True), _NO_DISTANCE
         )
-        found = tl.full((), 0, tl.int32)
+        prefix = tl.full((), 0, tl.int32)
         digit = tl.full((), 1 << 30, tl.int32)
         for _ in range(31):
-            count = tl.sum((bits < (found | digit)).to(tl.int32), 0)
-            found = tl.where(count < wanted, found | digit, found)
+            count = tl.sum((bits < (prefix | digit)).to(tl.int32), 0)
+            prefix = tl.where(count < wanted, prefix | digit, prefix)
             digit = digit >> 1
-        distance = tl.minimum(found, _INFINITY_BITS).to(tl.float32, bitcast=True)
+        distance = tl.minimum(prefix, _INFINITY_BITS).to(tl.float32, bitcast=True)
         temperature = number(columns, TEMPERATURE, row, rows).to(tl.float32)
         tl.store(thresholds + row, tl.div_rn(-distance, temperature))
 

@@ -135,13 +135,13 @@ def place_reaching(
     COUNTS: their number counts instead. The result comes after all tokens if they have less.
     """
     pivot = tl.arange(0, 16).to(tl.int64)
-    found = tl.full((), 0, tl.int64)
+    prefix = tl.full((), 0, tl.int64)
     digits: tl.constexpr = (31 + ID_BITS + 3) // 4
     shift = tl.full((), 4 * digits, tl.int64)
     for _ in range(digits):
         shift -= 4
         # The largest places with each value of this digit, whose sums grow.
-        upper = found | (pivot << shift) | ((tl.full((), 1, tl.int64) << shift) - 1)
+        upper = prefix | (pivot << shift) | ((tl.full((), 1, tl.int64) << shift) - 1)
         sums = tl.zeros((16,), tl.int64)
         for first in range(0, size, CHUNK):
             place, mass = tokens_of(
@@ -152,5 +152,5 @@ def place_reaching(
             mass = tl.where(place <= limit, mass, 0)
             sums += tl.sum(tl.where(place[None, :] <= upper[:, None], mass[None, :], 0), 1)
         short = tl.sum((sums < target).to(tl.int64), 0)
-        found |= tl.minimum(short, 15) << shift
-    return found
+        prefix |= tl.minimum(short, 15) << shift
+    return prefix

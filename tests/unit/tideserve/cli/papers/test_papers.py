@@ -1,4 +1,4 @@
-"""Each paper's page is made by a short run, and tells why numbers differ."""
+"""A short run writes the page of each paper, with the reasons for differences."""
 
 from collections import Counter
 from pathlib import Path

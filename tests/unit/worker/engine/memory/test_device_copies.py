@@ -79,8 +79,8 @@ def test_a_slot_is_used_again_after_its_copy(device: Device) -> None:
         device.kv.unpack([number % 8], slot)
         device.copies.give_back(slot)
     with device.copies.work():
-        found = [float(block.max()) for block in device.kv.blocks()[:8]]
-    assert found == [100.0 + number for number in range(SLOTS, 2 * SLOTS)]
+        contents = [float(block.max()) for block in device.kv.blocks()[:8]]
+    assert contents == [100.0 + number for number in range(SLOTS, 2 * SLOTS)]
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -206,8 +206,8 @@ def test_scores_of_given_tokens_are_those_of_the_host(top: int) -> None:
     here = host.score(logits, tokens, top)
     there = device.score(logits.to(DEVICE), tokens, top)
     assert there.ids == here.ids
-    found, exact = (np.frombuffer(each.values, "<f4") for each in (there, here))
-    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
+    actual, exact = (np.frombuffer(each.values, "<f4") for each in (there, here))
+    np.testing.assert_allclose(actual, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_bfloat16_logits_are_exact_in_float32() -> None:
