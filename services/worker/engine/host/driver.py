@@ -1,0 +1,131 @@
+"""Drives the host copies of a planner: passes its commands to the copier, and results back.
+
+Without memory the store stays at its size. If the copier's thread has failed, all copies are lost:
+the planner is told once, and serving goes on without them.
+"""
+
+import logging
+from math import inf
+from typing import Protocol
+
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    BlocksSaved,
+    CancelHostJob,
+    HostEvent,
+    HostGrown,
+    HostLooked,
+    RecallBlocks,
+    SaveBlocks,
+)
+from services.worker.engine.host.copier import HostCopier, JobEnd, StepEnd
+from services.worker.engine.host.lane import HostLane
+from services.worker.engine.host.store import HostStore
+
+ARRIVED_FAILPOINT = "engine.host.arrived.leader"
+
+log = logging.getLogger(__name__)
+
+
+class EmptySlots(Protocol):
+    """What the driver needs to know of `core.host.host_cache.HostCache`."""
+
+    @property
+    def empty(self) -> int:
+        """Number of slots without a copy."""
+
+
+class HostDriver:
+    """Runs on the engine's thread. `cache` is the planner's index of the copies in `store`."""
+
+    def __init__(
+        self, store: HostStore, copier: HostCopier, lane: HostLane, cache: EmptySlots
+    ) -> None:
+        self._store = store
+        self._copier = copier
+        self._lane = lane
+        self._cache = cache
+        self._growing = False
+        self._full = False  # the store cannot grow
+        self._lost = False  # the copier's thread has failed
+
+    def start(self) -> None:
+        """Start the copier's thread, and the store's first step."""
+        self._copier.start()
+        self._grow()
+
+    def close(self) -> None:
+        """Stop the copier."""
+        self._copier.close()
+
+    # --- commands
+
+    def copy(self, command: SaveBlocks | RecallBlocks, now_s: float) -> HostEvent | None:
+        """Begin a job; returns its end if it cannot begin."""
+        if not self._lost:
+            due_s = self._lane.occupy(len(command.blocks), now_s)
+            if self._copier.submit(command, due_s):
+                return None
+        return _ended(JobEnd(command, (False,) * len(command.blocks)), now_s)
+
+    def cancel(self, command: CancelHostJob) -> None:
+        """End a job early."""
+        self._copier.cancel(command.job)
+
+    # --- events
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while there are events."""
+        return self._copier.fileno()
+
+    @property
+    def backed_bytes(self) -> int:
+        """Host memory of the store so far."""
+        return self._store.backed_bytes
+
+    def events(self, now_s: float) -> list[HostEvent]:
+        """The events since the last call."""
+        if self._lost:
+            return []
+        made = (self._event(end, now_s) for end in self._copier.ends())
+        events = [event for event in made if event is not None]
+        if not self._copier.is_alive:
+            log.error("host copies of KV are lost; this worker serves on without them")
+            self._lost = True
+            return [*events, HostGrown(now_s, 0)]
+        if not self._copier.is_busy:
+            self._lane.rest()
+        if self._cache.empty < self._store.step_slots // 2:
+            self._grow()
+        return events
+
+    def look(self, now_s: float) -> HostLooked:
+        """The event with which the planner begins jobs."""
+        return HostLooked(now_s, self._lane.free_s(now_s))
+
+    def _event(self, end: JobEnd | StepEnd, now_s: float) -> HostEvent | None:
+        if isinstance(end, JobEnd):
+            return _ended(end, now_s)
+        self._growing = False
+        if not end.problem:
+            return HostGrown(now_s, end.slots)
+        self._full = True
+        log.warning("%s", end.problem)
+        return None
+
+    def _grow(self) -> None:
+        if not (self._growing or self._full) and self._store.slots < self._store.slots_max:
+            self._growing = True
+            self._copier.grow()
+
+
+def _ended(end: JobEnd, now_s: float) -> HostEvent:
+    kind = BlocksSaved if isinstance(end.command, SaveBlocks) else BlocksRecalled
+    return kind(now_s, end.command.job, end.intact)
+
+
+def wait_ms(due_s: float, now_s: float, idle_ms: int) -> int:
+    """How long the engine may wait for frames until host copies are due at `due_s`."""
+    if due_s == inf:
+        return idle_ms
+    return min(idle_ms, max(1, int(1e3 * (due_s - now_s))))
