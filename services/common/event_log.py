@@ -17,7 +17,7 @@ from services.common.clock import unix_s
 from services.common.errors import ServiceError
 
 SIZE_MAX_BYTES = 2**30
-VERSION = 8
+VERSION = 9
 
 log = logging.getLogger(__name__)
 

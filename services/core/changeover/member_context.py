@@ -83,8 +83,9 @@ class MemberContext:
 
     def take_freed(self, event: Event) -> tuple[str, ...]:
         """Apply an event to the planner that frees blocks; returns the sequences' ids."""
-        (freed,) = self.planner.handle(event)
+        *others, freed = self.planner.handle(event)
         assert isinstance(freed, BlocksFreed)
+        self.commands += others  # jobs of host copies that end
         return freed.seq_ids
 
     def highest_block(self, seq_ids: Iterable[str]) -> int:

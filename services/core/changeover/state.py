@@ -30,6 +30,7 @@ Every change (merge, re-merge, split) has the same steps at every member:
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, get_args, get_origin
 
 from services.core.changeover import frames, vocabulary
@@ -47,6 +48,7 @@ from services.core.changeover.preparation import Preparation
 from services.core.changeover.stage_kv import StageKv
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.groups.layer_map import serves
+from services.core.host.vocabulary import BlocksRecalled, BlocksSaved, HostGrown, HostLooked
 from services.core.planner.batch import Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
@@ -290,6 +292,17 @@ class Changeover:
         return yields and not planner.online_can_run
 
     @property
+    def host_due_s(self) -> float:
+        """When `HostLooked` is due next; `inf` without host copies to save or to recall."""
+        host = self._context.planner.host
+        return inf if host is None or not self._may_copy else host.due_s
+
+    @property
+    def _may_copy(self) -> bool:
+        """Whether KV blocks here are those of this worker's planner, and have all layers."""
+        return self.may_plan and self._context.planner.stages == 1
+
+    @property
     def requeue_due_s(self) -> float | None:
         """When `RequeueChecked` next returns requests to the scheduler; None if it does not."""
         return self._context.planner.requeue_due(may_start=self.leads)
@@ -335,6 +348,9 @@ class Changeover:
         elif isinstance(event, RequeueChecked):
             # A worker that does not lead also returns its parked batch requests.
             context.apply(replace(event, may_start=self.leads))
+        elif isinstance(event, HostLooked):
+            if self._may_copy:
+                context.apply(event)
         else:
             before = self.phase
             context.now_s = getattr(event, "now_s", context.now_s)
@@ -613,6 +629,7 @@ _SHIPMENT_FRAMES = frozenset(get_args(ShipmentFrame))
 _PLANNER_EVENTS = (
     *(IterationFinished, IterationDropped, IterationSuspended),
     *(CostModelLearned, BlocksBorrowed),
+    *(HostGrown, BlocksSaved, BlocksRecalled),
 )
 _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     RequestArrived: Changeover._arrive,
@@ -638,4 +655,4 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
-assert _EVENTS.keys() | {*_PLANNER_EVENTS, RequeueChecked} == _known, "each event has a handler"
+assert _EVENTS.keys() | {*_PLANNER_EVENTS, RequeueChecked, HostLooked} == _known, "each event has a handler"

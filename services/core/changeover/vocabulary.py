@@ -18,6 +18,7 @@ from services.core.changeover.frames import Activations, MemberFrame
 from services.core.changeover.route import Transfer
 from services.core.changeover.transfer_outcome import TransferOutcome
 from services.core.groups.layer_map import Stage
+from services.core.host.vocabulary import HostCommand, HostEvent
 from services.core.planner.events import (
     ClientCommand,
     DrainContinued,
@@ -200,6 +201,7 @@ Event = (
     | RestoreUndone
     | ShippingAsked
     | ShippingPeerLost
+    | HostEvent
 )
 
 # --- commands
@@ -374,6 +376,7 @@ Command = (
     | NoteAdopted
     | NoteMoved
     | ShippingCommand
+    | HostCommand
 )
 
 

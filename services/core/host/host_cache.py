@@ -41,6 +41,7 @@ class HostCache:
     """Slots of the host store, and the copies in them. Methods take O(hashes)."""
 
     slots: int = 0
+    filling: int = 0  # copies that are being written
     _copies: dict[bytes, _Copy] = field(default_factory=dict)
     _empty: list[int] = field(default_factory=list)  # a heap: low slots are backed by memory first
     _debts: dict[bytes, int] = field(default_factory=dict)  # hash → sequences that need the copy
@@ -58,15 +59,14 @@ class HostCache:
         return len(self._copies) - self.filling
 
     @property
-    def filling(self) -> int:
-        """Number of copies that are being written."""
-        return sum(copy.state is CopyState.FILLING for copy in self._copies.values())
+    def owed(self) -> int:
+        """Number of complete copies that preempted sequences need, without those being read."""
+        return len(self._owed)
 
     @property
-    def owed(self) -> int:
-        """Number of complete copies that preempted sequences need."""
-        copies, filling = self._copies, CopyState.FILLING
-        return sum(key in copies and copies[key].state is not filling for key in self._debts)
+    def evictable(self) -> int:
+        """Number of copies that `evict` may remove."""
+        return len(self._spare)
 
     @property
     def empty(self) -> int:
@@ -94,7 +94,7 @@ class HostCache:
     def clear(self) -> list[Lost]:
         """Remove all slots and copies; returns the copies."""
         lost = [Lost(key, copy.reported) for key, copy in self._copies.items()]
-        self.slots = 0
+        self.slots = self.filling = 0
         for part in (self._copies, self._owed, self._spare, self._empty):
             part.clear()
         return lost
@@ -108,6 +108,7 @@ class HostCache:
         assert block_hash not in self._copies, "the block has a copy already"
         slot = heappop(self._empty)
         self._copies[block_hash] = _Copy(slot, reported)
+        self.filling += 1
         return slot
 
     def hold(self, block_hash: bytes) -> None:
@@ -115,6 +116,7 @@ class HostCache:
         copy = self._copies[block_hash]
         assert copy.state is CopyState.FILLING
         copy.state = CopyState.HELD
+        self.filling -= 1
         self._insert(block_hash)
 
     def drop(self, block_hash: bytes) -> Lost | None:
@@ -126,6 +128,7 @@ class HostCache:
             copy.condemned = True
             return None
         del self._copies[block_hash]
+        self.filling -= copy.state is CopyState.FILLING
         self._owed.pop(block_hash, None)
         self._spare.pop(block_hash, None)
         heappush(self._empty, copy.slot)
@@ -197,6 +200,8 @@ class HostCache:
         """Each slot is empty or has a copy, and each copy is in exactly one state."""
         copies = self._copies
         taken = [copy.slot for copy in copies.values()]
+        filling = [copy for copy in copies.values() if copy.state is CopyState.FILLING]
+        assert self.filling == len(filling)
         assert len(taken) + len(self._empty) == self.slots
         assert {*taken, *self._empty} == set(range(self.slots)), "a slot is lost or shared"
         heap = list(self._empty)

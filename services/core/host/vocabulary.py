@@ -42,6 +42,21 @@ class HostSettings:
     prefetch: bool = True
 
 
+@dataclass(slots=True)
+class HostCounts:
+    """What host copies have done since the engine's start.
+
+    `recalled_tokens_total` were recalled, `hit_tokens_total` of these for prompts that had not run
+    here before. `failures_total` counts damaged copies and losses of the store.
+    """
+
+    saved_blocks_total: int = 0
+    recalls_total: int = 0
+    recalled_tokens_total: int = 0
+    hit_tokens_total: int = 0
+    failures_total: int = 0
+
+
 # --- events
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from services.core.cost.model import CostModel
 from services.core.cost.padded import Execution
+from services.core.host.vocabulary import HostSettings
 from services.core.overtaking import overtaken_setting
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.victims import VictimRule
@@ -37,7 +38,7 @@ class IterationConfig:
     `num_blocks` is the number of KV blocks of the worker alone. Requests that need more are refused
     even in a pipeline of several workers, since it may split again. A microbatch, like the
     iteration of a single worker, has at most `max_batch_tokens`. `cost_model` predicts durations of
-    iterations; without it each token costs the same.
+    iterations; without it each token costs the same. `host`: KV is also kept in host memory.
 
     Details: `overtaking.py`, `prefix_cache.py`, `lookahead.py` (`batch_formation`,
     `min_microbatch_tokens`), `victims.py` (`scheduling`, `victims`), `slo.py` (`harvest` to
@@ -85,6 +86,7 @@ class IterationConfig:
         expert=True,
     )
     cost_model: CostModel | None = computed(None)
+    host: HostSettings | None = computed(None)
     overtaken_max: int = overtaken_setting()
     prefix_caching: bool = option(
         True,

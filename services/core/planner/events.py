@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from services.core.cost.model import CostModel
 from services.core.destination import Destination
+from services.core.host.vocabulary import HostCommand, HostEvent
 from services.core.logprobs import LogprobRows
 from services.core.planner.batch import Microbatch, SampleNotes
 from services.core.planner.block_table import BlockMove
@@ -107,7 +108,7 @@ class BlocksBorrowed:
 IterationEvent = IterationFinished | IterationDropped | IterationSuspended
 RequestEvent = RequestArrived | RequestAborted | IterationEvent | RequeueChecked | DrainContinued
 MeasurementEvent = CostModelLearned | BlocksBorrowed
-Event = RequestEvent | MeasurementEvent | ConfigurationEvent | PinEvent
+Event = RequestEvent | MeasurementEvent | ConfigurationEvent | PinEvent | HostEvent
 
 
 class EmitToken(NamedTuple):
@@ -171,7 +172,7 @@ class LendBlocks:
 
 
 ClientCommand = EmitToken | RefuseRequest
-Command = ClientCommand | BlocksFreed | MoveBlocks | LendBlocks
+Command = ClientCommand | BlocksFreed | MoveBlocks | LendBlocks | HostCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,7 @@ class PinHandlers:
         return []
 
     def _fill(self, event: pin_events.BlocksFilled) -> list[Command]:
-        table = self.sequence_table
-        if not event.hashes:
-            table.release_pin(event.pin)
-            return []
-        waiting = table.sequences.get(table.pins.fill(event.pin, event.hashes))
-        if waiting is not None:
-            waiting.awaits_kv = False
+        self.sequence_table.fill_pin(event.pin, event.hashes)
         return []
 
     def _release(self, event: pin_events.PinReleased) -> list[Command]:

@@ -75,10 +75,14 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
         """Blocks of the longest cached prefix of a sequence, excluding its last token."""
+        return tuple(self._cache.find(self.chain(sequence)))
+
+    def chain(self, sequence: Sequence) -> Iterable[bytes]:
+        """Hashes of the blocks that a starting sequence may share; none if it looks none up."""
         if not self._looks_up(sequence):
             return ()
         blocks = self._blocks_max(sequence)
-        return tuple(self._cache.find(islice(self._hashes(sequence, blocks), blocks)))
+        return islice(self._hashes(sequence, blocks), blocks)
 
     def shares_blocks(self, sequence: Sequence, blocks: int) -> bool:
         """Whether the first `blocks` blocks of a sequence are cached and in use by others."""

@@ -93,4 +93,5 @@ def _may_wait(sequence: Sequence | None) -> bool:
 
 
 def _waits(sequence: Sequence) -> bool:
-    return not sequence.begun and sequence.phase is Phase.WAITING
+    # A sequence whose KV is under way here has its blocks already.
+    return not (sequence.begun or sequence.awaits_kv) and sequence.phase is Phase.WAITING

@@ -105,6 +105,7 @@ class Sequence:
     cached_tokens: int = 0  # prefix cache hits of its prompt
     block_hashes: list[bytes] = field(default_factory=list)  # of its first blocks, on demand
     registered: int = 0  # its first blocks that are in the prefix cache
+    saved: int = 0  # its first blocks that were given to saves, while it runs
     hit_blocks: int = 0  # shared blocks that the other stages must learn of before it runs
     hits_sent: bool = False  # whether `hit_blocks` were sent to the other stages
     first_unshared: int = 0  # index of the first block that the last lookup did not find in use

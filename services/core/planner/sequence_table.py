@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 from services.core.overtaking import count_overtaken, next_to_start
 from services.core.planner.block_ledger import BlockLedger, Follower
 from services.core.planner.block_table import StageTable
+from services.core.planner.host_use import HostUse
 from services.core.planner.pins import Pins
 from services.core.planner.plan import Plan
 from services.core.planner.prefix_cache import PrefixCache
@@ -42,7 +44,8 @@ class SequenceTable:
     precedence: Precedence = PRECEDENCES[Scheduling.FCFS]  # queue order and choice of victims
     ledger: BlockLedger = field(init=False)  # counts of blocks at all stages
     prefixes: PrefixCache = field(init=False)  # cached prefixes at all stages
-    pins: Pins = field(init=False)  # blocks of shipments
+    pins: Pins = field(init=False)  # blocks of shipments and recalls
+    host_use: HostUse | None = None  # None without host memory
     sequences: dict[str, Sequence] = field(default_factory=dict)  # all, by sequence id
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
     waiting: deque[Sequence] = field(default_factory=deque)  # for admission, in queue order
@@ -50,6 +53,9 @@ class SequenceTable:
     held: list[Sequence] = field(default_factory=list)  # not planned, oldest first
     suspended: Plan | None = None  # at most one interrupted batch-only microbatch
     released: list[str] = field(default_factory=list)  # freed since the last microbatch
+    queued_total: int = 0  # how often a sequence entered the waiting queue
+    blocks_taken_total: int = 0  # blocks that sequences took at their start or by growing
+    online_blocks_taken_total: int = 0  # of these, by online sequences
     preemptions_total: int = 0  # by recomputation
     prompt_tokens_total: int = 0  # of sequences whose first output token was sampled here
     discarded_tokens_total: int = 0  # of interrupted iterations that run again
@@ -175,12 +181,15 @@ class SequenceTable:
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
         self._drop_pin(sequence)  # only now: the sequence shares its blocks
+        if self.host_use is not None:
+            self.host_use.note_started(sequence)
         sequence.begun = True
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
         self.prefixes.make_room(sequence.blocks, have=sequence.registered)
         self.table.adopt(sequence.seq_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
+        self._count_taken(sequence, sequence.blocks - sequence.registered)
         return sequence
 
     def grow(self, sequence: Sequence) -> bool:
@@ -210,12 +219,51 @@ class SequenceTable:
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
         self.ledger.take(1)
+        self._count_taken(sequence, 1)
 
     def release_pin(self, name: str) -> None:
         """Release a pin, if it exists; a sequence that waits for its KV may start without it."""
         waiting = self.sequences.get(self.pins.release(name))
         if waiting is not None:
             waiting.pin, waiting.awaits_kv = "", False
+
+    def fill_pin(self, name: str, hashes: tuple[bytes, ...]) -> None:
+        """Note that the KV of the first blocks of a pin is here; its sequence may start."""
+        if not hashes:
+            self.release_pin(name)
+            return
+        waiting = self.sequences.get(self.pins.fill(name, hashes))
+        if waiting is not None:
+            waiting.awaits_kv = False
+
+    def recall(self, sequence: Sequence, name: str, hashes: tuple[bytes, ...]) -> int:
+        """Let a waiting sequence await the KV of its first blocks, in the pin `name`.
+
+        The caller has checked that enough blocks are free. Returns the number of cached ones.
+        """
+        have = self.pins.allocate(name, "", sequence.online, hashes, len(hashes))
+        pin = self.pins.get(name)
+        assert pin is not None
+        pin.seq_id, sequence.pin, sequence.awaits_kv = sequence.seq_id, name, True
+        return have
+
+    def may_start(self, sequence: Sequence, running_max: int) -> bool:
+        """Whether a waiting sequence could start now, with the blocks that batch work yields.
+
+        A suspended microbatch keeps its blocks.
+        """
+        missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
+        fits = missing <= 0 or self.prefixes.shares_blocks(sequence, missing)
+        if fits and self.running_count < running_max:
+            return True
+        if not (self._may_preempt_batch and sequence.online) or self.suspended is not None:
+            return False
+        return self._online_running < running_max and (fits or missing <= self._blocks_to_yield)
+
+    def make_way(self, sequence: Sequence) -> None:
+        """Free blocks for a sequence that `may_start`, as its start would."""
+        if self._may_preempt_batch and sequence.online:
+            self._preempt_batch_for(sequence, inf)
 
     def await_kv(self, sequence: Sequence) -> None:
         """Let a sequence that has just arrived wait for the KV that is shipped for it, if any."""
@@ -226,6 +274,8 @@ class SequenceTable:
     def yield_batch(self, stage: int, blocks: int) -> None:
         """Preempt batch sequences, if the policy allows, until `stage` uses at most `blocks`."""
         if self.precedence.batch_yields:
+            while self.ledger.used_at(stage) > blocks and self._release_batch_pin():
+                pass
             while self.ledger.used_at(stage) > blocks and (victim := newest_batch(self.running)):
                 self.preempt(victim)
 
@@ -235,8 +285,11 @@ class SequenceTable:
         sequence.move(Phase.WAITING)
         # A microbatch in flight samples its next token: the sequence may run again after that.
         sequence.sample_due = sequence.remaining == 0
+        registered = sequence.registered
         self._free(sequence)
         sequence.computed = 0
+        if self.host_use is not None:
+            self.host_use.note_preempted(sequence, registered)
         self._queue(sequence)
         self.preemptions_total += 1
 
@@ -360,6 +413,8 @@ class SequenceTable:
         self.table.check_invariants()
         self.ledger.check_invariants()
         self.pins.check_invariants()
+        if self.host_use is not None:
+            self.host_use.check_invariants(self.sequences.values())
         # Queues hold the right phases in the right order.
         for phase, members in (
             (Phase.WAITING, self.waiting),
@@ -412,15 +467,21 @@ class SequenceTable:
             sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
             for seq in (*self.running, *self._suspended)
             if not seq.online
+        ) + sum(
+            sum([users[block] == 1 and block < usable for block in tables[name]])
+            for name in self.pins.batch_names
         )
 
-    def _preempt_batch_for(self, sequence: Sequence, running_max: int) -> None:
+    def _preempt_batch_for(self, sequence: Sequence, running_max: float) -> None:
         """Preempt batch sequences, newest first, until `sequence` has a slot and blocks."""
 
         def lacks_blocks() -> bool:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
             return missing > 0 and not self.prefixes.shares_blocks(sequence, missing)
 
+        # A batch sequence that does not run yet loses its pin before another its computation.
+        while lacks_blocks() and self._release_batch_pin():
+            pass
         if self.running_count >= running_max or lacks_blocks():
             self.discard_suspended()
         while len(self.running) >= running_max or lacks_blocks():
@@ -432,11 +493,25 @@ class SequenceTable:
         """Free the blocks of a sequence at all stages, and queue its id for them."""
         sequence.reset_sampler()
         if sequence.blocks:
+            if self.host_use is not None:
+                self.host_use.note_freed(sequence)
             self.table.release(sequence.seq_id)
             self.ledger.release(sequence.blocks, sequence.absent)
             self.released.append(sequence.seq_id)
             sequence.blocks = sequence.registered = sequence.hit_blocks = 0
             sequence.absent = frozenset()
+
+    def _count_taken(self, sequence: Sequence, blocks: int) -> None:
+        self.blocks_taken_total += blocks
+        if sequence.online:
+            self.online_blocks_taken_total += blocks
+
+    def _release_batch_pin(self) -> bool:
+        """Release a pin of a batch sequence; False if none would free a block."""
+        name = self.pins.least(online=False) if self.pins else ""
+        if name:
+            self.release_pin(name)
+        return bool(name)
 
     def _drop_pin(self, sequence: Sequence) -> None:
         if sequence.pin:
@@ -458,6 +533,8 @@ class SequenceTable:
 
     def _remove(self, sequence: Sequence) -> None:
         self.tokens.note_left(sequence)
+        if self.host_use is not None:
+            self.host_use.note_left(sequence)
         del self.sequences[sequence.seq_id]
         self.batch.pop(sequence.seq_id, None)
 
@@ -473,6 +550,7 @@ class SequenceTable:
     def _queue(self, sequence: Sequence) -> None:
         """Insert into the waiting queue in order."""
         # Not bisected: nearly all belong at the end (arrivals) or near the front (preempted ones).
+        self.queued_total += 1
         waiting = self.waiting
         if not waiting:
             waiting.append(sequence)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from services.core.cost.padded import Execution
+from services.core.host.vocabulary import HostEvent
 from services.core.logprobs import LogprobRows
 from services.core.planner import configuration_events as changes
 from services.core.planner import pin_events
@@ -50,6 +51,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.flight import Flight
+from services.core.planner.host_tier import HostTier
 from services.core.planner.pin_handlers import PinHandlers
 from services.core.planner.pipeline import PipelinePlanner
 from services.core.planner.plan import Plan
@@ -105,6 +107,7 @@ class PlannerState:
     _flight: Flight = field(default_factory=Flight)  # microbatches in flight
     _changes: ConfigurationHandlers = field(init=False)  # handles change-over events
     _pins: PinHandlers = field(init=False)  # handles events of shipments
+    host: HostTier | None = field(init=False, default=None)  # copies of KV in host memory
     _arrivals: int = 0  # requests accepted so far: the ordinal of the newest
     _newest_s: float = float("-inf")  # latest arrival time so far
     _requeue: RequeueTimers = field(default_factory=RequeueTimers)  # of requests not yet started
@@ -128,6 +131,8 @@ class PlannerState:
             config, self.sequence_table, self._flight, self._feedback
         )
         self._pins = PinHandlers(self.sequence_table)
+        if config.host is not None:
+            self.host = HostTier(config, config.host, self.sequence_table)
 
     @property
     def pool(self) -> BlockPool:
@@ -243,6 +248,8 @@ class PlannerState:
         """Blocks, phases and queues are consistent."""
         self.sequence_table.check_invariants()
         self._flight.check_invariants(self.stages)
+        if self.host is not None:
+            self.host.check_invariants()
         for seq in self.running:
             assert seq.remaining >= 0 and (seq.remaining or self.in_flight)
 
@@ -350,6 +357,16 @@ class PlannerState:
     def _change(self, event: changes.ConfigurationEvent) -> list[Command]:
         return self._changes.handle(event)
 
+    def _end_configuration(self, event: changes.ConfigurationEnded) -> list[Command]:
+        # Their blocks go before those of sequences that run.
+        commands: list[Command] = [] if self.host is None else [*self.host.end_configuration()]
+        return commands + self._changes.handle(event)
+
+    def _copy(self, event: HostEvent) -> list[Command]:
+        if self.host is None:
+            return []
+        return [*self.host.handle(event, bool(self.in_flight))]
+
     def _ship(self, event: pin_events.PinEvent) -> list[Command]:
         return self._pins.handle(event)
 
@@ -378,6 +395,8 @@ class PlannerState:
     def _learn(self, event: CostModelLearned) -> list[Command]:
         self.config = replace(self.config, cost_model=event.model)
         self._planner.config = self._changes.config = self.config
+        if self.host is not None:
+            self.host.config = self.config
         if isinstance(self._planner, SloPlanner | BrosPlanner | SloPipelinePlanner):
             self._planner.harvester.config = self.config
         if self._feedback is not None:
@@ -574,6 +593,7 @@ _HARMLESS_EVENTS = (
     DrainContinued,  # its handler discards the microbatch if needed
     CostModelLearned,
     *get_args(pin_events.PinEvent),
+    *get_args(HostEvent),
 )
 _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     RequestArrived: PlannerState._arrive,
@@ -586,10 +606,12 @@ _HANDLERS: dict[type[Any], Callable[[PlannerState, Any], list[Command]]] = {
     CostModelLearned: PlannerState._learn,
     BlocksBorrowed: PlannerState._lend,
     changes.StagesConfigured: PlannerState._configure,
+    changes.ConfigurationEnded: PlannerState._end_configuration,
 }
 _HANDLERS |= {
     change: PlannerState._change
     for change in get_args(changes.ConfigurationEvent)
-    if change is not changes.StagesConfigured
+    if change not in (changes.StagesConfigured, changes.ConfigurationEnded)
 }
 _HANDLERS |= dict.fromkeys(get_args(pin_events.PinEvent), PlannerState._ship)
+_HANDLERS |= dict.fromkeys(get_args(HostEvent), PlannerState._copy)

@@ -6,7 +6,7 @@ evicted in LRU order.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -47,6 +47,10 @@ class CachedBlocks:
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)  # the inverse of `_hash_of`
     _idle: dict[int, None] = field(default_factory=dict)  # LRU order, least recently used first
+    # Hashes of the blocks with a copy in host memory; None without host memory.
+    copies: Container[bytes] | None = None
+    # Idle blocks without such a copy, in LRU order; those whose copy failed may be missing.
+    unsaved: dict[int, None] = field(default_factory=dict)
 
     @property
     def idle_count(self) -> int:
@@ -108,11 +112,15 @@ class CachedBlocks:
         if block not in self._hash_of:
             return False
         self._idle[block] = None
+        if self.copies is not None and self._hash_of[block] not in self.copies:
+            self.unsaved[block] = None
         return True
 
     def reuse(self, block: int) -> None:
         """Mark an idle block as used."""
         del self._idle[block]
+        if self.unsaved:
+            self.unsaved.pop(block, None)
 
     def evict(self) -> tuple[int, bytes]:
         """Evict the least recently used idle block; returns the block and its hash."""
@@ -124,12 +132,28 @@ class CachedBlocks:
     def forget(self, block: int) -> None:
         """Unregister a block; no effect if it is not registered."""
         self._idle.pop(block, None)
+        if self.unsaved:
+            self.unsaved.pop(block, None)
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
             if block in self._reported:
                 self._reported.remove(block)
-                self.evictions.note(thin_hash(block_hash))
+                self.note_absent(block_hash)
+
+    def note_absent(self, block_hash: bytes) -> None:
+        """List the eviction of a reported block, unless the device or the host still has it."""
+        if block_hash in self._block_of or (self.copies is not None and block_hash in self.copies):
+            return
+        self.evictions.note(thin_hash(block_hash))
+
+    def is_reported(self, block: int) -> bool:
+        """Whether the eviction of the block would be listed."""
+        return block in self._reported
+
+    def hash_of(self, block: int) -> bytes:
+        """The hash of a registered block."""
+        return self._hash_of[block]
 
     def forget_from(self, limit: int) -> None:
         """Unregister the idle blocks with ids of at least `limit`."""
@@ -142,6 +166,7 @@ class CachedBlocks:
         self._hash_of.clear()
         self._block_of.clear()
         self._idle.clear()
+        self.unsaved.clear()
         self._reported.clear()
         return idle
 
@@ -150,3 +175,4 @@ class CachedBlocks:
         assert self._block_of == {key: block for block, key in self._hash_of.items()}
         assert self._idle.keys() <= self._hash_of.keys()
         assert self._reported <= self._hash_of.keys()
+        assert self.unsaved.keys() <= self._idle.keys()

@@ -1,0 +1,100 @@
+"""How fast blocks are saved to host memory: random early detection, and a trickle while idle.
+
+The rate of saves grows with the share of KV blocks in use, from `save_from` on (RED, ConServe
+§4.4), and is at least that at which online requests take blocks, so that saves keep up with the
+pressure. Blocks that only the prefix cache holds are lost when their memory is allocated: they are
+saved at a low rate at any time, and faster when the empty blocks will soon be used up.
+"""
+
+from dataclasses import dataclass
+
+from services.core.host.vocabulary import HostSettings
+
+FULL = 0.9
+"""Share of KV blocks in use from which saves run at the full `lane_share`."""
+KEEP_UP = 1.2
+"""Least rate of saves under pressure, relative to that at which online requests take blocks."""
+TRICKLE = 0.1
+"""Share of `lane_share` for cached blocks while empty blocks last."""
+HURRY = 0.5
+"""Share of `lane_share` for cached blocks that will soon be evicted."""
+HORIZON_S = 2.0
+"""Time constant of the rates at which blocks are taken, and what counts as soon."""
+WINDOW_S = 0.1
+"""Saves that were not used are kept for this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """The KV blocks of a worker: `used` is the share in use, idle cached blocks are not.
+
+    `empty`: blocks without cached KV. `taken` and `taken_online` count the blocks that sequences
+    have taken so far. `cached_waits`: cached blocks without a host copy exist.
+    """
+
+    used: float
+    empty: int
+    taken: int
+    taken_online: int
+    cached_waits: bool
+
+
+@dataclass(slots=True)
+class SaveRate:
+    """The budget of saves, in bytes; `spend` what is saved."""
+
+    settings: HostSettings
+    _credit_bytes: float = 0.0
+    _last_s: float | None = None
+    _taken: int = 0
+    _taken_online: int = 0
+    _taking_per_s: float = 0.0
+    _taking_online_per_s: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that may be saved now."""
+        return int(self._credit_bytes // self.settings.block_bytes)
+
+    def spend(self, blocks: int) -> None:
+        """Take blocks from the budget."""
+        self._credit_bytes -= blocks * self.settings.block_bytes
+
+    def ramp(self, used: float) -> float:
+        """The share of pressure between `save_from` and `FULL`: 0 to 1."""
+        start = min(self.settings.save_from, FULL)
+        if used <= start:
+            return 0.0
+        return min(1.0, (used - start) / (FULL - start)) if start < FULL else 1.0
+
+    def advance(self, now_s: float, pressure: Pressure) -> None:
+        """Add the budget of the time since the last call."""
+        elapsed_s = 0.0 if self._last_s is None else max(0.0, now_s - self._last_s)
+        self._measure(elapsed_s, pressure)
+        self._last_s = now_s
+        rate = self.share(pressure) * self.settings.link_bytes_per_s
+        # Even a slow link saves a block at a time.
+        most = max(rate * WINDOW_S, float(self.settings.block_bytes) if rate else 0.0)
+        self._credit_bytes = min(self._credit_bytes + rate * elapsed_s, most)
+
+    def share(self, pressure: Pressure) -> float:
+        """Share of the link's bandwidth for saves."""
+        settings = self.settings
+        share = settings.lane_share * self.ramp(pressure.used)
+        if share:
+            keep_up = KEEP_UP * self._taking_online_per_s * settings.block_bytes
+            share = max(share, keep_up / settings.link_bytes_per_s)
+        if pressure.cached_waits:
+            soon = pressure.empty < HORIZON_S * self._taking_per_s
+            share = max(share, settings.lane_share * (HURRY if soon else TRICKLE))
+        return min(settings.lane_share, share)
+
+    def _measure(self, elapsed_s: float, pressure: Pressure) -> None:
+        """Update the rates at which sequences take blocks: means that decay over `HORIZON_S`."""
+        if elapsed_s:
+            weight = elapsed_s / (HORIZON_S + elapsed_s)
+            taking = (pressure.taken - self._taken) / elapsed_s
+            online = (pressure.taken_online - self._taken_online) / elapsed_s
+            self._taking_per_s += weight * (taking - self._taking_per_s)
+            self._taking_online_per_s += weight * (online - self._taking_online_per_s)
+        self._taken, self._taken_online = pressure.taken, pressure.taken_online

@@ -1,0 +1,449 @@
+"""Host copies of a planner: which KV blocks are saved to host memory, and which are recalled.
+
+A second level of the prefix cache. Blocks are *saved* before they are lost: those that only the
+prefix cache holds, in the order in which they would be evicted, then those of running batch
+sequences, newest first, since these are preempted first. A waiting sequence whose prefix the host
+has and the device has not is *recalled*, if that is faster than to compute it: a pin gets its
+blocks, and the sequence starts once they are filled, with ordinary hits of the prefix cache.
+
+Only single workers copy, since a block has all layers. Copies outlive changes of groups. The driver
+passes `HostLooked` between iterations while `wants_a_look`; see `core/host/vocabulary.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import inf
+from typing import Any
+
+from services.core.host.host_cache import HostCache, Lost
+from services.core.host.recalling import RECALL_MIN, recall_pays
+from services.core.host.saving import Pressure, SaveRate
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    BlocksSaved,
+    CancelHostJob,
+    HostCommand,
+    HostCounts,
+    HostEvent,
+    HostGrown,
+    HostLooked,
+    HostSettings,
+    RecallBlocks,
+    RecalledBlock,
+    Save,
+    SaveBlocks,
+    SavedBlock,
+)
+from services.core.planner.config import IterationConfig
+from services.core.planner.harvester import GROWTH_RESERVE
+from services.core.planner.host_use import HostUse
+from services.core.planner.sequence import Sequence
+from services.core.planner.sequence_table import SequenceTable
+
+JOB_BLOCKS = 32
+"""Maximum number of blocks of a save."""
+SAVES_MAX = 4
+"""Maximum number of saves under way."""
+RECALLS_MAX = 4
+"""Maximum number of recalls under way."""
+LANE_AHEAD_S = 0.05
+"""Saves are given to a lane that is busy for less than this time, so that recalls wait little."""
+LOOK_S = 0.01
+"""Interval of looks while nothing has arrived."""
+RECALL_S = 2.0
+"""Time for which a sequence waits for its recall."""
+CLAIM_S = 2.0
+"""Time for which recalled blocks are pinned for a sequence that does not start."""
+ONLINE_FROM = 0.5
+"""Pressure from which blocks of online sequences are saved with `save: all`."""
+SCAN_MAX = 8
+"""Number of waiting sequences that a look considers for recalls."""
+
+
+@dataclass(slots=True)
+class _SaveJob:
+    """`hashes` in the order of the copies; the first `idle` are cached blocks, oldest first."""
+
+    hashes: tuple[bytes, ...]
+    idle: int
+    seq_ids: frozenset[str]
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _RecallJob:
+    """`chain` are all blocks of the pin; those from the index `have` on are copied."""
+
+    pin: str
+    seq_id: str
+    chain: tuple[bytes, ...]
+    have: int
+    cancelled: bool = False
+
+    @property
+    def hashes(self) -> tuple[bytes, ...]:
+        """The blocks that are copied."""
+        return self.chain[self.have :]
+
+
+@dataclass(slots=True)
+class HostTier:
+    """Saves and recalls of a planner; `cache` is the index of the copies."""
+
+    config: IterationConfig
+    settings: HostSettings
+    sequence_table: SequenceTable
+    cache: HostCache = field(default_factory=HostCache)
+    counts: HostCounts = field(default_factory=HostCounts)
+    _rate: SaveRate = field(init=False)
+    _saves: dict[int, _SaveJob] = field(default_factory=dict)
+    _recalls: dict[int, _RecallJob] = field(default_factory=dict)
+    _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
+    _late: set[str] = field(default_factory=set)  # sequences whose recall took too long
+    _jobs: int = 0  # jobs so far
+    _looked_s: float = -inf
+    _queued: int = 0  # `queued_total` at the last look
+
+    def __post_init__(self) -> None:
+        self._rate = SaveRate(self.settings)
+        self.sequence_table.host_use = HostUse(self.cache)
+        if self.settings.save is not Save.OFF:
+            self._device.copies = self.cache
+
+    # --- queries
+
+    @property
+    def active(self) -> bool:
+        """Whether jobs are under way, or blocks pinned."""
+        return bool(self._saves or self._recalls or self._pins)
+
+    def wants_a_look(self, now_s: float) -> bool:
+        """Whether `HostLooked` has work to do now."""
+        return self.due_s <= now_s
+
+    @property
+    def due_s(self) -> float:
+        """When `HostLooked` is due next; `inf` while there is nothing to save or to recall."""
+        table = self.sequence_table
+        if not self.cache.slots or table.ledger.stages > 1:
+            return inf
+        if table.waiting and table.queued_total != self._queued:
+            return -inf
+        busy = self._pins or table.waiting or self._device.unsaved or self._can_save_running
+        return self._looked_s + LOOK_S if busy else inf
+
+    @property
+    def _can_save_running(self) -> bool:
+        """Whether blocks of running sequences are saved under the present pressure."""
+        table, save = self.sequence_table, self.settings.save
+        running = table.batch if save is Save.BATCH else table.running
+        return save is not Save.OFF and bool(running) and self._rate.ramp(self._used) > 0
+
+    def block_of(self, job: int, index: int) -> int | None:
+        """The device block of the `index`-th block of a job; None if it must not be copied now.
+
+        Valid until the planner's next event or plan: ask for each piece, under the lock.
+        """
+        save = self._saves.get(job)
+        if save is not None:
+            # After a change of layers, a block with the same hash has some of the layers only.
+            return None if save.cancelled else self._device.block_of(save.hashes[index])
+        recall = self._recalls.get(job)
+        pin = None if recall is None else self.sequence_table.pins.get(recall.pin)
+        if recall is None or pin is None:
+            return None
+        return self.sequence_table.table.block_ids(recall.pin)[recall.have + index]
+
+    def check_invariants(self) -> None:
+        """Jobs, pins and copies agree."""
+        self.cache.check_invariants()
+        assert len(self._saves) <= SAVES_MAX and len(self._recalls) <= RECALLS_MAX
+        filling = sum(len(job.hashes) for job in self._saves.values())
+        assert self.cache.filling == filling, "a copy is filled by no save, or by two"
+        assert self.cache.held + filling + self.cache.empty == self.cache.slots
+        pins, table = self.sequence_table.pins, self.sequence_table.table
+        for job in self._recalls.values():
+            assert all(key in self.cache for key in job.hashes), "a copy went while it was read"
+            if pins.get(job.pin) is not None:
+                assert job.pin in self._pins and len(table.block_ids(job.pin)) == len(job.chain)
+
+    # --- events
+
+    def handle(self, event: HostEvent, iteration_runs: bool) -> list[HostCommand]:
+        """Apply an event. `iteration_runs`: it still writes to blocks that may have been freed."""
+        if isinstance(event, HostLooked):
+            return self._look(event, iteration_runs)
+        return _HANDLERS[type(event)](self, event)
+
+    def end_configuration(self) -> list[HostCommand]:
+        """Release all pins and cancel all jobs: the layers of this worker change."""
+        for name in tuple(self._pins):
+            self.sequence_table.release_pin(name)
+        self._pins.clear()
+        for sequence in self.sequence_table.sequences.values():
+            sequence.saved = 0
+        cancelled = [(number, job) for number, job in self._saves.items() if not job.cancelled]
+        for _, job in cancelled:
+            job.cancelled = True
+        return [*(CancelHostJob(number) for number, _ in cancelled), *self._cancel_unneeded()]
+
+    def _cancel_unneeded(self) -> list[HostCommand]:
+        """Cancel the recalls whose pins were released."""
+        pins, commands = self.sequence_table.pins, list[HostCommand]()
+        for number, job in self._recalls.items():
+            if not job.cancelled and pins.get(job.pin) is None:
+                job.cancelled = True
+                commands.append(CancelHostJob(number))
+        return commands
+
+    def _grow(self, event: HostGrown) -> list[HostCommand]:
+        if event.slots:
+            self.cache.grow(event.slots)
+            return []
+        for name in tuple(self._pins):
+            self.sequence_table.release_pin(name)
+        self._saves.clear()
+        self._recalls.clear()
+        self._pins.clear()
+        self._note_lost(self.cache.clear())
+        self.counts.failures_total += 1
+        return []
+
+    def _note_saved(self, event: BlocksSaved) -> list[HostCommand]:
+        job = self._saves.pop(event.job, None)
+        if job is None:
+            return []
+        intact = list(zip(job.hashes, event.intact, strict=True))
+        # The end of a chain is evicted first. Cached blocks come in that order, others do not.
+        for block_hash, whole in (*intact[: job.idle], *reversed(intact[job.idle :])):
+            if whole:
+                self.cache.hold(block_hash)
+                self.counts.saved_blocks_total += 1
+            else:
+                self._note_lost([self.cache.drop(block_hash)])
+        if not all(event.intact):
+            for seq_id in job.seq_ids & self.sequence_table.sequences.keys():
+                self.sequence_table.sequences[seq_id].saved = 0
+        return []
+
+    def _note_recalled(self, event: BlocksRecalled) -> list[HostCommand]:
+        job = self._recalls.pop(event.job, None)
+        if job is None:
+            return []
+        table, hashes = self.sequence_table, job.hashes
+        if table.pins.get(job.pin) is not None:
+            intact = next((i for i, whole in enumerate(event.intact) if not whole), len(hashes))
+            damaged = [key for key, whole in zip(hashes, event.intact, strict=True) if not whole]
+            for block_hash in damaged:
+                self.cache.drop(block_hash)
+            self.counts.failures_total += len(damaged)
+            self._count_recalled(job, intact)
+            table.fill_pin(job.pin, job.chain[: job.have + intact])
+            self._pins[job.pin] = event.now_s + CLAIM_S
+        self._note_lost(self.cache.end_read(reversed(hashes)))
+        return []
+
+    def _count_recalled(self, job: _RecallJob, blocks: int) -> None:
+        tokens = blocks * self.config.block_size
+        self.counts.recalled_tokens_total += tokens
+        sequence = self.sequence_table.sequences.get(job.seq_id)
+        if sequence is not None and not sequence.begun:
+            self.counts.hit_tokens_total += tokens
+
+    def _look(self, event: HostLooked, iteration_runs: bool) -> list[HostCommand]:
+        now_s, table = event.now_s, self.sequence_table
+        self._looked_s = now_s
+        if not self.cache.slots or table.ledger.stages > 1:
+            return []
+        commands = self._expire(now_s)
+        lane_s = max(0.0, event.lane_free_s - now_s)  # time until the lane is free
+        # The running iteration may still write to blocks that were freed since it was planned.
+        if not iteration_runs:
+            self._queued = table.queued_total
+            for recall in self._due_recalls(now_s, lane_s):
+                lane_s += self._link_s(len(recall.blocks))
+                commands.append(recall)
+        self._rate.advance(now_s, self._pressure)
+        if self.settings.save is not Save.OFF and len(self._saves) < SAVES_MAX:
+            commands += self._save(lane_s)
+        return commands
+
+    def _expire(self, now_s: float) -> list[HostCommand]:
+        """Release the pins whose time is over, and cancel recalls that nothing waits for."""
+        table = self.sequence_table
+        filling = {job.pin: job.seq_id for job in self._recalls.values()}
+        for name, until_s in tuple(self._pins.items()):
+            if table.pins.get(name) is None:
+                del self._pins[name]
+            elif until_s < now_s:
+                del self._pins[name]
+                table.release_pin(name)
+                self._late &= table.sequences.keys()
+                self._late.update([filling[name]] if name in filling else [])
+        return self._cancel_unneeded()
+
+    # --- recalls
+
+    def _due_recalls(self, now_s: float, lane_s: float) -> Iterator[RecallBlocks]:
+        """Begin recalls of waiting sequences, in queue order."""
+        table = self.sequence_table
+        for sequence in list(islice(table.waiting, SCAN_MAX)):
+            if len(self._recalls) >= RECALLS_MAX:
+                return
+            if sequence.sample_due or sequence.pin or sequence.seq_id in self._late:
+                continue
+            if not self._may_start(sequence):
+                continue
+            hashes = tuple(table.prefixes.chain(sequence))
+            have = len(list(self._device.find(hashes)))
+            slots = list(self.cache.find(hashes[have:]))
+            pays = len(slots) >= RECALL_MIN and recall_pays(
+                *(self.settings, self.config.cost_model, self.config.block_size),
+                *(have, len(slots), lane_s),
+            )
+            if pays:
+                table.make_way(sequence)
+                command = self._recall(sequence, hashes[: have + len(slots)], now_s)
+                lane_s += self._link_s(len(command.blocks))
+                yield command
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence could start now."""
+        table, config = self.sequence_table, self.config
+        if not sequence.online and table.precedence.batch_yields:
+            if any(other.online for other in table.waiting):
+                return False
+            reserve = int(GROWTH_RESERVE * table.ledger.least_capacity)
+            if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
+                return False
+        return table.may_start(sequence, config.max_running - len(self._recalls))
+
+    def _recall(self, sequence: Sequence, hashes: tuple[bytes, ...], now_s: float) -> RecallBlocks:
+        self._jobs += 1
+        name = f"@recall.{self._jobs}"
+        have = self.sequence_table.recall(sequence, name, hashes)
+        job = _RecallJob(name, sequence.seq_id, hashes, have)
+        slots = list(self.cache.find(job.hashes))
+        self.cache.begin_read(job.hashes)
+        self._recalls[self._jobs] = job
+        self._pins[name] = now_s + RECALL_S
+        self.counts.recalls_total += 1
+        blocks = [
+            RecalledBlock(block_hash, slot, have + place)
+            for place, (block_hash, slot) in enumerate(zip(job.hashes, slots, strict=True))
+        ]
+        return RecallBlocks(self._jobs, name, tuple(blocks))
+
+    # --- saves
+
+    def _save(self, lane_s: float) -> list[HostCommand]:
+        """Begin a save of the blocks that would be lost first."""
+        ahead = int((LANE_AHEAD_S - lane_s) / self._link_s(1)) + 1 if lane_s < LANE_AHEAD_S else 0
+        most = min(JOB_BLOCKS, self._rate.blocks, ahead)
+        blocks: list[SavedBlock] = []
+        self._save_cached(blocks, most)
+        idle, seq_ids = len(blocks), set[str]()
+        if len(blocks) < most:
+            for sequence in self._running_to_save():
+                before = len(blocks)
+                self._save_sequence(sequence, blocks, most)
+                if len(blocks) > before:
+                    seq_ids.add(sequence.seq_id)
+                if len(blocks) >= most:
+                    break
+        if not blocks:
+            return []
+        self._rate.spend(len(blocks))
+        self._jobs += 1
+        hashes = tuple(block.block_hash for block in blocks)
+        self._saves[self._jobs] = _SaveJob(hashes, idle, frozenset(seq_ids))
+        return [SaveBlocks(self._jobs, tuple(blocks))]
+
+    def _save_cached(self, blocks: list[SavedBlock], most: int) -> None:
+        """Save idle cached blocks, least recently used first."""
+        device = self._device
+        while len(blocks) < most and device.unsaved:
+            block = next(iter(device.unsaved))
+            block_hash = device.hash_of(block)
+            if block_hash not in self.cache:
+                if not self._has_slot():
+                    return
+                slot = self.cache.reserve(block_hash, device.is_reported(block))
+                blocks.append(SavedBlock(block_hash, slot))
+            del device.unsaved[block]
+
+    def _running_to_save(self) -> Iterator[Sequence]:
+        """Running sequences in the order in which they are preempted."""
+        table = self.sequence_table
+        pressure = self._rate.ramp(self._used)
+        suspended = () if table.suspended is None else table.suspended.sequences()
+        if pressure > 0:
+            yield from (seq for seq in chain(suspended, reversed(table.running)) if not seq.online)
+        if pressure >= ONLINE_FROM and self.settings.save is Save.ALL:
+            yield from (seq for seq in reversed(table.running) if seq.online)
+
+    def _save_sequence(self, sequence: Sequence, blocks: list[SavedBlock], most: int) -> None:
+        """Save the cached blocks of a running sequence, from its first on."""
+        device = self._device
+        while sequence.saved < sequence.registered and len(blocks) < most:
+            block_hash = sequence.block_hashes[sequence.saved]
+            block = device.block_of(block_hash)
+            if block_hash not in self.cache and block is not None:
+                if not self._has_slot(sequence):
+                    return
+                slot = self.cache.reserve(block_hash, device.is_reported(block))
+                blocks.append(SavedBlock(block_hash, slot))
+            sequence.saved += 1
+
+    def _has_slot(self, sequence: Sequence | None = None) -> bool:
+        """Empty a slot if none is; for a running `sequence` also one of a preempted sequence."""
+        cache, use = self.cache, self.sequence_table.host_use
+        assert use is not None
+        if not (cache.empty or cache.evictable) and sequence is not None:
+            waiting = (seq for seq in reversed(self.sequence_table.waiting) if use.is_owed(seq))
+            last = next(waiting, None)
+            # The sequence that runs again last; if that is the one that is saved, save nothing.
+            if last is not None and (last.online, last.age) > (sequence.online, sequence.age):
+                use.note_left(last)
+        if not cache.empty:
+            self._note_lost([cache.evict()])
+        return cache.empty > 0
+
+    # --- helpers
+
+    @property
+    def _device(self) -> Any:
+        return self.sequence_table.table.pool.cache
+
+    @property
+    def _used(self) -> float:
+        pool = self.sequence_table.table.pool
+        return pool.taken_count / max(1, pool.usable)
+
+    @property
+    def _pressure(self) -> Pressure:
+        table = self.sequence_table
+        return Pressure(
+            self._used,
+            table.table.pool.empty_count,
+            table.blocks_taken_total,
+            table.online_blocks_taken_total,
+            bool(self._device.unsaved),
+        )
+
+    def _link_s(self, blocks: int) -> float:
+        return blocks * self.settings.block_bytes / self.settings.link_bytes_per_s
+
+    def _note_lost(self, lost: list[Lost] | list[Lost | None]) -> None:
+        """List copies that are gone, unless the device has the block, as evicted prefixes."""
+        for copy in lost:
+            if copy is not None and copy.reported:
+                self._device.note_absent(copy.block_hash)
+
+
+_HANDLERS: dict[type[Any], Callable[[HostTier, Any], list[HostCommand]]] = {
+    HostGrown: HostTier._grow,
+    BlocksSaved: HostTier._note_saved,
+    BlocksRecalled: HostTier._note_recalled,
+}

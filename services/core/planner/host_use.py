@@ -1,0 +1,55 @@
+"""Which host copies the sequences of a planner use, so that needed ones are not evicted."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.core.host.host_cache import HostCache
+from services.core.planner.sequence import Sequence
+
+
+@dataclass(slots=True)
+class HostUse:
+    """Copies are owed to preempted sequences; those of a prefix that was used are kept longest.
+
+    The copies of a prefix are used together. Its end is marked first, and thus evicted first: a
+    copy is useless without its predecessors.
+    """
+
+    cache: HostCache
+    _owed: dict[str, list[bytes]] = field(default_factory=dict)  # by sequence id
+
+    def note_started(self, sequence: Sequence) -> None:
+        """A sequence has started with its cached blocks."""
+        self.note_left(sequence)
+        self._touch(sequence)
+
+    def note_freed(self, sequence: Sequence) -> None:
+        """A sequence is about to lose its blocks."""
+        self._touch(sequence)
+        sequence.saved = 0
+
+    def note_preempted(self, sequence: Sequence, registered: int) -> None:
+        """A sequence waits again, and has lost its `registered` first blocks."""
+        if registered:
+            owed = sequence.block_hashes[registered - 1 :: -1]
+            self.cache.owe(owed)
+            self._owed[sequence.seq_id] = owed
+
+    def note_left(self, sequence: Sequence) -> None:
+        """A sequence no longer waits for its lost blocks."""
+        owed = self._owed.pop(sequence.seq_id, None)
+        if owed is not None:
+            self.cache.settle(owed)
+
+    def is_owed(self, sequence: Sequence) -> bool:
+        """Whether copies are kept for a waiting sequence."""
+        return sequence.seq_id in self._owed
+
+    def check_invariants(self, waiting: Iterable[Sequence]) -> None:
+        """Copies are owed to waiting sequences only."""
+        assert self._owed.keys() <= {sequence.seq_id for sequence in waiting}
+        self.cache.check_invariants()
+
+    def _touch(self, sequence: Sequence) -> None:
+        if sequence.registered:
+            self.cache.touch(sequence.block_hashes[sequence.registered - 1 :: -1])
