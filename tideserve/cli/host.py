@@ -1,6 +1,5 @@
 """Checks of the machine before a cluster starts."""
 
-import contextlib
 import ctypes
 import errno
 import socket
@@ -18,7 +17,6 @@ from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 FREE_DISK_BYTES = 256 * 2**20
 FULL_DISK_BYTES = 72 * 2**20
 """etcd reserves 64 MiB at a time, and ends when that fails; when it ends it returns as much."""
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RELEASE_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 
@@ -127,14 +125,6 @@ def disk_faults(folder: Path) -> list[str]:
         " at a time): logs may be lost, process ids may be old, and etcd may stop, without which"
         " workers cannot register and groups cannot change; free some disk space"
     ]
-
-
-def host_memory_bytes() -> int:
-    """Bytes of memory of this machine, or the container's limit if lower."""
-    limits = [psutil.virtual_memory().total]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        limits.append(int(CONTAINER_LIMIT.read_text()))
-    return min(limits)
 
 
 def gpu_memory_bytes() -> list[int]:

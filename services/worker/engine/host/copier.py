@@ -71,7 +71,10 @@ class _Job:
 
 
 class HostCopier:
-    """Runs jobs and steps in order. `copies` starts the copies of the device under its lock."""
+    """Runs jobs and steps of the store in order. `copies` copies under the stage's lock.
+
+    It runs on its own thread (`start`), or its owner calls `step`, which is the same code.
+    """
 
     def __init__(self, copies: PieceCopies, store: HostStore, block_of: BlockOf) -> None:
         self._copies = copies
@@ -86,12 +89,13 @@ class HostCopier:
         # For the thread only: a buffer for a piece.
         self._piece_blocks = max(1, PIECE_BYTES // store.layer_bytes)
         self._buffer = np.empty((self._piece_blocks, store.layer_bytes), np.uint8)
-        self._thread = Thread(target=self._run, name="host-copier", daemon=True)
+        self._thread: Thread | None = None
 
     # --- the engine's thread
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start a thread that calls `step` until `close`."""
+        self._thread = Thread(target=self._run, name="host-copier", daemon=True)
         self._thread.start()
 
     def submit(self, command: SaveBlocks | RecallBlocks, due_s: float) -> bool:
@@ -111,7 +115,7 @@ class HostCopier:
             self._wake.notify()
 
     def cancel(self, job: int) -> None:
-        """End a job at its next piece; its other blocks are not intact. Unknown ones are ignored."""
+        """End a job at its next piece, without its other blocks; unknown ones are ignored."""
         with self._wake:
             if job in self._jobs:
                 self._jobs[job].cancelled = True
@@ -124,8 +128,8 @@ class HostCopier:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether the thread has not failed."""
+        return self._thread is None or self._thread.is_alive()
 
     def ends(self) -> list[JobEnd | StepEnd]:
         """The results since the last call, in order; clears `fileno`."""
@@ -144,27 +148,27 @@ class HostCopier:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
             self._bell.close()
 
     # --- the copier's thread
 
     def _run(self) -> None:
         try:
-            while self._step():
+            while self.step(REST_S):
                 pass
         except Exception:  # the engine goes on without host copies
             log.exception("the thread that copies KV to and from host memory has failed")
         finally:
             self._bell.ring()
 
-    def _step(self) -> bool:
-        """Run the next task, if any; False if the copier stops."""
+    def step(self, wait_s: float) -> bool:
+        """Run the next task, for which it waits up to `wait_s`; False if the copier stops."""
         with self._wake:
             if not (self._tasks or self._stopping):
-                self._wake.wait(REST_S)
+                self._wake.wait(wait_s)
             if self._stopping:
                 return False
             if not self._tasks:
