@@ -145,7 +145,7 @@ def _host(
     store = HostStore(layers, layer_bytes, slots * layers * layer_bytes, lambda: 1 << 40)
     copier = SteppedCopier(PieceCopies(stage), store, tier.block_of)
     lane = HostLane(tier.settings.block_bytes / tier.settings.link_bytes_per_s)
-    return HostDriver(store, copier, lane, tier.cache), copier
+    return HostDriver(store, copier, lane, tier), copier
 
 
 def wrong_books(engines: Mapping[str, Engine]) -> list[str]:

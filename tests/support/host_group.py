@@ -49,4 +49,5 @@ class HostGroup(EngineGroup):
 
     def _at_rest(self, engine: Engine) -> bool:
         copier = engine.copier
-        return super()._at_rest(engine) and not (copier is not None and copier.is_busy)
+        copies = copier is not None and copier.is_busy and not copier.failed
+        return super()._at_rest(engine) and not copies

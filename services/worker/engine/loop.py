@@ -377,6 +377,7 @@ class EngineLoop:
             member.state.deadline_use,
             self._preemption_s.histogram,
             member.shipments,
+            member.host_report,
         )
 
     def _publish_costs(self) -> None:

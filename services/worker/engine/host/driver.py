@@ -6,7 +6,6 @@ the planner is told once, and serving goes on without them.
 
 import logging
 from math import inf
-from typing import Protocol
 
 from services.core.host.vocabulary import (
     BlocksRecalled,
@@ -18,6 +17,8 @@ from services.core.host.vocabulary import (
     RecallBlocks,
     SaveBlocks,
 )
+from services.core.planner.host_tier import HostTier
+from services.core.report import HostReport
 from services.worker.engine.host.copier import HostCopier, JobEnd, StepEnd
 from services.worker.engine.host.lane import HostLane
 from services.worker.engine.host.store import HostStore
@@ -27,24 +28,16 @@ ARRIVED_FAILPOINT = "engine.host.arrived.leader"
 log = logging.getLogger(__name__)
 
 
-class EmptySlots(Protocol):
-    """What the driver needs to know of `core.host.host_cache.HostCache`."""
-
-    @property
-    def empty(self) -> int:
-        """Number of slots without a copy."""
-
-
 class HostDriver:
-    """Runs on the engine's thread. `cache` is the planner's index of the copies in `store`."""
+    """Runs on the engine's thread. `tier` is the planner's part, with the index of `store`."""
 
     def __init__(
-        self, store: HostStore, copier: HostCopier, lane: HostLane, cache: EmptySlots
+        self, store: HostStore, copier: HostCopier, lane: HostLane, tier: HostTier
     ) -> None:
         self._store = store
         self._copier = copier
         self._lane = lane
-        self._cache = cache
+        self._tier = tier
         self._growing = False
         self._full = False  # the store cannot grow
         self._lost = False  # the copier's thread has failed
@@ -79,9 +72,19 @@ class HostDriver:
         return self._copier.fileno()
 
     @property
-    def backed_bytes(self) -> int:
-        """Host memory of the store so far."""
-        return self._store.backed_bytes
+    def report(self) -> HostReport:
+        """The store's memory, and what was copied."""
+        counts, store = self._tier.counts, self._store
+        return HostReport(
+            host_bytes=store.backed_bytes,
+            host_blocks_owed=self._tier.cache.owed,
+            saved_blocks_total=counts.saved_blocks_total,
+            save_bytes_total=counts.saved_blocks_total * store.slot_bytes,
+            recall_jobs_total=counts.recalls_total,
+            recalled_tokens_total=counts.recalled_tokens_total,
+            host_hit_tokens_total=counts.hit_tokens_total,
+            host_failures_total=counts.failures_total,
+        )
 
     def events(self, now_s: float) -> list[HostEvent]:
         """The events since the last call."""
@@ -95,7 +98,7 @@ class HostDriver:
             return [*events, HostGrown(now_s, 0)]
         if not self._copier.is_busy:
             self._lane.rest()
-        if self._cache.empty < self._store.step_slots // 2:
+        if self._tier.cache.empty < self._store.step_slots // 2:
             self._grow()
         return events
 

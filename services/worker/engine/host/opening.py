@@ -37,7 +37,7 @@ class OpenedHost:
         tier = changeover.planner.host
         assert tier is not None, "the planner has the settings"
         copier = HostCopier(PieceCopies(stage), self.store, tier.block_of)
-        return HostDriver(self.store, copier, self.lane, tier.cache)
+        return HostDriver(self.store, copier, self.lane, tier)
 
 
 def open_host(

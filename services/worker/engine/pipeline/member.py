@@ -51,7 +51,7 @@ from services.core.planner.events import (
     RequeueChecked,
 )
 from services.core.planner.sequence_ids import SequenceIdSource
-from services.core.report import ShipmentCounts
+from services.core.report import HostReport, ShipmentCounts
 from services.core.shipments.vocabulary import (
     CancelShipping,
     ShipBlocks,
@@ -328,9 +328,9 @@ class Member:
         return self.state.host is not None and self.state.host.active
 
     @property
-    def host_bytes(self) -> int:
-        """Host memory of copies of KV."""
-        return 0 if self._host is None else self._host.backed_bytes
+    def host_report(self) -> HostReport:
+        """KV in host memory."""
+        return HostReport() if self._host is None else self._host.report
 
     def host_wait_ms(self, idle_ms: int) -> int:
         """The longest wait, at most `idle_ms`, until host copies need a call of `take`."""

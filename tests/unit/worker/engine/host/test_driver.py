@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import inf
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ from services.core.host.vocabulary import (
     BlocksRecalled,
     BlocksSaved,
     CancelHostJob,
+    HostCounts,
     HostGrown,
     HostLooked,
     RecallBlocks,
@@ -17,6 +19,7 @@ from services.core.host.vocabulary import (
     SaveBlocks,
     SavedBlock,
 )
+from services.core.report import HostReport
 from services.worker.engine.host.copier import JobEnd, StepEnd
 from services.worker.engine.host.driver import HostDriver, wait_ms
 from services.worker.engine.host.lane import HostLane
@@ -58,18 +61,25 @@ class FakeStore:
     slots: int = 0
     slots_max: int = 30
     step_slots: int = 10
+    slot_bytes: int = 100
+
+    @property
+    def backed_bytes(self) -> int:
+        return self.slots * self.slot_bytes
 
 
 @dataclass
 class FakeCache:
     empty: int = 0
+    owed: int = 2
 
 
 class Place:
     def __init__(self, paced: bool = False) -> None:
         self.copier, self.store, self.cache = FakeCopier(), FakeStore(), FakeCache()
         self.lane = HostLane(0.5, paced)
-        self.driver = HostDriver(*cast(Any, (self.store, self.copier, self.lane, self.cache)))
+        tier = SimpleNamespace(cache=self.cache, counts=HostCounts(3, 4, 5, 6, 7))
+        self.driver = HostDriver(*cast(Any, (self.store, self.copier, self.lane, tier)))
 
 
 def test_commands_reach_the_copier_and_results_the_planner() -> None:
@@ -143,6 +153,12 @@ def test_a_copier_that_fails_loses_all_copies_once(caplog: pytest.LogCaptureFixt
     assert place.driver.events(3.0) == []
     assert place.driver.copy(RECALL, 3.0) == BlocksRecalled(3.0, 2, (False,))
     assert place.copier.told == []
+
+
+def test_the_report_has_what_was_copied() -> None:
+    place = Place()
+    place.store.slots = 10
+    assert place.driver.report == HostReport(1000, 2, 3, 300, 4, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
