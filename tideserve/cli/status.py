@@ -142,12 +142,9 @@ def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
 
 def _print(status: Mapping[str, Any], why: bool) -> None:
     console = Console(highlight=False)
-    console.print(services_table(status))
-    console.print(workers_table(status))
-    for table in (batch_table(status), host_table(status)):
-        if table is not None:
-            console.print(table)
-    console.print(groups_table(status))
+    tables = (workers_table(status), batch_table(status), host_table(status))
+    for table in filter(None, (services_table(status), *tables, groups_table(status))):
+        console.print(table)
     if any(len(row["members"]) > 1 for row in status.get("groups", [])):
         console.print(KV_OF_MERGED, soft_wrap=True)
     if scheduling := status.get("scheduling"):

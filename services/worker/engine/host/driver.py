@@ -5,7 +5,6 @@ the planner is told once, and serving goes on without them.
 """
 
 import logging
-from math import inf
 
 from services.core.host.vocabulary import (
     BlocksRecalled,
@@ -129,6 +128,4 @@ def _ended(end: JobEnd, now_s: float) -> HostEvent:
 
 def wait_ms(due_s: float, now_s: float, idle_ms: int) -> int:
     """How long the engine may wait for frames until host copies are due at `due_s`."""
-    if due_s == inf:
-        return idle_ms
-    return min(idle_ms, max(1, int(1e3 * (due_s - now_s))))
+    return int(min(idle_ms, max(1.0, 1e3 * (due_s - now_s))))
