@@ -59,6 +59,10 @@ Ablation = Annotated[
     bool,
     typer.Option("--ablation", help="burst: add the mechanisms of drop step by step."),
 ]
+Phases = Annotated[
+    bool,
+    typer.Option("--phases", help="coserve: add ConServe's mechanisms and host memory by steps."),
+]
 Systems = Annotated[
     str | None,
     typer.Option(
@@ -175,6 +179,7 @@ def bench(
     scenario: ScenarioName,
     quick: Quick = False,
     ablation: Ablation = False,
+    phases: Phases = False,
     systems: Systems = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
@@ -195,7 +200,7 @@ def bench(
 ) -> None:
     """Measure tideserve and compare it with other systems."""
     from benchmarks.run import BenchArguments, run_bench
-    from benchmarks.scenarios.scenario import ABLATION, LoadChoice
+    from benchmarks.scenarios.scenario import ABLATION, PHASES, LoadChoice
     from benchmarks.systems.system import CPU
     from services.common.device_profile import split_slowdown
 
@@ -229,6 +234,8 @@ def bench(
     )
     if scenario == "burst" and ablation:
         scenario = ABLATION
+    if scenario == "coserve" and phases:
+        scenario = PHASES
     own: dict[str, Any] = {"slos": slo or (), "api_key": api_key, "json": json, "plot": plot}
     arguments = BenchArguments(scenario, choice, systems, given=frozenset(given), **own, **flags)
     run_bench(arguments)

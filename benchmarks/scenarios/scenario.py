@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from benchmarks.co_serving.bars import Rules
 from benchmarks.co_serving.online_load import OnlineLoad
@@ -22,6 +22,8 @@ TRACE = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "ti
 """Groups of parameters of `tideserve bench`."""
 ABLATION = "ablation"
 """The scenario of `burst --ablation`."""
+PHASES = "phases"
+"""The scenario of `coserve --phases`."""
 QUICK_LIMIT_S, FULL_LIMIT_S = 240.0, 1200.0
 FASTEST = "fastest"
 """Instead of a dtype: the fastest dtype of this processor."""
@@ -196,6 +198,10 @@ def find_scenario(name: str) -> Scenario:
     if name == ABLATION:
         scenario: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
         return scenario
+    if name == PHASES:
+        return cast(
+            Scenario, importlib.import_module("benchmarks.scenarios.coserve_phases").SCENARIO
+        )
     if name not in SUMMARIES:
         raise BenchError(f"unknown scenario '{name}'; scenarios are {', '.join(SUMMARIES)}")
     scenario = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO
