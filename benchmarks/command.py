@@ -68,11 +68,13 @@ Systems = Annotated[
     typer.Option(
         help="Comma-separated: tideserve (default overload policy), drop, recompute, "
         "static-pipeline, migrate (overload policies), a scheduling (fcfs, priority, eager, "
-        "prefill-first, round-robin, bros, waiting-time, slo, slo-quarter, slo-half, "
+        "prefill-first, round-robin, bros, conserve, waiting-time, slo, slo-quarter, slo-half, "
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
         "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
-        "-preempting lets online requests interrupt batch work, -packing, -slots and "
+        "-preempting lets online requests interrupt batch work, -patient does not, with -idle it "
+        "runs while no online request does, -host copies KV to host memory and back, -save lets "
+        "nothing else run while it is copied back, -packing, -slots and "
         "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
         "each group, -api sends batch work as files to /v1/batches. -float32 "
         "or -bfloat16 sets the dtype.",

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from benchmarks.co_serving.bars import Rules
 from benchmarks.co_serving.online_load import OnlineLoad
@@ -199,9 +199,8 @@ def find_scenario(name: str) -> Scenario:
         scenario: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
         return scenario
     if name == PHASES:
-        return cast(
-            Scenario, importlib.import_module("benchmarks.scenarios.coserve_phases").SCENARIO
-        )
+        scenario = importlib.import_module("benchmarks.scenarios.coserve_phases").SCENARIO
+        return scenario
     if name not in SUMMARIES:
         raise BenchError(f"unknown scenario '{name}'; scenarios are {', '.join(SUMMARIES)}")
     scenario = importlib.import_module(f"benchmarks.scenarios.{name}").SCENARIO

@@ -81,8 +81,9 @@ SUFFIXES: Mapping[str, Options] = {
 }
 """Options of suffixes. `-preempting` lets online requests interrupt iterations with only batch
 work, `-patient` does not; with `-idle`, batch work runs only while no online request does; `-host`
-copies KV to host memory and back, `-save` lets nothing else run while it is copied back; `-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups`
-sets a deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
+copies KV to host memory and back, `-save` lets nothing else run while it is copied back;
+`-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups` sets a
+deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:
