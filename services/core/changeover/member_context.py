@@ -85,7 +85,9 @@ class MemberContext:
         """Apply an event to the planner that frees blocks; returns the sequences' ids."""
         *others, freed = self.planner.handle(event)
         assert isinstance(freed, BlocksFreed)
-        self.commands += others  # jobs of host copies that end
+        for command in others:  # jobs of host copies that end
+            assert not isinstance(command, BlocksFreed)
+            self.commands.append(command)
         return freed.seq_ids
 
     def highest_block(self, seq_ids: Iterable[str]) -> int:

@@ -655,4 +655,6 @@ _EVENTS: dict[type[Any], Callable[[Changeover, Any], None]] = {
     vocabulary.RestoreUndone: lambda self, event: self._preparation.note_undone(event),
 }
 _known = {get_origin(kind) or kind for kind in get_args(vocabulary.Event)}
-assert _EVENTS.keys() | {*_PLANNER_EVENTS, RequeueChecked, HostLooked} == _known, "each event has a handler"
+assert _EVENTS.keys() | {*_PLANNER_EVENTS, RequeueChecked, HostLooked} == _known, (
+    "each event has a handler"
+)

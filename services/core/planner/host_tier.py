@@ -102,7 +102,7 @@ class HostTier:
     _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
     _late: set[str] = field(default_factory=set)  # sequences whose recall took too long
     _jobs: int = 0  # jobs so far
-    _looked_s: float = -inf
+    _looked_s: float = 0.0
     _queued: int = 0  # `queued_total` at the last look
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class HostTier:
         if not self.cache.slots or table.ledger.stages > 1:
             return inf
         if table.waiting and table.queued_total != self._queued:
-            return -inf
+            return self._looked_s
         busy = self._pins or table.waiting or self._device.unsaved or self._can_save_running
         return self._looked_s + LOOK_S if busy else inf
 

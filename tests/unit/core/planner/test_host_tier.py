@@ -1,0 +1,296 @@
+"""Host copies of KV: no sequence reads the KV of other tokens, whatever happens to a copy."""
+
+import os
+import random
+from math import inf
+from typing import Any
+
+import pytest
+
+from services.core.cost.model import CostModel
+from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, SaveBlocks
+from services.core.planner.configuration_events import (
+    BlocksRelocated,
+    ConfigurationEnded,
+    PoolGrown,
+    PoolLimited,
+    StagesConfigured,
+)
+from services.core.planner.events import IterationFinished
+from services.core.planner.host_tier import RECALL_S
+from services.core.prefix.block_hash import block_hashes, prompt_root, thin_hash
+from services.core.queue_order import Scheduling
+from tests.support.host_world import BLOCK_SIZE, TURN_S, HostWorld, RandomWorld, host_settings
+
+SEEDS = int(os.environ.get("TIDESERVE_HOST_SEEDS", "60"))
+STEPS = 150
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_token_reads_the_kv_of_its_own_prefix(seed: int) -> None:
+    world = RandomWorld(seed)
+    for _ in range(STEPS):
+        world.step()
+    world.end()
+
+
+PROMPT = tuple(range(1, 34))  # eight full blocks, and a token
+
+
+def fillers(world: HostWorld, count: int = 3) -> None:
+    """Other prompts, which overwrite all that the device has cached."""
+    for number in range(count):
+        world.ask(tuple((7 * number + place) % 50 for place in range(40)), output=4)
+
+
+def test_a_prefix_that_the_device_has_lost_is_recalled() -> None:
+    world = HostWorld(num_blocks=24)
+    world.ask(PROMPT)
+    settle(world)
+    fillers(world, 8)
+    settle(world)
+    assert not list(world.state.pool.cache.find(hashes_of(world, PROMPT)[:1]))
+    ran = world.ran
+    again = world.ask(PROMPT)
+    settle(world)
+    assert world.cached[again] == 32 and world.ran - ran == 1
+    assert world.host.counts.hit_tokens_total == world.host.counts.recalled_tokens_total == 32
+    world.end()
+
+
+def test_another_owner_has_no_hits() -> None:
+    world = recallable()
+    other = world.ask(PROMPT, salt="other")
+    settle(world)
+    assert world.cached[other] == 0 and world.host.counts.recalls_total == 0
+    world.end()
+
+
+def test_nothing_is_recalled_that_is_computed_faster() -> None:
+    fast = CostModel(alpha=0.0, beta=1e-6, gamma=0.0, lam=0.0)
+    world = recallable(cost_model=fast)
+    world.ask(PROMPT)
+    settle(world)
+    assert world.host.counts.recalls_total == 0 and world.host.counts.saved_blocks_total
+    world.end()
+
+
+def test_other_work_runs_while_a_recall_is_under_way() -> None:
+    world = recallable()
+    waiting = world.ask(PROMPT, output=2)
+    other = world.ask((40, 41, 42), output=4)
+    for _ in range(4):
+        assert world.iterate()
+    assert len(world.tokens[other]) == 4 and not world.tokens[waiting]
+    world.end()
+
+
+def test_a_recall_that_does_not_end_is_given_up() -> None:
+    world = recallable()
+    name = world.ask(PROMPT)
+    assert not world.iterate() and world.jobs
+    world.now_s += RECALL_S
+    assert world.iterate(), "the request waits for a copier that hangs"
+    settle(world, copies=False)
+    assert world.tokens[name] and world.host.counts.recalls_total == 1
+    world.end()
+
+
+def test_a_damaged_copy_is_computed_again_and_forgotten() -> None:
+    world = recallable()
+    slots = list(world.host.cache.find(hashes_of(world, PROMPT)))
+    world.damage(slots[3])
+    name = world.ask(PROMPT)
+    settle(world)
+    assert world.cached[name] == 3 * BLOCK_SIZE and world.host.counts.failures_total == 1
+    world.end()
+
+
+def test_a_lost_store_delays_no_request() -> None:
+    world = recallable()
+    world.ask(PROMPT)
+    assert not world.iterate() and world.jobs
+    world.kill_copier()
+    assert world.host.due_s == inf and world.iterate()
+    world.end()
+    assert world.host.cache.slots == 0
+
+
+def test_no_recall_begins_while_an_iteration_writes() -> None:
+    """Its blocks may have been freed since it was planned."""
+    world = recallable()
+    long = world.ask((40, 41, 42), output=9)
+    world.iterate()
+    microbatch = world.plan()
+    assert microbatch is not None
+    sampled = world.run(microbatch)
+    world.ask(PROMPT)
+    world.look()
+    assert not world.jobs
+    world.handle(IterationFinished(world.now_s, sampled, microbatch.number))
+    world.look()
+    assert isinstance(world.jobs[-1].command, RecallBlocks) and long in world.open
+    world.end()
+
+
+def test_an_aborted_request_frees_what_was_recalled_for_it() -> None:
+    world = recallable()
+    name = world.ask(PROMPT)
+    world.iterate()
+    job = world.jobs[0].command.job
+    assert world.host.block_of(job, 0) is not None
+    world.abort(name)
+    assert world.host.block_of(job, 0) is None and world.state.pool.taken_count == 0
+    world.end()
+
+
+def test_jobs_end_with_the_configuration() -> None:
+    """Later blocks under the same hash may have some of the layers only."""
+    world = HostWorld(num_blocks=24, host=host_settings(save_from=0.0, lane_share=1.0))
+    world.ask(PROMPT, output=30, online=False)
+    for _ in range(40):
+        world.iterate()
+    save = next(job.command for job in world.jobs if isinstance(job.command, SaveBlocks))
+    assert world.host.block_of(save.job, 0) is not None
+    commands = world.state.handle(ConfigurationEnded())
+    assert CancelHostJob(save.job) in commands
+    world.handle(StagesConfigured())
+    world.iterate()
+    assert world.host.block_of(save.job, 0) is None
+    world.end()
+
+
+def test_preempted_batch_work_comes_back_from_the_host() -> None:
+    world = HostWorld(num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
+    batch = world.ask(PROMPT, output=24, online=False)
+    for _ in range(12):
+        world.iterate()
+        world.copy_all()
+    fillers(world, 3)
+    settle(world)
+    assert world.state.preemptions_total >= 1 and len(world.tokens[batch]) == 24
+    assert world.host.counts.recalled_tokens_total >= 32
+    assert world.host.counts.hit_tokens_total == 0, "its prompt had run here before"
+    world.end()
+
+
+def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
+    world = HostWorld(slots=12, num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
+    world.ask(PROMPT, output=24, online=False)
+    for _ in range(12):
+        world.iterate()
+        world.copy_all()
+    for number in range(6):
+        world.ask(tuple((11 * number + place) % 50 for place in range(40)), output=8)
+    for _ in range(30):
+        world.iterate()
+        world.copy_all()
+        if world.state.waiting and not world.state.waiting[-1].online:
+            owed = hashes_of(world, PROMPT)
+            assert len(list(world.host.cache.find(owed))) == len(owed)
+    world.end()
+
+
+def test_a_recall_for_batch_work_yields_to_online_requests() -> None:
+    world = recallable(num_blocks=12, scheduling=Scheduling.PRIORITY)
+    world.ask(PROMPT, online=False)
+    world.iterate()
+    assert world.state.pool.taken_count == 8
+    online = world.ask(tuple(range(50, 10, -1)), output=2)
+    assert world.iterate(), "an online request waits for a recall of batch work"
+    assert world.state.sequences[online].blocks
+    world.end()
+
+
+def test_an_online_recall_takes_the_blocks_of_batch_work() -> None:
+    world = recallable(num_blocks=14, scheduling=Scheduling.PRIORITY)
+    world.ask((45, 46), output=40, online=False)
+    while world.state.pool.free_count > 6:
+        world.iterate()
+    world.ask(PROMPT)
+    world.look()
+    assert world.state.preemptions_total == 1
+    assert isinstance(world.jobs[-1].command, RecallBlocks)
+    world.end()
+
+
+def test_evictions_are_reported_once_neither_level_has_the_block() -> None:
+    world = recallable()
+    evictions = world.state.pool.cache.evictions
+    reported = thin_hash(hashes_of(world, PROMPT)[7])
+    assert reported not in evictions.since(0)
+    world.kill_copier()
+    assert reported in evictions.since(0)
+
+
+def test_blocks_that_are_being_recalled_move_with_their_kv() -> None:
+    world = recallable(num_blocks=12)
+    world.ask((45, 46, 47), output=30)
+    while world.state.pool.taken_count < 3:
+        world.iterate()
+        world.copy_all()
+    name = world.ask(PROMPT)
+    world.look()
+    world.copy(7)
+    table = world.state.table.tables[f"@recall.{world.jobs[-1].command.job}"]
+    world.abort("r3")
+    world.handle(PoolLimited(9))
+    world.handle(BlocksRelocated(9))
+    assert max(table) >= 9 > max(world.state.table.tables[f"@recall.{world.jobs[-1].command.job}"])
+    world.copy_all()
+    world.handle(PoolGrown(12))
+    settle(world)
+    assert world.cached[name] == 32
+    world.end()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_host_memory_without_slots_changes_no_decision(seed: int) -> None:
+    """And without the setting there is no tier at all."""
+    worlds = [RandomWorld(seed), RandomWorld(seed, host=None)]
+    worlds[0].handle(HostGrown(0.0, 0))
+    rows = []
+    for world in worlds:
+        rng = random.Random(seed)
+        row = list[Any]()
+        for _ in range(80):
+            if rng.random() < 0.3:
+                world.arrive()
+            world.now_s += TURN_S
+            microbatch = world.plan()
+            if microbatch is not None:
+                sampled = world.run(microbatch)
+                world.handle(IterationFinished(world.now_s, sampled, microbatch.number))
+            row.append((microbatch, dict(world.state.table.tables), world.state.load()))
+        rows.append(row)
+    assert rows[0] == rows[1]
+    assert worlds[1].host is None
+
+
+def recallable(num_blocks: int = 24, slots: int = 64, **changes: Any) -> HostWorld:
+    """A world whose host has the blocks of `PROMPT`, which the device has lost."""
+    world = HostWorld(num_blocks=num_blocks, slots=slots, **changes)
+    world.ask(PROMPT)
+    settle(world)
+    for number in range(2):
+        world.ask(tuple((13 * number + place) % 50 for place in range(4 * num_blocks - 8)))
+        settle(world)
+    assert len(list(world.host.cache.find(hashes_of(world, PROMPT)))) == 8
+    assert not list(world.state.pool.cache.find(hashes_of(world, PROMPT)))
+    return world
+
+
+def settle(world: HostWorld, copies: bool = True) -> None:
+    """Run until everything has ended, and all cached blocks are saved."""
+    for _ in range(400):
+        ran = world.iterate()
+        if copies:
+            world.copy_all()
+        saved = not copies or not world.state.pool.cache.unsaved
+        if not ran and not world.open and saved:
+            return
+    raise AssertionError("requests or saves do not end")
+
+
+def hashes_of(world: HostWorld, prompt: tuple[int, ...], salt: str = "") -> list[bytes]:
+    return list(block_hashes(prompt_root(salt), prompt, world.state.config.block_size))
