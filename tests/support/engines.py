@@ -143,7 +143,7 @@ def _host(
     assert tier is not None
     layers, layer_bytes = memory.num_layers, memory.kv_ranges[0].shape.size_bytes
     store = HostStore(layers, layer_bytes, slots * layers * layer_bytes, lambda: 1 << 40)
-    copier = SteppedCopier(PieceCopies(stage), store, tier.block_of)
+    copier = SteppedCopier(PieceCopies(stage), memory, store, tier.block_of)
     lane = HostLane(tier.settings.block_bytes / tier.settings.link_bytes_per_s)
     return HostDriver(store, copier, lane, tier), copier
 

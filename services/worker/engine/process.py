@@ -40,6 +40,7 @@ from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.piece_copies import PieceCopies
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.profile.batches import IDLE
 from services.worker.engine.profile.idle import IdleProfiler
@@ -314,7 +315,7 @@ def build_member(
         facts,
         CostRefiner(model) if refines and model is not None else None,
         cost_origin,
-        host and host.driver(changeover, stage),
+        host and host.driver(changeover.planner, PieceCopies(stage), runner.stage_memory),
     )
     failpoint.on_cut(member.cut_off)
     return member

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Thread
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from services.core.host.vocabulary import RecallBlocks, SaveBlocks
 from services.worker.engine.host.store import Bytes, HostMemoryError, HostStore
 from services.worker.engine.memory.device_copies import PinnedSlot
 from services.worker.engine.memory.stage_memory import StageMemory
-from services.worker.engine.pipeline.piece_copies import PieceCopies
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.errors import WorkerError
 
@@ -33,10 +33,22 @@ REST_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
 SAVE_FAILPOINT, RECALL_FAILPOINT = "engine.host.save.leader", "engine.host.recall.leader"
 
+Copy = Callable[[torch.Tensor | PinnedSlot], None]
+"""Copies a piece to or from host memory."""
 BlockOf = Callable[[int, int], int | None]
 """The device block of place i of a job, None if it is gone; called with the stage's lock held."""
 
 log = logging.getLogger(__name__)
+
+
+class LockedCopies(Protocol):
+    """Copies of pieces under the stage's lock; the interface of `PieceCopies`."""
+
+    def pack(self, target: Bytes, read: Copy) -> None:
+        """Copy a piece to `target` with `read`, whose errors pass."""
+
+    def unpack(self, payload: Bytes, write: Copy) -> None:
+        """Copy `payload` to the device with `write`, whose errors pass."""
 
 
 class BlocksGone(WorkerError):
@@ -71,13 +83,16 @@ class _Job:
 
 
 class HostCopier:
-    """Runs jobs and steps of the store in order. `copies` copies under the stage's lock.
+    """Runs jobs and steps of the store in order; `memory` holds the device's blocks.
 
     It runs on its own thread (`start`), or its owner calls `step`, which is the same code.
     """
 
-    def __init__(self, copies: PieceCopies, store: HostStore, block_of: BlockOf) -> None:
+    def __init__(
+        self, copies: LockedCopies, memory: StageMemory, store: HostStore, block_of: BlockOf
+    ) -> None:
         self._copies = copies
+        self._memory = memory
         self._store = store
         self._block_of = block_of
         self._wake = Condition()  # guards the attributes below
@@ -261,17 +276,13 @@ class HostCopier:
         for place in span:
             job.intact[place] = False
 
-    def _reader(
-        self, job: _Job, layer: int, places: Sequence[int]
-    ) -> Callable[[torch.Tensor | PinnedSlot], None]:
+    def _reader(self, job: _Job, layer: int, places: Sequence[int]) -> Copy:
         def read(target: torch.Tensor | PinnedSlot) -> None:
             self._memory.pack_kv(layer, self._device_blocks(job, places), target)
 
         return read
 
-    def _writer(
-        self, job: _Job, layer: int, places: Sequence[int]
-    ) -> Callable[[torch.Tensor | PinnedSlot], None]:
+    def _writer(self, job: _Job, layer: int, places: Sequence[int]) -> Copy:
         def write(source: torch.Tensor | PinnedSlot) -> None:
             self._memory.unpack_kv(layer, self._device_blocks(job, places), source)
 
@@ -287,7 +298,3 @@ class HostCopier:
                 job.intact[place] = job.intact[place] and block is not None
             raise BlocksGone("blocks of the piece are gone")
         return present
-
-    @property
-    def _memory(self) -> StageMemory:
-        return self._copies.stage.runner.stage_memory

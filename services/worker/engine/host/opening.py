@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from services.common.device_profile import DeviceProfile
 from services.common.errors import ConfigError
 from services.common.host_memory import available_bytes, limit_bytes
-from services.core.changeover.state import Changeover
 from services.core.host.vocabulary import HostSettings
+from services.core.planner.state import PlannerState
 from services.worker.config import WorkerConfig
 from services.worker.engine.compute.runner import ModelRunner
-from services.worker.engine.host.copier import HostCopier
+from services.worker.engine.host.copier import HostCopier, LockedCopies
 from services.worker.engine.host.driver import HostDriver
 from services.worker.engine.host.lane import HostLane
 from services.worker.engine.host.store import HostMemoryError, HostStore
-from services.worker.engine.pipeline.piece_copies import PieceCopies
-from services.worker.engine.pipeline.stage_runner import StageRunner
+from services.worker.engine.memory.stage_memory import StageMemory
 from services.worker.engine.profile.host_link import measure_host_link
 
 MEASURED_BYTES = 16 << 20
@@ -32,11 +31,13 @@ class OpenedHost:
     settings: HostSettings
     lane: HostLane
 
-    def driver(self, changeover: Changeover, stage: StageRunner) -> HostDriver:
+    def driver(
+        self, planner: PlannerState, copies: LockedCopies, memory: StageMemory
+    ) -> HostDriver:
         """Return the driver of the planner's host copies."""
-        tier = changeover.planner.host
+        tier = planner.host
         assert tier is not None, "the planner has the settings"
-        copier = HostCopier(PieceCopies(stage), self.store, tier.block_of)
+        copier = HostCopier(copies, memory, self.store, tier.block_of)
         return HostDriver(self.store, copier, self.lane, tier)
 
 

@@ -70,7 +70,9 @@ class Place:
         self.store = HostStore(LAYERS, size, slots * LAYERS * size, lambda: 1 << 40)
         self.store.grow()
         self.looked: Callable[[], None] = lambda: None
-        self.copier = HostCopier(PieceCopies(stage), self.store, self._block_of)
+        self.copier = HostCopier(
+            PieceCopies(stage), stage.runner.stage_memory, self.store, self._block_of
+        )
 
     def _block_of(self, job: int, place: int) -> int | None:
         assert self.stage.lock.locked()
@@ -236,7 +238,7 @@ def test_the_queue_is_bounded() -> None:
 def test_a_step_that_fails_names_its_problem() -> None:
     place = Place(slots=200)
     place.store = HostStore(LAYERS, SHAPE.size_bytes, 1 << 20, lambda: 0)
-    place.copier = HostCopier(PieceCopies(place.stage), place.store, place._block_of)
+    place.copier = HostCopier(PieceCopies(place.stage), place.memory, place.store, place._block_of)
     place.copier.start()
     place.copier.grow()
     (end,) = place.next_ends()
