@@ -9,10 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.common import failpoint
 from services.core.host.vocabulary import Save
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.host.store import HostStore
@@ -21,7 +23,7 @@ from tests.support.fake_model import CHUNK_BYTES, FAKE, expected_tokens, load_fa
 from tests.support.group_scenario import Scenario
 from tests.support.host_group import HostGroup, host_settings
 
-SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "60")))
+SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "8")))
 EVENTS = 12
 REQUESTS = 40
 BASE_BYTES = FAKE.budget_bytes - 20 * CHUNK_BYTES
@@ -145,3 +147,13 @@ def test_a_second_owner_finds_nothing_of_the_first(scenario: list[HostScenario])
         group.finish()
     assert group.counts(name).recalled_tokens_total > before
     made.check()
+
+
+def test_copies_pass_their_failpoints(scenario: list[HostScenario], tmp_path: Path) -> None:
+    names = {f"engine.host.{place}.leader" for place in ("save", "recall", "arrived")}
+    failpoint.arm([f"{name}=note" for name in sorted(names)], tmp_path / "hits")
+    try:
+        ran(1, scenario, host_slots=200)
+        assert {hit["name"] for hit in failpoint.read_hits(tmp_path / "hits")} == names
+    finally:
+        failpoint.arm([], tmp_path / "hits")
