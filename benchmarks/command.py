@@ -59,16 +59,22 @@ Ablation = Annotated[
     bool,
     typer.Option("--ablation", help="burst: add the mechanisms of drop step by step."),
 ]
+Phases = Annotated[
+    bool,
+    typer.Option("--phases", help="coserve: add ConServe's mechanisms and host memory by steps."),
+]
 Systems = Annotated[
     str | None,
     typer.Option(
         help="Comma-separated: tideserve (default overload policy), drop, recompute, "
         "static-pipeline, migrate (overload policies), a scheduling (fcfs, priority, eager, "
-        "prefill-first, round-robin, bros, waiting-time, slo, slo-quarter, slo-half, "
+        "prefill-first, round-robin, bros, conserve, waiting-time, slo, slo-quarter, slo-half, "
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
         "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
-        "-preempting lets online requests interrupt batch work, -packing, -slots and "
+        "-preempting lets online requests interrupt batch work, -patient does not, with -idle it "
+        "runs while no online request does, -host copies KV to host memory and back, -save lets "
+        "nothing else run while it is copied back, -packing, -slots and "
         "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
         "each group, -api sends batch work as files to /v1/batches. -float32 "
         "or -bfloat16 sets the dtype.",
@@ -175,6 +181,7 @@ def bench(
     scenario: ScenarioName,
     quick: Quick = False,
     ablation: Ablation = False,
+    phases: Phases = False,
     systems: Systems = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
@@ -195,7 +202,7 @@ def bench(
 ) -> None:
     """Measure tideserve and compare it with other systems."""
     from benchmarks.run import BenchArguments, run_bench
-    from benchmarks.scenarios.scenario import ABLATION, LoadChoice
+    from benchmarks.scenarios.scenario import ABLATION, PHASES, LoadChoice
     from benchmarks.systems.system import CPU
     from services.common.device_profile import split_slowdown
 
@@ -229,6 +236,8 @@ def bench(
     )
     if scenario == "burst" and ablation:
         scenario = ABLATION
+    if scenario == "coserve" and phases:
+        scenario = PHASES
     own: dict[str, Any] = {"slos": slo or (), "api_key": api_key, "json": json, "plot": plot}
     arguments = BenchArguments(scenario, choice, systems, given=frozenset(given), **own, **flags)
     run_bench(arguments)

@@ -2,7 +2,8 @@
 
 It shares no code with the engine's cache: a block is identified by its node in a tree of all
 sequences seen, and eviction is LRU. Requests do not overlap here, so a request that starts while a
-request with the same prefix is still running counts as a hit.
+request with the same prefix is still running counts as a hit. With a second level, in host memory,
+every block that the device evicts is copied there, at no cost.
 """
 
 from collections import OrderedDict
@@ -15,15 +16,59 @@ _Name = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
+class TwoLevelLru:
+    """Block numbers in `blocks` blocks on the device and `host_blocks` in host memory.
+
+    A block evicted from the device becomes the most recent in host memory. A hit in host memory
+    stays there, and is the most recent of both levels.
+    """
+
+    blocks: int
+    host_blocks: int = 0
+    _device: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first
+    _host: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first
+
+    def hits(self, numbers: Iterable[int]) -> int:
+        """The number of leading blocks in either level: a hit ends at the first missing block."""
+        count = 0
+        for number in numbers:
+            if number not in self._device and number not in self._host:
+                break
+            count += 1
+        return count
+
+    def use(self, numbers: Iterable[int]) -> None:
+        """Mark a sequence's blocks as used now; its last block is evicted first."""
+        for number in reversed(list(numbers)):
+            self._device.pop(number, None)
+            self._device[number] = None
+            if number in self._host:
+                self._host.move_to_end(number)
+        while len(self._device) > self.blocks:
+            evicted, _ = self._device.popitem(last=False)
+            self._host[evicted] = None
+            self._host.move_to_end(evicted)
+        while len(self._host) > self.host_blocks:
+            self._host.popitem(last=False)
+
+
+@dataclass(slots=True)
 class CountedCache:
-    """`blocks` blocks of `block_size` tokens; `queries` and `hits` count prompt tokens."""
+    """`blocks` blocks of `block_size` tokens; `queries` and `hits` count prompt tokens.
+
+    `host_blocks`: the size of the second level, in host memory.
+    """
 
     blocks: int
     block_size: int = 16
+    host_blocks: int = 0
     queries: int = 0
     hits: int = 0
     _numbers: dict[_Name, int] = field(default_factory=dict)
-    _kept: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first
+    _levels: TwoLevelLru = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._levels = TwoLevelLru(self.blocks, self.host_blocks)
 
     def request(self, prompt: Tokens, output: Tokens = ()) -> int:
         """Run a request from start to end; returns the number of prompt tokens that are hits.
@@ -32,16 +77,11 @@ class CountedCache:
         output token is not cached, since it has not been processed.
         """
         usable = (len(prompt) - 1) // self.block_size
-        hit = 0
-        for number in self._walk(prompt[: usable * self.block_size]):
-            # A prefix hit ends at the first missing block.
-            if number not in self._kept:
-                break
-            hit += self.block_size
+        hit = self._levels.hits(self._walk(prompt[: usable * self.block_size])) * self.block_size
         self.queries += len(prompt)
         self.hits += hit
         whole = (*prompt, *output)
-        self._keep(list(self._walk(whole[:-1] if output else whole)))
+        self._levels.use(self._walk(whole[:-1] if output else whole))
         return hit
 
     def _walk(self, tokens: Tokens) -> Iterator[int]:
@@ -51,11 +91,3 @@ class CountedCache:
             name = (before, tuple(tokens[start : start + size]))
             before = self._numbers.setdefault(name, len(self._numbers))
             yield before
-
-    def _keep(self, numbers: Iterable[int]) -> None:
-        """Mark blocks as used now; the last block of a sequence is evicted first."""
-        for number in reversed(list(numbers)):
-            self._kept.pop(number, None)
-            self._kept[number] = None
-        while len(self._kept) > self.blocks:
-            self._kept.popitem(last=False)

@@ -358,6 +358,24 @@ BATCH_API = Rules(
         Rule("P99 gap between tokens", FILES, GAP_P99, most=1.1, over="online-only"),
     ),
 )
+RECOMPUTED = at("recomputed_share")
+PHASES = Rules(
+    base="slo",
+    load=(
+        TOO_FEW,
+        Rule("recomputed share of tokens", "bros", RECOMPUTED, 0.01, load=True, optional=True),
+    ),
+    paced=tuple(
+        Rule(what, f"{name}-host", value, most=most, over=name, optional=True)
+        for name in ("conserve", "bros")
+        for what, value, most in (
+            ("recomputed share / that without host memory", RECOMPUTED, 0.1),
+            ("P99 TTFT / that without", TTFT_P99, 1.1),
+            ("P99 gap between tokens / that without", GAP_P99, 1.1),
+        )
+    ),
+)
+"""Host memory saves the recomputation of batch requests, at no cost for online requests."""
 REALTIME = Rules(
     base="fcfs",
     load=(

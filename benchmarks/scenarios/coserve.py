@@ -16,7 +16,7 @@ from random import Random
 
 from benchmarks.co_serving.bars import COSERVE
 from benchmarks.co_serving.online_load import OnlineLoad, OnlineTargets
-from benchmarks.scenarios.scenario import Case, CoServing, LoadChoice, Scenario
+from benchmarks.scenarios.scenario import PHASES, Case, CoServing, LoadChoice, Scenario
 from tideserve.load.workload import Backlog, PlannedRequest, Workload, prompt_ids
 
 ONLINE_PROMPT, ONLINE_OUTPUT = 642, 64
@@ -129,6 +129,6 @@ SCENARIO = Scenario(
     rounds=(3, 5),
     # Disable merges, whatever the demand.
     up_options={"max_batch_tokens": MAX_BATCH_TOKENS, "overload_policy": "recompute"},
-    options=frozenset({"rate"}),
+    options=frozenset({"rate", PHASES}),
     co_serving=CoServing(load_for, COSERVE),
 )

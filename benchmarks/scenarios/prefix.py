@@ -3,8 +3,10 @@ policies.
 
 Two single-worker clusters, with and without the cache, answer the same chats in turn: each turn
 adds 256 tokens to the conversation and receives 64. Then interleaved chats overflow the cache, and
-an independent implementation counts the hits. A prompt with another salt must have no hits.
-Finally, eight workers are simulated, since the test machine is too small for them.
+an independent implementation counts the hits. A prompt with another salt must have no hits. Two
+clusters with less device memory, one of them with host memory for KV, answer conversations that
+exceed it (`host_level.py`). Finally, eight workers are simulated, since the test machine is too
+small for them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,14 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+from benchmarks.host_level import (
+    HostLevelRecord,
+    figures_of,
+    measure_host_level,
+    problems_of,
+    rows_of,
+    smaller,
+)
 from benchmarks.one_by_one import OneByOne, TurnAnswer
 from benchmarks.prefix_count import CountedCache
 from benchmarks.scenarios.scenario import FASTEST, LoadChoice, Scenario, TrialVerdict
@@ -77,6 +87,7 @@ class PrefixRecord:
     counted_hits: int = 0
     foreign_hits: int = 0
     served: list[SimulatedLoad] = field(default_factory=list)
+    host: HostLevelRecord = field(default_factory=HostLevelRecord)
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
@@ -107,6 +118,8 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
         requests = QUICK_COUNTED_REQUESTS if choice.quick else COUNTED_REQUESTS
         count_hits(clients[ON], record, requests, choice.seed, progress)
         record.foreign_hits = foreign_hits(clients[ON], choice.seed)
+    scarce = smaller(deployment, record.capacity_blocks * BLOCK_TOKENS)
+    record.host = measure_host_level(scarce, choice.quick, choice.seed, say, progress)
     simulate(record, choice, progress)
     return judge(record)
 
@@ -247,6 +260,7 @@ def judge(record: PrefixRecord) -> TrialVerdict:
         },
     }
     missed = [sentence for sentence, applies in problems.items() if applies]
+    missed += problems_of(record.host)
     figures = {
         "chat": f"{TURNS} turns of {QUESTION_TOKENS} in and {ANSWER_TOKENS} out",
         "ttft_s_by_chat_and_turn": record.ttfts_s,
@@ -258,6 +272,7 @@ def judge(record: PrefixRecord) -> TrialVerdict:
         "counted_hit_tokens": record.counted_hits,
         "hit_error": error,
         "foreign_hit_tokens": record.foreign_hits,
+        "host": figures_of(record.host),
         "simulated": [asdict(served) for served in record.served],
         "simulated_gains": gains,
         "problems": missed,
@@ -291,6 +306,7 @@ def _rows(
             f" ({error:+.1%})",
         ),
         ("hits of another salt", str(record.foreign_hits)),
+        *rows_of(record.host),
         *(
             (
                 f"simulated, {WORKERS} workers of {load.capacity_tokens:,} tokens, {load.load}",

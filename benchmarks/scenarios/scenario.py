@@ -22,6 +22,8 @@ TRACE = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "ti
 """Groups of parameters of `tideserve bench`."""
 ABLATION = "ablation"
 """The scenario of `burst --ablation`."""
+PHASES = "phases"
+"""The scenario of `coserve --phases`."""
 QUICK_LIMIT_S, FULL_LIMIT_S = 240.0, 1200.0
 FASTEST = "fastest"
 """Instead of a dtype: the fastest dtype of this processor."""
@@ -195,6 +197,9 @@ def find_scenario(name: str) -> Scenario:
     """The scenario `name`. Raises BenchError."""
     if name == ABLATION:
         scenario: Scenario = importlib.import_module("benchmarks.scenarios.burst").ABLATION_SCENARIO
+        return scenario
+    if name == PHASES:
+        scenario = importlib.import_module("benchmarks.scenarios.coserve_phases").SCENARIO
         return scenario
     if name not in SUMMARIES:
         raise BenchError(f"unknown scenario '{name}'; scenarios are {', '.join(SUMMARIES)}")

@@ -9,6 +9,8 @@ Options = dict[str, Any]
 RESERVED = "reserved"
 ONLINE_ONLY = "online-only"
 """The system without batch requests."""
+HOST_MEMORY = 2**28
+"""Host memory of a worker with `-host`, more than the KV cache of a paced one."""
 API = "api"
 """Suffix of systems whose batch requests are lines of files at /v1/batches."""
 
@@ -53,6 +55,10 @@ SCHEDULINGS: Mapping[str, tuple[str, Options]] = {
         "alternating iterations of online and of batch requests",
         {"scheduling": "round_robin"},
     ),
+    "conserve": (
+        "ConServe's queue order and iteration budget, as its paper describes them",
+        {"scheduling": "conserve"},
+    ),
     "bros": ("BROS's order and packing, without its memory management", {"scheduling": "bros"}),
     "waiting-time": (
         "the request with the longest time since its last token",
@@ -63,6 +69,10 @@ SCHEDULINGS: Mapping[str, tuple[str, Options]] = {
 """Description and options by name. `priority-256` has iterations of up to 256 tokens."""
 SUFFIXES: Mapping[str, Options] = {
     "preempting": {"preempt": "always"},
+    "patient": {"preempt": "off"},
+    "idle": {"harvest": 0.0},
+    "host": {"host_memory": HOST_MEMORY},
+    "save": {"host_memory": HOST_MEMORY, "worker": {"prefetch": False}},
     "packing": {"worker": {"packing": True}},
     "slots": {"worker": {"adaptive_slots": True}},
     "victims": {"worker": {"victims": "slack"}},
@@ -70,8 +80,10 @@ SUFFIXES: Mapping[str, Options] = {
     API: {},
 }
 """Options of suffixes. `-preempting` lets online requests interrupt iterations with only batch
-work; `-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups`
-sets a deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
+work, `-patient` does not; with `-idle`, batch work runs only while no online request does; `-host`
+copies KV to host memory and back, `-save` lets nothing else run while it is copied back;
+`-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups` sets a
+deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
 
 
 def scheduling_of(name: str) -> tuple[str, Sequence[str]] | None:

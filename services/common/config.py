@@ -31,6 +31,7 @@ from services.common.setting import (
     values_of,
 )
 from services.common.size import parse_size_bytes
+from services.core.setting import AUTO_BYTES
 
 T = TypeVar("T")
 
@@ -278,6 +279,8 @@ def _refusal(value: Any, metadata: Mapping[str, Any]) -> str | None:
     """Description of the allowed values if `value` is not one of them, else None."""
     if "range" in metadata:
         low, high = metadata["range"]
+        if value == AUTO_BYTES and metadata.get("auto"):
+            return None
         if not low <= value <= high:
             return range_text(metadata)
         step = metadata["multiple_of"]
@@ -295,7 +298,7 @@ def _from_text(text: str, setting: Setting) -> Any:
     if not text and types.NoneType in setting.kinds and not setting.secret:
         return None
     if setting.metadata.get("size"):
-        return parse_size_bytes(text)
+        return _size_bytes(text, setting)
     for kind in setting.kinds:
         if typing.get_origin(kind) is tuple:
             return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -310,6 +313,14 @@ def _from_text(text: str, setting: Setting) -> Any:
     raise ConfigError("this key can be given only in a YAML file")
 
 
+def _size_bytes(text: str, setting: Setting) -> int:
+    """Bytes of a size, 0 if that is allowed, or AUTO_BYTES. Raises ConfigError."""
+    word = text.strip().lower()
+    if word == "auto" and setting.metadata.get("auto"):
+        return AUTO_BYTES
+    return 0 if word == "0" and not setting.metadata["range"][0] else parse_size_bytes(text)
+
+
 def _converted(value: Any, setting: Setting) -> Any:
     """Convert a YAML value: text to paths and sizes, lists to tuples, integers to floats.
 
@@ -320,7 +331,7 @@ def _converted(value: Any, setting: Setting) -> Any:
         return word if word in options else value
     if isinstance(value, str):
         if setting.metadata.get("size"):
-            return parse_size_bytes(value)
+            return _size_bytes(value, setting)
         return Path(value) if Path in setting.kinds else value
     if float in setting.kinds and isinstance(value, int) and not isinstance(value, bool):
         try:

@@ -11,7 +11,7 @@ the same processors can run twice as many workers at the pace of their devices.
 import os
 import re
 import tempfile
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,28 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
+class HostLink:
+    """Measured bandwidth between device and host memory, in bytes/s, of 1 MiB and of 64 MiB."""
+
+    small_to_host: float
+    large_to_host: float
+    small_to_device: float
+    large_to_device: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth of large copies in the slower direction."""
+        return min(self.large_to_host, self.large_to_device)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProfile:
     """A model on a device. Links are in bytes/s per direction; None if not measured.
 
-    `peer` is the link to another device of the cluster, `host` the link to host memory (for KV in
-    host memory; not used yet). `shape` and `hidden_bytes` (the activation of a token) are used to
-    divide the model into pipeline stages. `source` names the origin of the figures.
+    `peer` is the link to another device of the cluster, `host` the link to host memory (for host
+    copies of KV; `host_link` has the measurements). `shape` and `hidden_bytes` (the activation of a
+    token) are used to divide the model into pipeline stages. `source` names the origin of the
+    figures.
     """
 
     name: str
@@ -67,6 +83,7 @@ class DeviceProfile:
     hidden_bytes: int | None = None
     shape: ModelShape | None = None
     accuracy: Accuracy | None = None
+    host_link: HostLink | None = None
 
 
 def shipped_names() -> list[str]:
@@ -109,10 +126,12 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
 def _slowed(profile: DeviceProfile, factor: float) -> DeviceProfile:
     links = ("host_link_bytes_per_s", "peer_link_bytes_per_s", "network_bytes_per_s")
     rates = {name: getattr(profile, name) for name in links}
+    link = profile.host_link
     return replace(
         profile,
         name=f"{profile.name}:{factor:g}",
         model=profile.model.slowed(factor),
+        host_link=link and HostLink(*(rate / factor for rate in astuple(link))),
         **{name: rate / factor for name, rate in rates.items() if rate is not None},
     )
 
@@ -216,4 +235,5 @@ class _ProfileFile:
     hidden_bytes: int | None = number(None, minimum=1, maximum=BYTES_MAX)
     shape: ModelShape | None = None
     accuracy: Accuracy | None = None
+    host_link: HostLink | None = None
     derivation: dict[str, Any] | None = None  # for human readers: the origin of an estimate

@@ -146,7 +146,7 @@ def is_str_enum(kind: Any) -> bool:
 def range_text(metadata: Mapping[str, Any]) -> str:
     """The range of a field as text, such as "4MiB to 1TiB"."""
     low, high = map(format_size if metadata.get("size") else number_text, metadata["range"])
-    return f"{low} to {high}"
+    return f"{low} to {high}" + (" or auto" if metadata.get("auto") else "")
 
 
 def number_text(value: float) -> str:

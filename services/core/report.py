@@ -46,7 +46,8 @@ class Load:
     iterations that were interrupted between layers, `resumed_iterations_total` how often such an
     iteration continued at its layer. `discarded_tokens_total` counts the tokens of interrupted
     iterations that had to run again from the first layer. `sequences_max`: most sequences that may
-    run and wait at once; 0: no limit but KV blocks.
+    run and wait at once; 0: no limit but KV blocks. `host_blocks_total`: KV blocks that host memory
+    has room for so far.
     """
 
     running: int
@@ -67,6 +68,7 @@ class Load:
     resumed_iterations_total: int = 0
     discarded_tokens_total: int = 0
     sequences_max: int = 0
+    host_blocks_total: int = 0
     tokens: ClassTokens = field(default_factory=ClassTokens)
 
     @property
@@ -112,6 +114,26 @@ class ShipmentCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostReport:
+    """KV in host memory, and what was copied since the engine's start.
+
+    `host_bytes` of memory are backed; preempted requests need `host_blocks_owed` of the blocks.
+    `saved_blocks_total` blocks were copied to the host, and `recall_jobs_total` times blocks were
+    copied back, for `recalled_tokens_total` tokens; `host_hit_tokens_total` of these are of prompts
+    that had not run here before. `host_failures_total` counts damaged copies and losses of all.
+    """
+
+    host_bytes: int = 0
+    host_blocks_owed: int = 0
+    saved_blocks_total: int = 0
+    save_bytes_total: int = 0
+    recall_jobs_total: int = 0
+    recalled_tokens_total: int = 0
+    host_hit_tokens_total: int = 0
+    host_failures_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
     """Report of an engine; times and counts are sums since the engine started.
 
@@ -147,6 +169,7 @@ class EngineReport:
     deadlines: DeadlineUse = field(default_factory=DeadlineUse)
     preemption_s: Histogram = field(default_factory=Histogram)
     shipments: ShipmentCounts = field(default_factory=ShipmentCounts)
+    host: HostReport = field(default_factory=HostReport)
     upstream: str = ""
     outage: str = ""
 

@@ -180,7 +180,7 @@ def _is_tight(load: Load) -> bool:
 _BLOCK_FIELDS = attrgetter("kv_blocks_free", "kv_blocks_batch")
 _DISPATCH_FIELDS = attrgetter(
     *("running", "waiting", "kv_blocks_wanted", "kv_blocks_total", "batch_running"),
-    *("batch_waiting", "batch_yields", "prefill_tokens", "sequences_max"),
+    *("batch_waiting", "batch_yields", "prefill_tokens", "sequences_max", "host_blocks_total"),
     *("prefix_queries_total", "prefix_hits_total"),
 )
 """Fields of a load by which the scheduler assigns requests, except the blocks in use."""

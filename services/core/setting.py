@@ -49,8 +49,12 @@ def seconds(default: Any, help: str = "", *, minimum: float = 0, **more: Any) ->
     return number(default, help, minimum=minimum, maximum=10**6, **more)
 
 
+AUTO_BYTES = -1
+"""The value of a size that is set to `auto`."""
+
+
 def size(default: Any = MISSING, help: str = "", **more: Any) -> Any:
-    """A `number` of bytes; accepts units such as 1GiB."""
+    """A `number` of bytes; accepts units such as 1GiB. `auto`: also `auto`, as `AUTO_BYTES`."""
     return number(default, help, size=True, **more)
 
 

@@ -1,6 +1,5 @@
 """Configuration of a worker: model, engine, device, memory, limits."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,18 +26,15 @@ from services.core.setting import (
     tcp_port,
 )
 from services.worker.engine_args import devices_of, normalized
+from services.worker.host_config import HostConfig
+from services.worker.upstream_url import is_upstream_url
 
-# Scheme, host or IPv6 address in brackets, and port.
-_UPSTREAM_URL = re.compile(
-    r"https?://([^/?#@\s:\[\]]+|\[[0-9a-fA-F:.]+\])(:(?P<port>[0-9]{1,5}))?/?"
-)
-PORT_MAX = 65535
-# Other characters end or break the header that carries the key.
-UPSTREAM_KEY = re.compile(r"[!-~]+")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
 # Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced", "pace_links")
+OWN_ENGINE_OPTIONS = (
+    *("chunk_bytes", "event_log", "host_memory", "host_weights_bytes", "paced", "pace_links"),
+)
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
 # Options of `engine: openai`; each is empty or None if unset.
@@ -50,12 +46,6 @@ VLLM_DEFAULTS: Mapping[str, int] = {
     "block_size": 32,
     "max_batch_tokens": GPU_LIMITS["max_batch_tokens"],
 }
-
-
-def is_upstream_url(url: str) -> bool:
-    """Whether `url` is the address of a server, without a path and a password."""
-    match = _UPSTREAM_URL.fullmatch(url)
-    return match is not None and int(match["port"] or 0) <= PORT_MAX
 
 
 class DrainMode(StrEnum):
@@ -199,6 +189,7 @@ class WorkerConfig(ServiceConfig):
         minimum=0,
         maximum=2**50,
     )
+    host_copies: HostConfig = nested(HostConfig())
     device_sampling: bool = option(
         True,
         "Whether a GPU chooses the tokens, for logits of up to 32 bits; if not, the host does. No"
@@ -333,6 +324,7 @@ class WorkerConfig(ServiceConfig):
         else:
             self._refuse_vllm_options()
         self._check_upstream()
+        self.host_copies.check(prefix_caching=self.planner.prefix_caching)
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
@@ -371,7 +363,7 @@ class WorkerConfig(ServiceConfig):
     def _check_own_options(self, engine: str) -> None:
         """Reject options that only tideserve's own engine supports."""
         for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) not in (None, 0):
+            if getattr(self.host_copies if name == "host_memory" else self, name) not in (None, 0):
                 raise ConfigError(
                     f"'{name}' has no effect with {engine}; remove it, or set 'engine' to"
                     " 'tideserve'"

@@ -1,6 +1,6 @@
 """A worker's Prometheus metrics, computed at each scrape from the last report of its engine."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from prometheus_client.core import (
@@ -104,6 +104,26 @@ MOVED_REQUESTS = {
         "KV blocks that were sent for requests that move.",
     ),
 }
+
+
+HOST_COPIES = {
+    "saved_blocks_total": ("saved_blocks", "KV blocks that were copied to host memory."),
+    "save_bytes_total": ("save_bytes", "Bytes of KV that were copied to host memory."),
+    "recall_jobs_total": ("recall_jobs", "Times that KV was copied back from host memory."),
+    "recalled_tokens_total": (
+        "recalled_tokens",
+        "Tokens whose KV was copied back from host memory, and so not computed.",
+    ),
+    "host_hit_tokens_total": (
+        "host_hit_tokens",
+        "Of the recalled tokens, those of prompts that had not run at the worker before.",
+    ),
+    "host_failures_total": (
+        "host_failures",
+        "Damaged copies of KV in host memory, and losses of all copies.",
+    ),
+}
+"""Counters of KV in host memory."""
 
 
 class WorkerCollector(Collector):
@@ -214,6 +234,15 @@ class WorkerCollector(Collector):
                 "KV blocks of running batch requests.",
                 load.kv_blocks_batch,
             ),
+            "host_bytes": ("Host memory of copies of KV.", report.host.host_bytes),
+            "host_blocks_total": (
+                "KV blocks that host memory has room for so far.",
+                load.host_blocks_total,
+            ),
+            "host_blocks_owed": (
+                "KV blocks in host memory that preempted requests need.",
+                report.host.host_blocks_owed,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(name, text, value)
@@ -244,7 +273,8 @@ class WorkerCollector(Collector):
             yield counter
         yield from self._class_tokens()
         yield self._restored_slabs()
-        yield from self._moved_requests(asdict(report.shipments))
+        yield from self._counters(MOVED_REQUESTS, asdict(report.shipments))
+        yield from self._counters(HOST_COPIES, asdict(report.host))
         counts = asdict(engine.report.load)
         for name, text in INTERRUPTIONS.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
@@ -301,8 +331,10 @@ class WorkerCollector(Collector):
                 counter.add_metric(labels, counts[f"{kind}_{counter_name}_tokens_total"])
             yield counter
 
-    def _moved_requests(self, counts: dict[str, int]) -> Iterable[Metric]:
-        for field, (name, text) in MOVED_REQUESTS.items():
+    def _counters(
+        self, texts: Mapping[str, tuple[str, str]], counts: Mapping[str, int]
+    ) -> Iterable[Metric]:
+        for field, (name, text) in texts.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), counts[field])
             yield counter

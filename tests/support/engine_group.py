@@ -70,6 +70,7 @@ class EngineGroup:
     """`workers` engines of one model; each starts as a group of its own."""
 
     ships = False  # running requests to other groups
+    host_slots = 0  # KV blocks in host memory
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class EngineGroup:
             event_logs=self._event_logs,
             planner=self._planner,
             ships=self.ships,
+            host_slots=self.host_slots,
         )
 
     def _alone(self, worker_id: str) -> Stage:
@@ -313,10 +315,15 @@ class EngineGroup:
         actions += [partial(self._step, engine) for engine in self.engines.values()]
         actions += [partial(self._step_mover, engine) for engine in self.engines.values()]
         actions += self.gateway.actions()
+        actions += self.more_actions()
         worked = self.rng.choice(actions)()
         self._idle_turns = self._idle_turns + 1 if worked is False else 0
         if self._idle_turns > 2 * len(actions):
             self.network.rest()
+
+    def more_actions(self) -> list[Callable[[], bool | None]]:
+        """Further things that may happen."""
+        return []
 
     def run_until(self, condition) -> None:  # type: ignore[no-untyped-def]
         """Turn until `condition()` holds. Raises AssertionError if it never does."""

@@ -11,9 +11,14 @@ from services.core.planner.block_table import StageTable
 from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
 from services.worker.engine.compute.runner import ModelRunner
+from services.worker.engine.host.copier import HostCopier
+from services.worker.engine.host.driver import HostDriver
+from services.worker.engine.host.lane import HostLane
+from services.worker.engine.host.store import HostStore
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.piece_copies import PieceCopies
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.process import kv_layout
 from services.worker.engine.transfer.gate import ActivationGate
@@ -21,6 +26,19 @@ from services.worker.engine.transfer.lane import Identity, Lane
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from tests.support.engine_networks import EngineNetwork
+
+
+class SteppedCopier(HostCopier):
+    """A copier without a thread, that can fail."""
+
+    failed = False
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.failed
+
+    def step(self, wait_s: float) -> bool:
+        return not self.failed and super().step(wait_s)
 
 
 @dataclass
@@ -31,10 +49,13 @@ class Engine:
     member: Member
     mover: Mover
     bulk: Lane
+    copier: SteppedCopier | None = None  # of KV to and from host memory
 
     def close(self) -> None:
         """Give its memory and descriptors back."""
         self.mover.close()
+        if self.copier is not None:
+            self.copier.close()
         self.bulk.close()
         self.member.links.lane.close()
         self.runner.close()
@@ -57,11 +78,13 @@ def make_engine(
     machine: type[Changeover] = Changeover,
     planner: Mapping[str, Any] | None = None,
     ships: bool = False,
+    host_slots: int = 0,
 ) -> Engine:
     """An engine without a configuration; it has no thread, and `now_s` is its clock.
 
     In `event_logs` it keeps a log. `machine` decides in its change-overs. `planner`: more fields of
-    the planner's configuration. `ships`: it ships KV of running requests.
+    the planner's configuration. `ships`: it ships KV of running requests. `host_slots`: KV blocks
+    in host memory, for a planner that has `host`.
     """
     made_with = IterationConfig(
         block_size=runner.block_size,
@@ -87,6 +110,8 @@ def make_engine(
     state = changeover.planner
     facts = FactLog(log, state, memory, now_s)
     facts.start(identity, memory.plan.arena_bytes + memory.plan.staging_bytes, exact=True)
+    stage = StageRunner(runner, state.table)
+    host = _host(changeover, stage, host_slots) if host_slots else None
     activations, bulk = network.lanes(identity)
     gate = ActivationGate()
     settings = MoverConfig(chunk_bytes=4096)
@@ -99,14 +124,28 @@ def make_engine(
     member = Member(
         identity,
         changeover,
-        StageRunner(runner, state.table),
+        stage,
         Links(activations, worker_id, gate),
         bulk,
         create_mover,
         now_s,
         facts,
+        host=host and host[0],
     )
-    return Engine(identity, member, movers[0], bulk)
+    return Engine(identity, member, movers[0], bulk, host and host[1])
+
+
+def _host(
+    changeover: Changeover, stage: StageRunner, slots: int
+) -> tuple[HostDriver, SteppedCopier]:
+    """Host copies of an engine; the copier has no thread."""
+    tier, memory = changeover.planner.host, stage.runner.stage_memory
+    assert tier is not None
+    layers, layer_bytes = memory.num_layers, memory.kv_ranges[0].shape.size_bytes
+    store = HostStore(layers, layer_bytes, slots * layers * layer_bytes, lambda: 1 << 40)
+    copier = SteppedCopier(PieceCopies(stage), memory, store, tier.block_of)
+    lane = HostLane(tier.settings.block_bytes / tier.settings.link_bytes_per_s)
+    return HostDriver(store, copier, lane, tier), copier
 
 
 def wrong_books(engines: Mapping[str, Engine]) -> list[str]:

@@ -26,6 +26,7 @@ class Scenario:
 
     WORKERS = (2, 2, 3)
     NUM_LAYERS = LAYERS
+    GROUP = EngineGroup
 
     def __init__(
         self,
@@ -39,13 +40,13 @@ class Scenario:
         self.requests = requests
         # From room for a request and a half to room for seven.
         kv_bytes = self.rng.choice([4, 4, 5, 8, 16]) * self.NUM_LAYERS * CHUNK_BYTES
-        self.group = EngineGroup(
+        self.group = self.GROUP(
             replace(config, budget_bytes=config.budget_bytes + kv_bytes),
             self.rng.choice(self.WORKERS),
             seed,
             max_batch_tokens=self.rng.choice([16, 64]),
             max_running=self.rng.choice([4, 16]),
-            prefix_caching=seed % 2 == 1,
+            **({} if "prefix_caching" in options else {"prefix_caching": seed % 2 == 1}),
             network=network,
             **options,
         )

@@ -132,6 +132,7 @@ class ClusterOptions:
         panel=RESOURCES,
     )
     memory: int = _of("memory_bytes", RESOURCES, default=2**30)
+    host_memory: int | None = _of("host_memory", RESOURCES)
     device: str = _of("device", RESOURCES, default=KEPT)
     threads: int | None = _of(
         "threads",

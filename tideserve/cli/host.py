@@ -1,6 +1,5 @@
 """Checks of the machine before a cluster starts."""
 
-import contextlib
 import ctypes
 import errno
 import socket
@@ -12,13 +11,17 @@ from typing import Any
 import psutil
 
 from services.common.clock import monotonic_s
+from services.common.host_memory import available_bytes, limit_bytes
 from services.common.settings import PREFIX
+from services.common.size import format_size
+from services.core.setting import AUTO_BYTES
+from services.worker.host_config import AUTO_PART
+from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 FREE_DISK_BYTES = 256 * 2**20
 FULL_DISK_BYTES = 72 * 2**20
 """etcd reserves 64 MiB at a time, and ends when that fails; when it ends it returns as much."""
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 RELEASE_TIMEOUT_S = 5.0
 RETRY_S = 0.1
 
@@ -98,15 +101,42 @@ def _address(host: str, port: int) -> tuple[Any, ...]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
 
-def shortages(device: str, memory_bytes: int, folder: Path) -> list[str]:
-    """Warnings about scarce resources; `memory_bytes` is the sum of all workers."""
+def host_memory_of(options: ClusterOptions) -> int:
+    """Bytes of `host_memory` of each worker; `auto` divides this machine's memory among them.
+
+    Raises:
+        CommandError: if this machine or container can never hold them.
+    """
+    given = options.host_memory or 0
+    if given == AUTO_BYTES:
+        return min(options.memory, available_bytes() // AUTO_PART // options.workers)
+    own_bytes = options.memory if options.device == "cpu" else 0
+    needed, limit = (given + own_bytes) * options.workers, limit_bytes()
+    if given and needed > limit:
+        raise CommandError(
+            f"--host-memory {format_size(given)} of {options.workers} workers"
+            + (f" and their --memory {format_size(own_bytes)}" if own_bytes else "")
+            + f" need {needed / 2**30:.1f} GiB, but this machine or container has"
+            f" {limit / 2**30:.1f} GiB; lower it",
+            EXIT_UNUSABLE,
+        )
+    return given
+
+
+def shortages(device: str, memory_bytes: int, host_bytes: int, folder: Path) -> list[str]:
+    """Warnings about scarce resources; both memories are sums of all workers.
+
+    `memory_bytes` are on `device`, `host_bytes` are for copies of KV in host memory.
+    """
     warnings = []
-    free_bytes = psutil.virtual_memory().available
-    if device == "cpu" and memory_bytes > free_bytes:
+    free_bytes = available_bytes()
+    used_bytes = host_bytes + (memory_bytes if device == "cpu" else 0)
+    if used_bytes > free_bytes:
+        ways = ["--memory"] * (device == "cpu") + ["--host-memory"] * bool(host_bytes)
         warnings.append(
-            f"the workers may use {memory_bytes / 2**30:.1f} GiB together, but only"
+            f"the workers may use {used_bytes / 2**30:.1f} GiB together, but only"
             f" {free_bytes / 2**30:.1f} GiB are available, so the kernel may kill some; lower"
-            " --memory or --workers"
+            f" {', '.join(ways)} or --workers"
         )
     disk_bytes = psutil.disk_usage(str(folder)).free
     if disk_bytes < FREE_DISK_BYTES:
@@ -127,14 +157,6 @@ def disk_faults(folder: Path) -> list[str]:
         " at a time): logs may be lost, process ids may be old, and etcd may stop, without which"
         " workers cannot register and groups cannot change; free some disk space"
     ]
-
-
-def host_memory_bytes() -> int:
-    """Bytes of memory of this machine, or the container's limit if lower."""
-    limits = [psutil.virtual_memory().total]
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number
-        limits.append(int(CONTAINER_LIMIT.read_text()))
-    return min(limits)
 
 
 def gpu_memory_bytes() -> list[int]:

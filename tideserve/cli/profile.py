@@ -118,6 +118,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     table.add_row("with prefix", "", _percent(result["error_with_prefix"]))
     table.add_row("all", str(batches), _percent(result["error"]))
     console.print(table)
+    _show_link(result, console)
     verdict = "[green]met[/]" if result["passed"] else "[yellow]not met[/]"
     console.print(
         f"Medians of {result['rounds']} interleaved repeats. Noise of repeated measurements:"
@@ -138,8 +139,22 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     )
 
 
+def _show_link(result: Mapping[str, Any], console: Console) -> None:
+    """Print the bandwidth between device and host memory."""
+    if link := result["profile"].get("host_link"):
+        console.print(
+            "host link, GiB/s of 1 MiB / 64 MiB:"
+            f" to the host {_gib(link['small_to_host'])} / {_gib(link['large_to_host'])},"
+            f" to the device {_gib(link['small_to_device'])} / {_gib(link['large_to_device'])}"
+        )
+
+
 def _microseconds(seconds: float) -> str:
     return f"{1e6 * seconds:.4g}"
+
+
+def _gib(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 2**30:.1f}"
 
 
 def _percent(share: float) -> str:

@@ -142,11 +142,9 @@ def _faults(folder: ClusterFolder, status: Mapping[str, Any]) -> list[str]:
 
 def _print(status: Mapping[str, Any], why: bool) -> None:
     console = Console(highlight=False)
-    console.print(services_table(status))
-    console.print(workers_table(status))
-    if (batch := batch_table(status)) is not None:
-        console.print(batch)
-    console.print(groups_table(status))
+    tables = (workers_table(status), batch_table(status), host_table(status))
+    for table in filter(None, (services_table(status), *tables, groups_table(status))):
+        console.print(table)
     if any(len(row["members"]) > 1 for row in status.get("groups", [])):
         console.print(KV_OF_MERGED, soft_wrap=True)
     if scheduling := status.get("scheduling"):
@@ -315,6 +313,29 @@ def batch_table(status: Mapping[str, Any]) -> Table | None:
             str(row.get("kv_blocks_batch", 0)),
             batch_text(row),
             *([interrupted_text(row)] if interrupted else []),
+        )
+    return table
+
+
+def host_table(status: Mapping[str, Any]) -> Table | None:
+    """Copies of KV in host memory, and what they have saved; None if no worker has any."""
+    rows = [row for row in status.get("workers", []) if row.get("host_blocks_total")]
+    if not rows:
+        return None
+    columns = ["id", "memory>", "blocks>", "owed>", "saved>", "recalled tokens>", "of all hits>"]
+    failed = any(row["host_failures_total"] for row in rows)
+    table = _table("KV in host memory", *columns, *(["failures>"] if failed else []))
+    for row in rows:
+        hits = row["prefix_hits_total"]
+        table.add_row(
+            escape(row["id"]),
+            size_text(row["host_bytes"]),
+            f"{row['host_blocks_total']:,}",
+            f"{row['host_blocks_owed']:,}",
+            f"{row['saved_blocks_total']:,}",
+            f"{row['recalled_tokens_total']:,}",
+            f"{min(1.0, row['host_hit_tokens_total'] / hits):.0%}" if hits else "–",
+            *([str(row["host_failures_total"])] if failed else []),
         )
     return table
 

@@ -43,6 +43,7 @@ from tideserve.cli.etcd_process import (
 from tideserve.cli.host import (
     check_port,
     hold_port,
+    host_memory_of,
     shortages,
     unused_variables,
     url_of,
@@ -140,8 +141,13 @@ class Up:
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
-        memory_bytes = 0 if self.options.upstream else self.options.memory * self.options.workers
-        warnings = shortages(self.options.device, memory_bytes, self.folder.root)
+        host_bytes = host_memory_of(self.options)
+        if self.options.host_memory:
+            self.options = replace(self.options, host_memory=host_bytes)
+        workers = self.options.workers
+        memory_bytes = 0 if self.options.upstream else self.options.memory * workers
+        sizes = memory_bytes, host_bytes * workers
+        warnings = shortages(self.options.device, *sizes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
         raise_open_files_limit()
@@ -410,6 +416,9 @@ class Up:
             return [("Upstreams", ", ".join(options.upstream))]
         memory = format_size(options.memory)
         rows = [("Workers", f"{options.workers}, {memory} each, {options.dtype}")]
+        if options.host_memory:
+            size = format_size(options.host_memory)
+            rows.append(("Host memory", f"{size} each, for copies of KV"))
         return [*rows, *([("Engine", "vLLM: groups never merge")] if self.engine_python else [])]
 
     def _pace(self) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.worker.config import UPSTREAM_KEY, is_upstream_url
+from services.worker.upstream_url import UPSTREAM_KEY, is_upstream_url
 from tideserve.cli.cache import cache_root
 from tideserve.cli.client import HttpClient
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError

@@ -236,6 +236,7 @@ class PlannerState:
             preempted_iterations_total=self.preempted_iterations_total,
             resumed_iterations_total=self.resumed_iterations_total,
             discarded_tokens_total=self.sequence_table.discarded_tokens_total,
+            host_blocks_total=0 if self.host is None else self.host.cache.slots,
             tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 

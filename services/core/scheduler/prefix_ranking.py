@@ -177,7 +177,7 @@ class PrefixRanking:
     def note_load(self, load: GroupLoad, reported: Load) -> None:
         """Apply the capacity and the hit totals of a group's latest report."""
         group_id = load.group.group_id
-        self.index.resize(group_id, load.capacity_blocks)
+        self.index.resize(group_id, load.capacity_blocks + reported.host_blocks_total)
         self._corrections[group_id].note_reported(
             reported.prefix_queries_total, reported.prefix_hits_total
         )

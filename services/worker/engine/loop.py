@@ -167,6 +167,7 @@ class EngineLoop:
     def _wait_ms(self, idle_ms: int) -> int:
         """The longest wait for a frame; work of a group change needs turns without frames."""
         if not self._member.busy_changing:
+            idle_ms = self._member.host_wait_ms(idle_ms)
             return TRANSFER_WAIT_MS if self._member.shipping else idle_ms
         return TRANSFER_WAIT_MS if self._member.awaits_transfers else BUSY_WAIT_MS
 
@@ -376,6 +377,7 @@ class EngineLoop:
             member.state.deadline_use,
             self._preemption_s.histogram,
             member.shipments,
+            member.host_report,
         )
 
     def _publish_costs(self) -> None:

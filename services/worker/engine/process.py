@@ -33,12 +33,14 @@ from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
 from services.worker.engine.grammar_check import GrammarCheck
 from services.worker.engine.heartbeat import start_heartbeat
+from services.worker.engine.host.opening import OpenedHost, open_host
 from services.worker.engine.loop import EngineLoop, connect, send
 from services.worker.engine.model.catalog import shape_of
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.frames import KINDS
 from services.worker.engine.pipeline.links import Links
 from services.worker.engine.pipeline.member import Member
+from services.worker.engine.pipeline.piece_copies import PieceCopies
 from services.worker.engine.pipeline.stage_runner import StageRunner
 from services.worker.engine.profile.batches import IDLE
 from services.worker.engine.profile.idle import IdleProfiler
@@ -75,7 +77,9 @@ def build_engine() -> EngineLoop:
         pacer = pacer_of(config)
         runner = ModelRunner.load(runner_config(config))
         cost_model, cost_origin = cost_model_of(runner, config, pacer)
-        planner = planner_config(runner, config, cost_model)
+        paced = None if config.paced is None else load_profile(config.paced)
+        host = open_host(config, runner, paced, stored_profile(config))
+        planner = planner_config(runner, config, cost_model, host)
         member_config = _member_config(config, runner, planner, identity.incarnation)
         event_log = open_event_log(config.event_log, config.worker_id, member_config)
         lanes = open_lanes(identity, lanes_config(config), KINDS)
@@ -86,15 +90,17 @@ def build_engine() -> EngineLoop:
     changeover = Changeover.of(member_config)
     facts = FactLog(event_log, changeover.planner, runner.stage_memory, monotonic_s)
     facts.start(identity, config.memory_bytes, exact=is_batch_invariant(config))
-    member = build_member(identity, lanes, runner, changeover, config, pacer, facts, cost_origin)
+    member = build_member(
+        identity, lanes, runner, changeover, config, pacer, facts, cost_origin, host
+    )
     send(socket, ready_frame(runner, config, lanes, cost_model))
     start_heartbeat(arguments.socket)
-    member.mover.start()
+    member.start()
     return EngineLoop(
         member,
         socket,
         GrammarCheck(runner.grammars, monotonic_s),
-        (lanes.activations.fileno(), member.mover.fileno()),
+        (lanes.activations.fileno(), *member.filenos()),
         idle_profiler(runner, member, config),
         overlaps=config.overlap and runner.device.type == "cuda",
     )
@@ -199,10 +205,18 @@ def cost_model_of(
 
 
 def planner_config(
-    runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
+    runner: ModelRunner,
+    config: WorkerConfig,
+    cost_model: CostModel | None,
+    host: OpenedHost | None = None,
 ) -> IterationConfig:
     """Return the planner's configuration with the runner's number of blocks and the cost model."""
-    return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
+    return replace(
+        config.planner,
+        num_blocks=runner.num_blocks,
+        cost_model=cost_model,
+        host=host and host.settings,
+    )
 
 
 def pacer_of(config: WorkerConfig) -> Pacer | None:
@@ -278,6 +292,7 @@ def build_member(
     pacer: Pacer | None,
     facts: FactLog,
     cost_origin: str,
+    host: OpenedHost | None = None,
 ) -> Member:
     """Build the group member of this engine from its lanes, model runner and state machine."""
     gate = ActivationGate()
@@ -288,10 +303,11 @@ def build_member(
     )
     model = changeover.planner.config.cost_model
     refines = config.learn_costs and pacer is None
+    stage = StageRunner(runner, changeover.planner.table, pacer)
     member = Member(
         identity,
         changeover,
-        StageRunner(runner, changeover.planner.table, pacer),
+        stage,
         Links(lanes.activations, config.worker_id, gate),
         lanes.bulk,
         partial(Mover, lanes.bulk, gate, settings),
@@ -299,6 +315,7 @@ def build_member(
         facts,
         CostRefiner(model) if refines and model is not None else None,
         cost_origin,
+        host and host.driver(changeover.planner, PieceCopies(stage), runner.stage_memory),
     )
     failpoint.on_cut(member.cut_off)
     return member

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.clock import monotonic_s
-from services.worker.config import UPSTREAM_KEY, WorkerConfig
+from services.worker.config import WorkerConfig
 from services.worker.ipc import EngineReady
 from services.worker.openai_engine.client import UpstreamClient
 from services.worker.openai_engine.completions import Completions, UpstreamDialect
@@ -26,6 +26,7 @@ from services.worker.openai_engine.model_limits import ModelLimits, read_model_l
 from services.worker.openai_engine.probe import ProbeOptions, UpstreamApi, UpstreamFacts, probe
 from services.worker.openai_engine.retokenizer import Retokenizer
 from services.worker.openai_engine.text_completions import TextCompletions
+from services.worker.upstream_url import UPSTREAM_KEY
 from services.worker.vllm_engine.adapter import OpenedEngine
 from services.worker.vllm_engine.running import EngineState, StepStats
 

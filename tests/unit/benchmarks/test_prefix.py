@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.host_level import WITH, WITHOUT, HostLevelRecord
 from benchmarks.one_by_one import TurnAnswer
 from benchmarks.prefix_count import CountedCache
 from benchmarks.scenarios.prefix import (
@@ -44,6 +45,13 @@ def served(dispatch: str, share: float) -> SimulatedLoad:
 def good() -> PrefixRecord:
     found = PrefixRecord({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
     found.served += [served("least_loaded", 0.1), served("prefix", 0.3)]
+    found.host = HostLevelRecord(
+        *(4096, 16384, 5000),
+        {WITH: 900, WITHOUT: 300},
+        {WITH: 1000, WITHOUT: 320},
+        {WITH: [0.1], WITHOUT: [0.2]},
+        {WITH: [0.2], WITHOUT: [0.2]},
+    )
     return found
 
 

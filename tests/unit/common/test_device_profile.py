@@ -9,6 +9,7 @@ from services.common.device_profile import (
     SHIPPED_DIR,
     Accuracy,
     DeviceProfile,
+    HostLink,
     load_profile,
     shipped_names,
     store_profile,
@@ -96,13 +97,28 @@ def test_a_stored_profile_is_read_back(
     model = CostModel(1.5e-9, 1e-4, 0.03, 0.02, decode, 1e-8)
     shape = ModelShape(2, 10, 4, 3, True, 5, 1.5, 0.0, 0.5)
     profile = DeviceProfile(
-        *("mine", "a test", model), kv_bytes_per_token=7, shape=shape, accuracy=accuracy
+        *("mine", "a test", model),
+        kv_bytes_per_token=7,
+        shape=shape,
+        accuracy=accuracy,
+        host_link=None if accuracy is None else HostLink(1e9, 2e9, 3e9, 4e9),
     )
     path = tmp_path / "deeper" / "mine.yaml"
     store_profile(profile, path)
     store_profile(profile, path)
     assert load_profile(path) == profile
     assert [file.name for file in path.parent.iterdir()] == ["mine.yaml"]
+
+
+def test_the_host_link_is_that_of_large_copies_in_the_slower_direction() -> None:
+    assert HostLink(1e9, 7e9, 3e9, 4e9).bytes_per_s == 4e9
+
+
+def test_a_slowed_device_has_a_slower_host_link(tmp_path: Path) -> None:
+    model = CostModel(1.5e-9, 1e-4, 0.03, 0.02)
+    path = tmp_path / "mine.yaml"
+    store_profile(DeviceProfile("m", "t", model, host_link=HostLink(1e9, 2e9, 3e9, 4e9)), path)
+    assert load_profile(f"{path}:2").host_link == HostLink(5e8, 1e9, 1.5e9, 2e9)
 
 
 GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.01}\n"

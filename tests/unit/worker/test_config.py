@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from services.common.config import from_mapping
+from services.common.config import dump, from_mapping, parse_yaml
 from services.common.errors import ConfigError
+from services.core.host.vocabulary import HostSettings, Save
+from services.core.setting import AUTO_BYTES
 from services.worker.config import WorkerConfig
 
 GIVEN = {"etcd_url": "e", "model_name": "m", "model_dir": "/m", "memory_bytes": 1}
@@ -38,3 +40,38 @@ def test_defaults_suit_the_engine_the_device_and_each_other(
 def test_two_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'max_running' is 300, but must be 1 to .* \(200\)"):
         from_mapping(WorkerConfig, GIVEN | {"max_running": 300, "max_batch_tokens": 200}, "it")
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [(0, 0), ("0", 0), ("auto", AUTO_BYTES), ("8GiB", 8 << 30), (None, 0)]
+)
+def test_host_memory_is_a_size_auto_or_nothing(given: Any, size: int) -> None:
+    settings = {} if given is None else {"host_memory": given}
+    config = from_mapping(WorkerConfig, GIVEN | settings, "a test")
+    assert config.host_copies.host_memory == size
+    assert from_mapping(WorkerConfig, parse_yaml(dump(config), "it"), "it") == config
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"host_memory": -2}, "is -2, but must be 0 to 1024TiB or auto"),
+        ({"host_memory": "much"}, "'much' is not a size"),
+        ({"memory_bytes": "auto"}, "'auto' is not a size"),
+        ({"host_memory": "1GiB", "prefix_caching": False}, "has no effect without"),
+        ({"host_memory": "auto", **VLLM}, "'host_memory' has no effect with vLLM"),
+        (
+            {"host_memory": "1GiB", "engine": "openai", "upstream_url": "http://a:1"},
+            "'host_memory' has no effect with an upstream server",
+        ),
+    ],
+)
+def test_host_memory_that_has_no_effect_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        from_mapping(WorkerConfig, GIVEN | given, "a test")
+
+
+def test_the_planner_gets_what_is_set() -> None:
+    given = {"save": "all", "save_from": 0.25, "lane_share": 0.75, "prefetch": False}
+    host = from_mapping(WorkerConfig, GIVEN | given, "a test").host_copies
+    assert host.settings(100, 2e9) == HostSettings(100, 2e9, Save.ALL, 0.25, 0.75, False)

@@ -84,14 +84,15 @@ def serve_options(
     Raises:
         ConfigError: if an option is invalid.
     """
+    from services.common.host_memory import limit_bytes
     from tideserve.cli.cluster_options import read_options
-    from tideserve.cli.host import gpu_memory_bytes, host_memory_bytes
+    from tideserve.cli.host import gpu_memory_bytes
 
     options = read_options(config, flags)
     device = str(options.worker.get("device", options.device))
     index = device.partition(":")[2]
     if device == "cpu":
-        defaults, share = {}, host_memory_bytes() // options.workers
+        defaults, share = {}, limit_bytes() // options.workers
     else:
         gpus = gpu_memory_bytes()[int(index) :][:1] if index else gpu_memory_bytes()
         if not gpus:

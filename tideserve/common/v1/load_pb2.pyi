@@ -46,6 +46,7 @@ class WorkerLoad(_message.Message):
     DROPPED_TOTAL_FIELD_NUMBER: _builtins.int
     BATCH_YIELDS_FIELD_NUMBER: _builtins.int
     SEQUENCES_MAX_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     incarnation: _builtins.str
@@ -88,6 +89,8 @@ class WorkerLoad(_message.Message):
     """
     sequences_max: _builtins.int
     """Most sequences that may run and wait at once; 0: no limit but KV blocks."""
+    host_blocks_total: _builtins.int
+    """KV blocks that the worker's host memory has room for: prefixes are found there, too."""
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its last ReportLoadRequest or the previous
@@ -123,10 +126,11 @@ class WorkerLoad(_message.Message):
         dropped_total: _builtins.int = ...,
         batch_yields: _builtins.bool = ...,
         sequences_max: _builtins.int = ...,
+        host_blocks_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "sequences_max", b"sequences_max", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "host_blocks_total", b"host_blocks_total", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "sequences_max", b"sequences_max", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

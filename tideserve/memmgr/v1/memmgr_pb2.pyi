@@ -179,6 +179,15 @@ class WorkerMemory(_message.Message):
     DISCARDED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SLOWEST_ITERATION_S_FIELD_NUMBER: _builtins.int
     ENGINE_HUNG_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_OWED_FIELD_NUMBER: _builtins.int
+    SAVED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    RECALLED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    RECALL_JOBS_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_FAILURES_TOTAL_FIELD_NUMBER: _builtins.int
+    SAVE_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    HOST_HIT_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     SHIPPED_TOTAL_FIELD_NUMBER: _builtins.int
     RECEIVED_TOTAL_FIELD_NUMBER: _builtins.int
     KEPT_TOTAL_FIELD_NUMBER: _builtins.int
@@ -268,6 +277,24 @@ class WorkerMemory(_message.Message):
     """
     engine_hung: _builtins.bool
     """Whether the worker's engine hangs; all other fields are then the last known values."""
+    host_bytes: _builtins.int
+    """Host memory of copies of KV."""
+    host_blocks_total: _builtins.int
+    """KV blocks that this memory has room for."""
+    host_blocks_owed: _builtins.int
+    """Of the copies, those that preempted requests need."""
+    saved_blocks_total: _builtins.int
+    """KV blocks that were copied to host memory since the worker's start."""
+    recalled_tokens_total: _builtins.int
+    """Tokens whose KV was copied back."""
+    recall_jobs_total: _builtins.int
+    """How often KV was copied back."""
+    host_failures_total: _builtins.int
+    """Copies that were damaged, and losses of all copies."""
+    save_bytes_total: _builtins.int
+    """Bytes that were copied to host memory."""
+    host_hit_tokens_total: _builtins.int
+    """Of the recalled tokens, those of prompts that had not run at the worker before."""
     shipped_total: _builtins.int
     """Requests that have moved from this worker to another with their KV since its start."""
     received_total: _builtins.int
@@ -333,6 +360,15 @@ class WorkerMemory(_message.Message):
         discarded_tokens_total: _builtins.int = ...,
         slowest_iteration_s: _builtins.float = ...,
         engine_hung: _builtins.bool = ...,
+        host_bytes: _builtins.int = ...,
+        host_blocks_total: _builtins.int = ...,
+        host_blocks_owed: _builtins.int = ...,
+        saved_blocks_total: _builtins.int = ...,
+        recalled_tokens_total: _builtins.int = ...,
+        recall_jobs_total: _builtins.int = ...,
+        host_failures_total: _builtins.int = ...,
+        save_bytes_total: _builtins.int = ...,
+        host_hit_tokens_total: _builtins.int = ...,
         shipped_total: _builtins.int = ...,
         received_total: _builtins.int = ...,
         kept_total: _builtins.int = ...,
@@ -343,7 +379,7 @@ class WorkerMemory(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "host_blocks_owed", b"host_blocks_owed", "host_blocks_total", b"host_blocks_total", "host_bytes", b"host_bytes", "host_failures_total", b"host_failures_total", "host_hit_tokens_total", b"host_hit_tokens_total", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "recall_jobs_total", b"recall_jobs_total", "recalled_tokens_total", b"recalled_tokens_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "save_bytes_total", b"save_bytes_total", "saved_blocks_total", b"saved_blocks_total", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

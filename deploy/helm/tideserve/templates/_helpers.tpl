@@ -184,3 +184,27 @@ selector:
     configMapKeyRef: {name: tideserve-model, key: {{ $key }}}
 {{- end }}
 {{- end }}
+
+{{- /* A quantity of memory in Mi or Gi, as a number of Mi. */}}
+{{- define "tideserve.mebibytes" -}}
+{{- if hasSuffix "Gi" . }}{{ mul 1024 (trimSuffix "Gi" . | atoi) }}
+{{- else if hasSuffix "Mi" . }}{{ trimSuffix "Mi" . | atoi }}
+{{- else }}{{ fail (printf "with worker.hostMemory, write the memory in worker.resources in whole Mi or Gi, not as %s" .) }}
+{{- end }}
+{{- end }}
+
+{{- /* Resources of a worker's pod: its memory includes that for copies of KV. */}}
+{{- define "tideserve.workerResources" -}}
+{{- $resources := deepCopy .Values.worker.resources }}
+{{- if ne .Values.worker.hostMemory "0" }}
+{{- $host := include "tideserve.mebibytes" .Values.worker.hostMemory | trim | atoi }}
+{{- range $kind := list "limits" "requests" }}
+{{- $part := get $resources $kind | default dict }}
+{{- if hasKey $part "memory" }}
+{{- $own := include "tideserve.mebibytes" (get $part "memory") | trim | atoi }}
+{{- $_ := set $part "memory" (printf "%dMi" (add $own $host)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toJson $resources }}
+{{- end }}

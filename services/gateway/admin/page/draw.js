@@ -334,6 +334,8 @@ export function drawTable(body, state) {
       worker.running,
       worker.waiting,
       worker.preemptions_total,
+      worker.host_blocks_total ? size(worker.host_bytes) : "none",
+      worker.recalled_tokens_total ?? 0,
     ];
     const row = make("tr");
     const name = make("th", "", worker.id);

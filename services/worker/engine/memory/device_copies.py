@@ -1,8 +1,9 @@
 """Copies between device memory and pinned host memory, beside the iterations of the engine.
 
 The *work stream* is torch's default stream: iterations and everything else that the engine's thread
-launches. The *copy stream* carries the pieces of KV and parameters that the mover's thread copies.
-Neither thread waits for the other's kernels; events order the two streams on the device:
+launches. The *copy stream* carries the pieces of KV and parameters that the threads of the mover
+and of the host copier copy. No thread waits for another's kernels; events order the two streams on
+the device:
 
 - A copy starts after all work that was launched before the present iteration. The iteration itself
   uses no block or slab that a copy uses: both look them up under the stage's lock, and tables
@@ -16,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +29,8 @@ SLOT_BYTES = 4 << 20
 """Size of a slot; the largest piece of KV and of parameters has this size, unless a block is larger
 (`MoverConfig.chunk_bytes`)."""
 AHEAD_MAX = SLOTS - 2
-"""Maximum slots for pieces that are read ahead; the others serve the piece that is due now."""
+"""Maximum slots for pieces that are read ahead; the others serve the piece that each thread copies
+now."""
 
 
 class StreamEvent(Protocol):
@@ -161,7 +164,9 @@ class DeviceCopies:
         self._streams = streams
         self.slot_bytes = slot_bytes = max(SLOT_BYTES, block_bytes)
         index_bytes = slot_bytes // block_bytes * torch.int64.itemsize
-        # `_free`: slots that no piece occupies, the one with the oldest copy first.
+        # Guards `_free`: slots that no piece occupies, the one with the oldest
+        # copy first.
+        self._lock = Lock()
         self._free = deque(
             PinnedSlot(
                 self,
@@ -174,7 +179,7 @@ class DeviceCopies:
         self._work = streams.record_work()
         # Set under the stage's lock: work waits for it.
         self._last_copy: StreamEvent | None = None
-        self._mover_thread: int | None = None  # which has the device as its current device
+        self._bound: set[int] = set()  # threads that have the device as their current device
 
     # --- the engine's thread
 
@@ -215,7 +220,7 @@ class DeviceCopies:
         self._last_copy = self._streams.record_copies()
         return self._last_copy
 
-    # --- the mover's thread
+    # --- the threads that copy
 
     def take(self, size_bytes: int) -> PinnedSlot:
         """Return a slot for a piece of at most `slot_bytes`; may block until a copy has ended.
@@ -223,7 +228,8 @@ class DeviceCopies:
         Call it without the stage's lock.
         """
         self._bind()
-        slot = self._free.popleft()
+        with self._lock:
+            slot = self._free.popleft()
         slot.wait()
         slot.begin(size_bytes)
         return slot
@@ -231,15 +237,17 @@ class DeviceCopies:
     def take_ahead(self, size_bytes: int) -> PinnedSlot | None:
         """As `take`, for a piece that is not due yet; returns None instead of blocking."""
         self._bind()
-        if len(self._free) <= SLOTS - AHEAD_MAX or self._free[0].busy:
-            return None
-        slot = self._free.popleft()
+        with self._lock:
+            if len(self._free) <= SLOTS - AHEAD_MAX or self._free[0].busy:
+                return None
+            slot = self._free.popleft()
         slot.begin(size_bytes)
         return slot
 
     def give_back(self, slot: PinnedSlot) -> None:
         """Return a slot, possibly before its copy has ended."""
-        self._free.append(slot)
+        with self._lock:
+            self._free.append(slot)
 
     @contextmanager
     def started(self, slot: PinnedSlot) -> Iterator[DeviceStreams]:
@@ -252,6 +260,6 @@ class DeviceCopies:
     def _bind(self) -> None:
         # A new thread's current device is GPU 0, also where the engine uses another one.
         thread = threading.get_ident()
-        if thread != self._mover_thread:
+        if thread not in self._bound:
             self._streams.bind()
-            self._mover_thread = thread
+            self._bound.add(thread)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from services.common import failpoint
 from services.core.audit.record import BATCH, COMMAND, EVENT
 from services.core.changeover import vocabulary
 from services.core.changeover.configuration import Configuration
@@ -28,6 +29,12 @@ from services.core.cost.iteration_time import IterationTime
 from services.core.cost.model import CostModel
 from services.core.cost.refinement import CostRefiner
 from services.core.histogram import Histogram
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    CancelHostJob,
+    RecallBlocks,
+    SaveBlocks,
+)
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import (
     BlocksBorrowed,
@@ -44,7 +51,7 @@ from services.core.planner.events import (
     RequeueChecked,
 )
 from services.core.planner.sequence_ids import SequenceIdSource
-from services.core.report import ShipmentCounts
+from services.core.report import HostReport, ShipmentCounts
 from services.core.shipments.vocabulary import (
     CancelShipping,
     ShipBlocks,
@@ -53,6 +60,7 @@ from services.core.shipments.vocabulary import (
     ShippingPeerLost,
     part_of,
 )
+from services.worker.engine.host.driver import ARRIVED_FAILPOINT, HostDriver, wait_ms
 from services.worker.engine.pipeline.connections import Connections
 from services.worker.engine.pipeline.fact_log import FactLog
 from services.worker.engine.pipeline.failpoints import ChangeFailpoints
@@ -115,11 +123,12 @@ class Member:
         facts: FactLog | None = None,
         refiner: CostRefiner | None = None,
         cost_origin: str = "",
+        host: HostDriver | None = None,
     ) -> None:
         """`bulk` is the lane of the mover that `create_mover` returns.
 
-        `refiner` corrects the cost model under load; `cost_origin` names the origin of the present
-        one.
+        `host` keeps copies of KV in host memory. `refiner` corrects the cost model under load;
+        `cost_origin` names the origin of the present one.
         """
         self.changeover = changeover
         self.state = state = changeover.planner
@@ -138,6 +147,7 @@ class Member:
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
+        self._host = host
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
         self._preparations: dict[str, Prepare] = {}  # in progress, by attempt
         self._orders: list[ShipRequests] = []  # to move requests to workers not connected yet
@@ -166,10 +176,24 @@ class Member:
             ShipBlocks: self._transfers.ship,
             CancelShipping: lambda command: self.mover.cancel(command.transfer_id),
             ShippingOver: self._note_shipped,
+            SaveBlocks: self._copy,
+            RecallBlocks: self._copy,
+            CancelHostJob: self._cancel_copy,
             LendBlocks: self._note_lent,
             EmitToken: self._serving.deliver,
             RefuseRequest: self._serving.deliver,
         }
+
+    def start(self) -> None:
+        """Start the threads of transfers and host copies."""
+        self.mover.start()
+        if self._host is not None:
+            self._host.start()
+
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that are readable while a thread has results for `take`."""
+        own = () if self._host is None else (self._host.fileno(),)
+        return (self.mover.fileno(), *own)
 
     # --- commands of the servicer
 
@@ -290,13 +314,27 @@ class Member:
         configuration = self.configuration
         stages = configuration.stages if configuration is not None else ()
         # The last survivor of a merged group is its only stage, but may not plan: it lacks layers.
-        idle = not (self.busy_changing or self.shipping)
+        idle = not (self.busy_changing or self.shipping or self.copying)
         return len(stages) <= 1 and self.changeover.may_plan and idle
 
     @property
     def shipping(self) -> bool:
         """Whether KV of running requests is on its way from or to another group."""
         return self.changeover.shipping.active
+
+    @property
+    def copying(self) -> bool:
+        """Whether KV is being copied to or from host memory."""
+        return self.state.host is not None and self.state.host.active
+
+    @property
+    def host_report(self) -> HostReport:
+        """KV in host memory."""
+        return HostReport() if self._host is None else self._host.report
+
+    def host_wait_ms(self, idle_ms: int) -> int:
+        """The longest wait, at most `idle_ms`, until host copies need a call of `take`."""
+        return wait_ms(self.changeover.host_due_s, self._now_s(), idle_ms)
 
     @property
     def shipments(self) -> ShipmentCounts:
@@ -362,6 +400,8 @@ class Member:
         for message in received:
             self._handle_message(message)
         moved = self._handle_events()
+        if self._host is not None:
+            moved = self._advance_host(self._host) or moved
         # A connection that ended without an event matters only during a change: at other times the
         # memory manager learns of the loss from the peer.
         if self.changeover.busy:
@@ -458,6 +498,17 @@ class Member:
                     self._note_lost(event)
                 case TransferOutcome():
                     self._note_outcome(event)
+        return bool(events)
+
+    def _advance_host(self, host: HostDriver) -> bool:
+        """Pass on the results of host copies, and begin those that are due."""
+        events = host.events(self._now_s())
+        for event in events:
+            if isinstance(event, BlocksRecalled):
+                failpoint.hit(ARRIVED_FAILPOINT)
+            self._apply(event)
+        if self.changeover.host_due_s <= (now_s := self._now_s()):
+            self._apply(host.look(now_s))
         return bool(events)
 
     def _note_lost(self, event: LaneEvent) -> None:
@@ -572,6 +623,14 @@ class Member:
                 f"KV cannot be moved as the block table requires: {error}. This engine stops, or"
                 " requests would read each other's KV; report it, with the event log if any"
             ) from error
+
+    def _copy(self, command: SaveBlocks | RecallBlocks) -> vocabulary.Event | None:
+        assert self._host is not None, "the planner has no host copies"
+        return self._host.copy(command, self._now_s())
+
+    def _cancel_copy(self, command: CancelHostJob) -> None:
+        assert self._host is not None, "the planner has no host copies"
+        self._host.cancel(command)
 
     def _connect(self, command: vocabulary.ConnectMembers) -> None:
         preparation = self._preparations[command.attempt]

@@ -1,8 +1,9 @@
-"""Copies pieces of KV and parameters between the stage's memory and the frames of the mover.
+"""Copies pieces of KV and parameters between the stage's memory and host memory.
 
-All calls are made on the mover's thread. The stage's lock is held while a piece's place is looked
-up. On a CPU the copy is made under the lock, too. On a GPU it is only started there: the thread
-waits for the device without the lock, which the engine needs in every turn.
+The mover's thread copies from and to frames, that of the host copier from and to host copies. The
+stage's lock is held while a piece's place is looked up. On a CPU the copy is made under the lock,
+too. On a GPU it is only started there: the thread waits for the device without the lock, which the
+engine needs in every turn.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class PieceAhead:
 
 @dataclass(slots=True)
 class PieceCopies:
-    """The copies of an engine's mover."""
+    """The copies of an engine's mover, or of its host copier."""
 
     stage: StageRunner
 

@@ -23,6 +23,7 @@ from services.core.planner.block_pool import BlockPool
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.profile.co_runners import CoRunners, start_co_runners
 from services.worker.engine.profile.config import ProfileConfig
+from services.worker.engine.profile.host_link import measure_host_link
 from services.worker.engine.profile.measurer import Measurer, batch_limits_of
 from services.worker.engine.profile.session import (
     ProfileOutcome,
@@ -62,7 +63,8 @@ def profile(config: ProfileConfig) -> dict[str, Any]:
         with start_co_runners(config) as co_runners:
             measure(session, measurer, co_runners)
         outcome = session.outcome(measurer.cpu_share)
-        measured = measured_profile(runner, runner_config, config.threads, outcome)
+        link = measure_host_link(config.device)
+        measured = measured_profile(runner, runner_config, config.threads, outcome, link)
     finally:
         runner.close()
     path = profile_path(config.profile_dir, runner_config, config.threads)

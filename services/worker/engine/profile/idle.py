@@ -9,6 +9,7 @@ from services.common.device_profile import store_profile
 from services.core.cost.model import CostModel
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
+from services.worker.engine.profile.host_link import measure_host_link
 from services.worker.engine.profile.measurer import Measurer
 from services.worker.engine.profile.session import ProfileSession, measured_profile
 
@@ -75,7 +76,10 @@ class IdleProfiler:
             )
             return
         self._adopt(outcome.model)
-        profile = measured_profile(self._runner, self._config, self._threads, outcome)
+        # On a CPU this would stop the engine for half a second.
+        on_gpu = self._runner.device.type == "cuda"
+        link = measure_host_link(self._config.device) if on_gpu else None
+        profile = measured_profile(self._runner, self._config, self._threads, outcome, link)
         try:
             store_profile(profile, self._path)
         except OSError as error:

@@ -14,8 +14,7 @@ from statistics import fmean, median
 
 import torch
 
-from services.common.clock import monotonic_s
-from services.common.device_profile import Accuracy, DeviceProfile
+from services.common.device_profile import Accuracy, DeviceProfile, HostLink
 from services.core.cost.model import Chunks, CostModel, Sample, fit, mean_relative_error
 from services.worker.engine.compute.runner import ModelRunner
 from services.worker.engine.compute.runner_config import RunnerConfig
@@ -171,7 +170,6 @@ def repeat_noise(durations: Sequence[Sequence[float]]) -> float:
 
 
 DIGEST_CHARS = 12  # of each digest in a profile's file name
-LINK_BYTES = 256 << 20  # copied to measure the bandwidth between host and GPU
 
 
 def profile_path(folder: Path, config: RunnerConfig, threads: int) -> Path:
@@ -203,9 +201,13 @@ def device_name(device: str) -> str:
 
 
 def measured_profile(
-    runner: ModelRunner, config: RunnerConfig, threads: int, outcome: ProfileOutcome
+    runner: ModelRunner,
+    config: RunnerConfig,
+    threads: int,
+    outcome: ProfileOutcome,
+    link: HostLink | None,
 ) -> DeviceProfile:
-    """Build the profile of this model on this device from `outcome`."""
+    """Build the profile of this model on this device from `outcome`; `link`: if measured."""
     dtype = str(config.dtype).removeprefix("torch.")
     processors = f", {threads} thread{'s' if threads > 1 else ''}"
     return DeviceProfile(
@@ -215,24 +217,9 @@ def measured_profile(
         kv_bytes_per_token=runner.kv_bytes_per_token,
         parameter_bytes=runner.parameter_bytes,
         memory_bytes=config.budget_bytes,
-        host_link_bytes_per_s=_host_link_bytes_per_s(config.device),
+        host_link_bytes_per_s=link and link.bytes_per_s,
+        host_link=link,
         hidden_bytes=runner.hidden_bytes_per_token,
         shape=shape_of(runner.geometry, runner.slab_bytes),
         accuracy=outcome.accuracy,
     )
-
-
-def _host_link_bytes_per_s(device: str) -> float | None:
-    """Return the best of five copy rates from pinned host memory to the GPU; None on a CPU."""
-    if torch.device(device).type != "cuda":
-        return None
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    durations_s = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        started_s = monotonic_s()
-        target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-        durations_s.append(monotonic_s() - started_s)
-    return LINK_BYTES / min(durations_s)

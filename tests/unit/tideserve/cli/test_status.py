@@ -16,6 +16,7 @@ from tideserve.cli.status import (
     etcd_line,
     foreign_engines,
     groups_table,
+    host_table,
     loss_lines,
     obstacle_lines,
     paced_workers,
@@ -347,3 +348,23 @@ def test_workers_that_count_tokens_are_named_with_the_reason() -> None:
     (line,) = trouble_lines({"workers": rows})
     assert "worker-0, worker-1" in line and line.endswith("it is off")
     assert trouble_lines({"workers": [{"id": "old"}]}) == []
+
+
+def test_kv_in_host_memory_is_shown_where_a_worker_has_room_for_it() -> None:
+    row = STATUS["workers"][0] | {"host_blocks_total": 0, "prefix_hits_total": 400}
+    assert host_table({"workers": [row]}) is None
+    used = row | {
+        "host_bytes": 64 << 20,
+        "host_blocks_total": 1500,
+        "host_blocks_owed": 3,
+        "saved_blocks_total": 1234,
+        "recalled_tokens_total": 5678,
+        "host_hit_tokens_total": 100,
+        "host_failures_total": 0,
+    }
+    table = host_table({"workers": [row, used | {"id": "w1"}]})
+    assert table is not None
+    (line,) = [one.split() for one in shown(table, 200).splitlines() if "w1" in one]
+    assert line == ["w1", "64.0", "MiB", "1,500", "3", "1,234", "5,678", "25%"]
+    table = host_table({"workers": [used | {"host_failures_total": 7}]})
+    assert table is not None and "failures" in shown(table, 200)

@@ -19,7 +19,7 @@ from services.core.planner.batch import Batch, Chunk, Microbatch
 from services.core.planner.events import CostModelLearned, EmitToken
 from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt
-from services.core.report import ShipmentCounts
+from services.core.report import HostReport, ShipmentCounts
 from services.core.request import Grammar, GrammarKind, Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from services.worker.engine.pipeline.serving import EngineOutbox
@@ -54,6 +54,7 @@ def member_that(**does: Any) -> SimpleNamespace:
         "iteration_tokens": Histogram(),
         "restored_slabs": {},
         "shipments": ShipmentCounts(),
+        "host_report": HostReport(),
         "cost_origin": "",
     }
     return SimpleNamespace(**defaults | does)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from services.common import host_memory
 from tideserve.cli import cluster_options, host
 from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.commands import serve
@@ -50,22 +51,10 @@ def test_without_flags_it_is_up() -> None:
 def test_the_memory_of_this_machine_is_divided_among_all_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host, "host_memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 16 * GIB)
     assert options_of(part=0.5).memory == 4 * GIB
     assert options_of(part=0.5, workers=1).memory == 8 * GIB
     assert options_of(part=0.3).memory == 2457 * 2**20, "whole MiB are easier to read"
-
-
-def test_a_container_has_the_memory_of_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host, "CONTAINER_LIMIT", limit)
-    whole = host.host_memory_bytes()
-    limit.write_text("max\n")
-    assert host.host_memory_bytes() == whole
-    limit.write_text("1000\n")
-    assert host.host_memory_bytes() == 1000
 
 
 class FakeDriver:

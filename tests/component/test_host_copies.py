@@ -1,0 +1,159 @@
+"""Tokens are those of an undisturbed run with host copies, through changes, aborts and losses.
+
+The model is one of integers (`fake_model`): a token depends on every value that every layer has
+stored for its request, so a block in the wrong place changes it.
+"""
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common import failpoint
+from services.core.host.vocabulary import Save
+from services.core.request import Limits, Request, Sampling
+from services.worker.engine.host.store import HostStore
+from tests.support.engine_networks import QueueNetwork
+from tests.support.fake_model import CHUNK_BYTES, FAKE, expected_tokens, load_fake
+from tests.support.group_scenario import Scenario
+from tests.support.host_group import HostGroup, host_settings
+
+SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "8")))
+EVENTS = 12
+REQUESTS = 40
+BASE_BYTES = FAKE.budget_bytes - 20 * CHUNK_BYTES
+
+
+def requests() -> list[Request]:
+    """Prompts of which many begin alike."""
+    rng, made = random.Random(7), list[Request]()
+    for number in range(REQUESTS):
+        begin = rng.choice(made).prompt_ids if made and rng.random() < 0.8 else ()
+        kept = begin[: rng.randint(0, len(begin))]
+        prompt = (*kept, *(rng.randrange(3, 60) for _ in range(rng.randint(1, 20))))[:40]
+        made.append(Request(f"r-{number}", prompt, Sampling(0.0), Limits(rng.randint(1, 16)), 0.0))
+    return made
+
+
+class HostScenario(Scenario):
+    """Requests whose prompts come back, on engines that save and recall; copiers may fail."""
+
+    GROUP = HostGroup
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        rng = random.Random(seed)
+        settings = host_settings(
+            save=rng.choice([Save.ALL, Save.ALL, Save.BATCH]), prefetch=rng.random() < 0.9
+        )
+        options = {"settings": settings, "host_slots": rng.choice([6, 20, 200])} | options
+        super().__init__(FAKE, requests(), seed, QueueNetwork(), load=load_fake, **options)
+
+    def run(self, events: int) -> None:
+        for _ in range(4 * events):
+            self.arrive()
+            self.wait()
+            if self.rng.random() < 0.1:
+                self.abort()
+            if self.rng.random() < 0.02:
+                self.fail_copier()
+            self.group.check_invariants()
+        super().run(events)
+
+    def fail_copier(self) -> None:
+        """The copier's thread of a worker has failed."""
+        copier = self.rng.choice(list(self.group.engines.values())).copier
+        assert copier is not None
+        copier.failed = True
+
+    def check(self) -> None:
+        for stream in self.group.streams.values():
+            assert not stream.refused
+            limits = stream.request.limits
+            wanted = expected_tokens(stream.request.prompt_ids, limits.max_tokens)
+            assert stream.tokens == (wanted[: len(stream.tokens)] if stream.aborted else wanted)
+
+
+@pytest.fixture
+def scenario() -> Iterator[list[HostScenario]]:
+    made: list[HostScenario] = []
+    yield made
+    for one in made:
+        one.group.close()
+
+
+def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
+    """Run a scenario; returns what its engines have copied."""
+    scenario = HostScenario(seed, **options)
+    made.append(scenario)
+    scenario.run(EVENTS)
+    scenario.check()
+    counts: Counter[str] = Counter()
+    for name in scenario.group.engines:
+        found = scenario.group.counts(name)
+        counts["saved"] += found.saved_blocks_total
+        counts["recalled"] += found.recalled_tokens_total
+        counts["failures"] += found.failures_total
+    return counts
+
+
+def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) -> None:
+    counts: Counter[str] = Counter()
+    for seed in SEEDS:
+        counts += ran(seed, scenario)
+        scenario.pop().group.close()
+    assert counts["saved"] > 10 * len(SEEDS) and counts["recalled"] > 10 * len(SEEDS)
+    assert counts["failures"], "no copier has failed"
+
+
+def test_a_swapped_block_is_noticed(
+    scenario: list[HostScenario], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies change places: without checksums requests read each other's KV."""
+    seal = HostStore.seal
+
+    def swap(store: HostStore, slot: int) -> None:
+        seal(store, slot)
+        if slot % 2:
+            store._blocks[[slot - 1, slot]] = store._blocks[[slot, slot - 1]]
+
+    monkeypatch.setattr(HostStore, "seal", swap)
+    counts = ran(3, scenario, host_slots=200)
+    assert counts["failures"] > 0
+    monkeypatch.setattr(HostStore, "is_intact", lambda store, slot: True)
+    with pytest.raises(AssertionError):
+        for seed in range(10):
+            ran(seed, scenario, host_slots=200)
+
+
+def test_a_second_owner_finds_nothing_of_the_first(scenario: list[HostScenario]) -> None:
+    """The same prompts with another salt have no hits in host memory."""
+    made = HostScenario(1, host_slots=200)
+    scenario.append(made)
+    group, name = made.group, "w0"
+    prompts = [one for one in requests() if len(one.prompt_ids) > 20][:12]
+    for salt in ("one", "other"):
+        before = group.counts(name).recalled_tokens_total
+        for number, one in enumerate(prompts):
+            group.start(replace(one, request_id=f"{salt}{number}", cache_salt=salt), name)
+            group.finish()
+        assert group.counts(name).recalled_tokens_total == before, f"hits of salt {salt}"
+    for number, one in enumerate(prompts):
+        group.start(replace(one, request_id=f"again{number}", cache_salt="one"), name)
+        group.finish()
+    assert group.counts(name).recalled_tokens_total > before
+    made.check()
+
+
+def test_copies_pass_their_failpoints(scenario: list[HostScenario], tmp_path: Path) -> None:
+    names = {f"engine.host.{place}.leader" for place in ("save", "recall", "arrived")}
+    failpoint.arm([f"{name}=note" for name in sorted(names)], tmp_path / "hits")
+    try:
+        ran(1, scenario, host_slots=200)
+        assert {hit["name"] for hit in failpoint.read_hits(tmp_path / "hits")} == names
+    finally:
+        failpoint.arm([], tmp_path / "hits")

@@ -1,0 +1,67 @@
+"""Host memory for KV in the checks of `tideserve up`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.setting import AUTO_BYTES
+from tideserve.cli import host
+from tideserve.cli.cluster_options import ClusterOptions, read_options
+from tideserve.cli.errors import CommandError
+from tideserve.cli.host import host_memory_of, shortages
+from tideserve.cli.service_config import Placement, service_configs
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 16 GiB, of which 12 are available."""
+    monkeypatch.setattr(host, "limit_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(host, "available_bytes", lambda: 12 * GIB)
+
+
+def options(**changes: Any) -> ClusterOptions:
+    return ClusterOptions(**({"workers": 2, "memory": GIB} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, 0),
+        ({"host_memory": 0}, 0),
+        ({"host_memory": 3 * GIB}, 3 * GIB),
+        # At most a quarter of what is available, for two workers together.
+        ({"host_memory": AUTO_BYTES, "memory": 4 * GIB}, 3 * GIB // 2),
+        ({"host_memory": AUTO_BYTES}, GIB),
+    ],
+)
+def test_each_worker_gets_its_part(changes: dict[str, Any], size: int) -> None:
+    assert host_memory_of(options(**changes)) == size
+
+
+def test_more_than_the_container_has_is_refused() -> None:
+    with pytest.raises(CommandError, match=r"--host-memory 8GiB of 2 workers and their --memory"):
+        host_memory_of(options(host_memory=8 * GIB))
+    gpu = options(host_memory=8 * GIB, device="cuda", memory=70 * GIB)
+    assert host_memory_of(gpu) == 8 * GIB
+
+
+def test_a_shortage_names_what_may_be_lowered(tmp_path: Path) -> None:
+    assert shortages("cpu", 8 * GIB, 4 * GIB, tmp_path) == []
+    (warning,) = shortages("cpu", 8 * GIB, 5 * GIB, tmp_path)
+    assert "13.0 GiB together" in warning
+    assert "lower --memory, --host-memory or --workers" in warning
+    (warning,) = shortages("cuda", 80 * GIB, 13 * GIB, tmp_path)
+    assert "13.0 GiB together" in warning and "lower --host-memory or --workers" in warning
+    (warning,) = shortages("cpu", 13 * GIB, 0, tmp_path)
+    assert "lower --memory or --workers" in warning
+
+
+def test_the_flag_reaches_the_workers() -> None:
+    chosen = read_options(None, {"host_memory": "2GiB", "workers": 1})
+    configs = service_configs(chosen, Placement(Path("/m"), "m", "http://e:1", Path("/run")))
+    assert configs["worker-0"]["host_memory"] == 2 * GIB
+    unset = service_configs(options(), Placement(Path("/m"), "m", "http://e:1", Path("/run")))
+    assert "host_memory" not in unset["worker-0"]
