@@ -199,7 +199,8 @@ def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:
     """The policies to simulate. Raises ConfigError."""
     names = (value,) if isinstance(value, str) else value
-    known = {policy.value: policy for policy in OverloadPolicy}
+    # Simulated workers have no host memory.
+    known = {policy.value: policy for policy in OverloadPolicy if policy is not OverloadPolicy.SWAP}
     for name in names:
         if name not in known:
             raise ConfigError(
