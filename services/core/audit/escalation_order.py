@@ -21,8 +21,8 @@ class EscalationStep(IntEnum):
     The order applies within a process, which does not know the options of other processes. A worker
     takes the first three steps, `SWAP` and `RECOMPUTE`, a memory manager `MOVE` and `DROP`, and a
     scheduler `HOLD_BACK` and `REFUSE`. Memory managers count only online demand, so batch work
-    yields before parameters are dropped. With the setting `scheduling=fcfs`, requests have no classes, so
-    `HOLD_BACK` and `YIELD` do not occur.
+    yields before parameters are dropped. With the setting `scheduling=fcfs`, requests have no
+    classes, so `HOLD_BACK` and `YIELD` do not occur.
     """
 
     CACHED = auto()
