@@ -102,7 +102,7 @@ class Measured:
     @property
     def merges(self) -> bool:
         """Whether the overload policy may merge its workers."""
-        return self.policy is not OverloadPolicy.RECOMPUTE
+        return self.policy not in (OverloadPolicy.RECOMPUTE, OverloadPolicy.SWAP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,13 @@ from typing import Any
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.gateway_cost import GatewayCost, read_gateway_cost
 from benchmarks.systems.process_cost import ProcessCost, read_process_cost
-from benchmarks.systems.schedulings import SCHEDULINGS, merged, prefixed, scheduling_of
+from benchmarks.systems.schedulings import (
+    HOST_MEMORY,
+    SCHEDULINGS,
+    merged,
+    prefixed,
+    scheduling_of,
+)
 from benchmarks.systems.system import (
     AMPLE,
     CPU,
@@ -36,6 +42,7 @@ POLICIES: Mapping[str, str] = {
     "drop": "drop replicated layers, merge into pipelines, exchange KV, restore (KunServe)",
     "recompute": "preempt the newest request and recompute it later, as in vLLM",
     "static-pipeline": "drop half of the layers at start, pipelines of two that never split",
+    "swap": "recompute, with the KV of all requests copied to host memory (InferCept)",
     "migrate": "move running requests with their KV to workers with room (Llumnix)",
 }
 OPTIONAL_POLICIES = tuple(policy for policy in OverloadPolicy if policy is not OverloadPolicy.DROP)
@@ -134,6 +141,8 @@ class Tideserve:
             options["memory"] = deployment.ample_memory_bytes
         if self.policy in OPTIONAL_POLICIES:
             options["overload_policy"] = self.policy
+        if self.policy == OverloadPolicy.SWAP:
+            options["host_memory"] = HOST_MEMORY
         if deployment.paced:
             options["paced"] = deployment.paced
         if deployment.device != CPU:

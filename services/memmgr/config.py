@@ -26,7 +26,8 @@ class MemmgrConfig(ServiceConfig):
         " merges single workers in pairs once, again when another memory manager becomes the"
         " leader, does not split them when demand falls, and otherwise is like recompute. migrate,"
         " for comparisons, never merges and moves running requests as with rebalance: all, and also"
-        " to even out the workers.",
+        " to even out the workers. swap, for comparisons, is like recompute, with workers that copy"
+        " all KV to host memory: `tideserve up` sets their `save: all` and `save_from: 0`.",
     )
     rebalance: Rebalance = choice(
         MONITOR.rebalance,

@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 
 from services.common import failpoint
+from services.common.event_log import read_config, read_entries
+from services.core.audit.engine_history import EngineHistory
+from services.core.audit.record import Findings
+from services.core.changeover.state import Changeover, MemberConfig
 from services.core.host.vocabulary import Save
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.host.store import HostStore
@@ -22,6 +26,7 @@ from tests.support.engine_networks import QueueNetwork
 from tests.support.fake_model import CHUNK_BYTES, FAKE, expected_tokens, load_fake
 from tests.support.group_scenario import Scenario
 from tests.support.host_group import HostGroup, host_settings
+from tideserve.sim.replay import WORKER_TYPES, replay
 
 SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "8")))
 EVENTS = 12
@@ -110,10 +115,8 @@ def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) 
     assert counts["failures"], "no copier has failed"
 
 
-def test_a_swapped_block_is_noticed(
-    scenario: list[HostScenario], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two copies change places: without checksums requests read each other's KV."""
+def swap_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two copies change places in every store."""
     seal = HostStore.seal
 
     def swap(store: HostStore, slot: int) -> None:
@@ -122,6 +125,41 @@ def test_a_swapped_block_is_noticed(
             store._blocks[[slot - 1, slot]] = store._blocks[[slot, slot - 1]]
 
     monkeypatch.setattr(HostStore, "seal", swap)
+
+
+def audited(made: HostScenario, folder: Path) -> Findings:
+    """Run a scenario with logs, without closer look at its tokens; replays decide the same."""
+    try:
+        made.run(EVENTS)
+    finally:
+        made.group.close()
+    findings = Findings()
+    for path in folder.iterdir():
+        entries = list(read_entries(path, WORKER_TYPES))
+        assert replay(Changeover.of(read_config(path, MemberConfig)), entries).difference == ""
+        EngineHistory(findings).read(entries)
+    return findings
+
+
+def test_logs_are_decided_again_and_audited(tmp_path: Path) -> None:
+    findings = audited(HostScenario(1, host_slots=200, event_logs=tmp_path), tmp_path)
+    assert findings.checks["I12"] > 10 and findings.checks["I13"] > 10
+    assert not findings.violations
+
+
+def test_the_audit_notices_a_swapped_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_blocks(monkeypatch)
+    monkeypatch.setattr(HostStore, "is_intact", lambda store, slot: True)
+    made = HostScenario(1, host_slots=200, event_logs=tmp_path)
+    violations = audited(made, tmp_path).violations
+    assert any(sentence.startswith("I12: ") for sentence in violations)
+
+
+def test_a_swapped_block_is_noticed(
+    scenario: list[HostScenario], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies change places: without checksums requests read each other's KV."""
+    swap_blocks(monkeypatch)
     counts = ran(3, scenario, host_slots=200)
     assert counts["failures"] > 0
     monkeypatch.setattr(HostStore, "is_intact", lambda store, slot: True)

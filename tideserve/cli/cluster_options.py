@@ -26,6 +26,7 @@ from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
+from services.core.overload.events import OverloadPolicy
 from services.core.setting import mapping, number, option
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
@@ -212,6 +213,12 @@ class ClusterOptions:
         return str(self.worker.get("engine", self.engine))
 
     @property
+    def swaps(self) -> bool:
+        """Whether workers copy the KV of all requests to host memory."""
+        policy = self.memmgr.get("overload_policy", self.overload_policy)
+        return bool(policy == OverloadPolicy.SWAP)
+
+    @property
     def ready_timeout_s(self) -> float:
         """Seconds until the cluster must be ready."""
         return self.ready_timeout or READY_TIMEOUTS_S[EngineKind(self.engine_kind)]
@@ -249,6 +256,11 @@ def read_options(
     for section in SECTIONS:
         _check_section(getattr(options, section), section, path)
     _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
+    if options.swaps and not options.worker.get("host_memory", options.host_memory):
+        raise ConfigError(
+            f"'overload_policy' is {OverloadPolicy.SWAP}, which copies KV to host memory, but"
+            " 'host_memory' is 0; set it, for example to auto"
+        )
     return options
 
 

@@ -10,6 +10,9 @@ from services.common.setting import settings_of
 from services.worker.engine_args import devices_of, normalized
 from tideserve.cli.cluster_options import CONFIGS, ClusterOptions, with_absolute_paths
 
+SWAPPING: Mapping[str, Any] = {"save": "all", "save_from": 0.0}
+"""Keys of workers with `overload_policy: swap`, unless they are given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -69,6 +72,7 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             "run_dir": str(placement.run_dir / name),
             "profile_dir": placement.profile_dir and str(placement.profile_dir),
             "engine_python": placement.engine_python and str(placement.engine_python),
+            **(SWAPPING if options.swaps else {}),
         }
     configs = {}
     for name, own in settled.items():

@@ -10,12 +10,14 @@ from services.common.errors import ConfigError
 from services.common.setting import values_of
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
+from services.core.host.vocabulary import Save
 from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
-from services.core.setting import choice, nested, number
+from services.core.setting import AUTO_BYTES, choice, nested, number
 from services.worker.config import WorkerConfig
+from services.worker.host_config import HostConfig
 from tideserve.cli.simulated_classes import (
     BatchSection,
     ServiceSection,
@@ -31,6 +33,9 @@ from tideserve.sim.network import LinkSpec
 from tideserve.sim.time_model import CostTimeModel
 from tideserve.sim.workload import Workload
 
+NEVER_MERGING = (OverloadPolicy.RECOMPUTE, OverloadPolicy.SWAP)
+"""Policies that need no sizes of layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
@@ -38,8 +43,9 @@ class SimulationOptions:
 
     The device is a `profile` (name or path) or its coefficients in section `cost`. Its KV cache has
     `kv_blocks` blocks, or the part of `memory` (default: 90 % of the device's) without parameters.
-    `overload_policy` is a policy, or a list of policies to compare. All but recompute need sizes of
-    the model, from the profile or section `shape` with `hidden_bytes` (activation of a token).
+    `overload_policy` is a policy, or a list of policies to compare. All but recompute and swap need
+    sizes of the model, from the profile or section `shape` with `hidden_bytes` (activation of a
+    token).
     `service`, `batch`, `systems` and `loads`: see `simulated_classes`.
     """
 
@@ -73,6 +79,10 @@ class SimulationOptions:
     hidden_bytes: int | None = number(None, minimum=1, maximum=2**40)
     workers_per_host: int = number(1, minimum=1, maximum=10_000)
     hosts_per_rack: int = number(8, minimum=1, maximum=10_000)
+    # Host memory of each instance for copies of KV, with prefix caching; `auto`: as much as its KV
+    # cache. `kv_bytes_per_token` with section `cost`.
+    host_copies: HostConfig = nested(HostConfig())
+    kv_bytes_per_token: int | None = number(None, minimum=1, maximum=2**40)
     # SLO of the requests of `workload`, and a backlog of batch requests beside them.
     service: ServiceSection = field(default_factory=ServiceSection)
     batch: BatchSection | None = None
@@ -168,15 +178,15 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     }
     systems = {}
     for policy in _policies(options.overload_policy, path):
-        spec = plain
-        if policy is not OverloadPolicy.RECOMPUTE or options.rebalance is not Rebalance.OFF:
-            spec = replace(plain, change=_change(options, policy, profile, blocks, path))
+        spec = _with_host(plain, options, policy, profile, path)
+        if policy not in NEVER_MERGING or options.rebalance is not Rebalance.OFF:
+            spec = replace(spec, change=_change(options, policy, profile, blocks, path))
             assert spec.change is not None
             description[policy.value] = asdict(spec.change)
         notes: list[str] = []
         load = workload_of(options.workload, options.duration_s, options.seed, path, notes)
         load = with_classes(load, service.service, options.batch, options.seed, path)
-        shared = replace(iteration, prefix_caching=_caches(spec, load, path))
+        shared = replace(spec.iteration, prefix_caching=_caches(spec, load, path))
         systems[policy.value] = replace(spec, iteration=shared), load
     time_model = CostTimeModel(profile.model, options.iteration_overhead_s)
     return PreparedSimulation(
@@ -193,7 +203,41 @@ def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
             " 'prefix_caching: true'"
         )
     # Skip look-ups, which cost simulation time, if no prompts share a prefix.
-    return spec.iteration.prefix_caching and (load.shares_prefixes or moves)
+    used = load.shares_prefixes or moves or spec.iteration.host is not None
+    return spec.iteration.prefix_caching and used
+
+
+def _with_host(
+    spec: ClusterSpec,
+    options: SimulationOptions,
+    policy: OverloadPolicy,
+    profile: DeviceProfile,
+    path: Path,
+) -> ClusterSpec:
+    """The cluster with host memory as configured. Raises ConfigError."""
+    copies = options.host_copies
+    if policy is OverloadPolicy.SWAP:
+        if not copies.host_memory:
+            raise ConfigError(
+                f"'overload_policy' in {path} is {policy}, but 'host_memory' is 0; set it to auto"
+            )
+        copies = replace(copies, save=Save.ALL, save_from=0.0)
+    if not copies.host_memory:
+        return spec
+    copies.check(prefix_caching=spec.iteration.prefix_caching)
+    token_bytes = options.kv_bytes_per_token or profile.kv_bytes_per_token
+    link = copies.host_link_bytes_per_s or profile.host_link_bytes_per_s
+    if token_bytes is None or link is None:
+        raise ConfigError(
+            f"the device of {path} lacks the size of KV or the link to host memory, which"
+            " 'host_memory' needs; set 'kv_bytes_per_token' and 'host_link_bytes_per_s'"
+        )
+    block_bytes = token_bytes * spec.iteration.block_size
+    host_bytes = copies.host_memory
+    if host_bytes == AUTO_BYTES:
+        host_bytes = spec.iteration.num_blocks * block_bytes
+    iteration = replace(spec.iteration, host=copies.settings(block_bytes, link))
+    return replace(spec, iteration=iteration, host_slots=host_bytes // block_bytes)
 
 
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:

@@ -68,6 +68,7 @@ class ClusterSpec:
     sample_s: float = 1.0
     drain_s: float = DRAIN_S
     change: ChangeSpec | None = None
+    host_slots: int = 0  # KV blocks in host memory of each instance, if `iteration` has `host`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Cluster:
                 self,
                 spec.fast_forward,
                 self._token_times,
+                spec.host_slots,
             )
             for name in (f"worker-{index:04d}" for index in range(spec.instances))
         }

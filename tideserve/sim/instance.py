@@ -3,9 +3,17 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from services.core.changeover.state import Changeover
+from services.core.host.vocabulary import (
+    CancelHostJob,
+    HostCommand,
+    HostEvent,
+    HostGrown,
+    HostLooked,
+)
 from services.core.planner.batch import IterationShape, Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import (
@@ -22,12 +30,14 @@ from services.core.planner.fast_forward import (
     finish_filled,
     plan_shape,
 )
+from services.core.planner.host_tier import LOOK_S
 from services.core.planner.preemption import OnlineRequest, Preempt, PreemptedWork
 from services.core.planner.state import PlannerState
 from services.core.report import LoadReport
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
+from tideserve.sim.host_copies import HostCopies
 from tideserve.sim.pipeline import shape_of
 from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
@@ -81,7 +91,7 @@ class GroupMember(Protocol):
 
     changeover: Changeover
 
-    def apply(self, event: RequestArrived | RequeueChecked) -> Busy | None:
+    def apply(self, event: RequestArrived | RequeueChecked | HostEvent) -> Busy | None:
         """Apply an event to the change-over's state machine."""
         ...
 
@@ -102,7 +112,8 @@ class Instance:
     left out: only the number of free blocks changes, and no event exceeds a heartbeat.
 
     Iterations are not fast-forwarded with `token_times`, which records every token, if batch
-    iterations may be preempted between layers, or while requests move away from here or to here.
+    iterations may be preempted between layers, with host copies of KV, or while requests move away
+    from here or to here.
 
     As a `member` of a group, an instance passes every request to the change-over's state machine,
     which also runs between iterations. In a pipeline, the leader's instance plans; the others run
@@ -119,7 +130,9 @@ class Instance:
         listener: Listener,
         fast_forward: bool = True,
         token_times: TokenTimes | None = None,
+        host_slots: int = 0,
     ) -> None:
+        """`host_slots`: KV blocks in host memory, for a `config` with `host`."""
         self.name = name
         self.state = PlannerState(config)
         self.reporter = LoadSender(
@@ -143,6 +156,10 @@ class Instance:
         self._decode_run: _DecodeRun | None = None  # the fast-forward in progress
         self._preemptible: _PreemptibleIteration | None = None  # in progress, at a single worker
         self._left_s = 0.0  # remaining time of the suspended iteration
+        self._host: HostCopies | None = None  # copies of KV in host memory
+        if self.state.host is not None:
+            self._host = HostCopies(simulation, self.state.host, self._wake_idle)
+            self.state.handle(HostGrown(simulation.now_s, host_slots))
 
     @property
     def launches(self) -> bool:
@@ -186,6 +203,8 @@ class Instance:
         self._idle = False
         self._drain()
         self._return_waiting()
+        if self._host is not None:
+            self._copy_blocks(self._host)
         busy = self._take_turn()
         # A call that keeps the device busy postpones the calls after it.
         while self._posted and busy is None:
@@ -216,12 +235,52 @@ class Instance:
     def _skips(self) -> bool:
         """Whether iterations may be fast-forwarded now."""
         member = self.member
-        return self._fast_forward and not (member and member.changeover.shipping.active)
+        if not self._fast_forward or self._host is not None:
+            return False
+        return not (member and member.changeover.shipping.active)
 
     def _become_idle(self) -> None:
         self._idle = True
         if self._drained:
             self.publish()
+        if self._host is not None and self.state.waiting and self._host_due_s < inf:
+            due_s = max(self._host_due_s, self._simulation.now_s + LOOK_S)
+            self._simulation.at(due_s, self._wake_idle)
+
+    def _wake_idle(self) -> None:
+        if self._idle:
+            self._begin()
+
+    # --- host copies
+
+    @property
+    def _host_due_s(self) -> float:
+        if self.member is not None:
+            return self.member.changeover.host_due_s
+        return inf if self.state.host is None else self.state.host.due_s
+
+    def _copy_blocks(self, host: HostCopies) -> None:
+        """Apply the ends of copies, and begin those that are due."""
+        for event in host.take_ended():
+            self._apply_host(event)
+        now_s = self._simulation.now_s
+        if self._host_due_s <= now_s:
+            self._apply_host(HostLooked(now_s, max(now_s, host.free_s)))
+
+    def _apply_host(self, event: HostEvent) -> None:
+        if self.member is not None:
+            busy = self.member.apply(event)
+            assert busy is None, "copies must not occupy the device"
+            return
+        for command in self.state.handle(event):
+            assert isinstance(command, HostCommand)
+            self.copy(command)
+
+    def copy(self, command: HostCommand) -> None:
+        """Begin a copy; a cancelled one takes its time, and has no effect."""
+        assert self._host is not None
+        if not isinstance(command, CancelHostJob):
+            self._host.begin(command)
 
     def _drain(self) -> None:
         now_s = self._simulation.now_s

@@ -1,4 +1,4 @@
-"""Checks the invariants I1-I11, I14-I17 (docs/protocol.md) on the event logs of a cluster.
+"""Checks the invariants I1-I17 (docs/protocol.md) on the event logs of a cluster.
 
 Pure: the caller reads the files and passes their entries. The audit needs the logs of all engines,
 memory managers and gateways of a run. All must run on a single host, because I2 and I9 compare
@@ -29,6 +29,9 @@ I10 each request ends exactly once, at its gateway and in the engines; no engine
 I11 no process takes a step of the memory escalation while a cheaper step of its own suffices
     (`escalation_order`): no merge is decided while demand fits or, for a full
     group, while moves may help; planners are checked by replay
+I12 a block recalled from host memory has the checksum with which it was saved under its hash
+I13 each slot of host memory is empty, has a copy or is being filled; no copies are kept for
+    preempted requests of an engine without requests
 I14 a line of a batch ends once, with a result of the last leader that claimed it
 I15 a request that its worker returns has ended there before it runs at another worker; requests
     whose worker was lost may run at two workers for a while

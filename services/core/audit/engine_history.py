@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from services.core.audit.facts import EngineStarted, EngineSwitched, MemoryHeld
+from services.core.audit.host_history import HostHistory
 from services.core.audit.record import Findings, Recorded
 from services.core.changeover.frames import Samples
 from services.core.changeover.vocabulary import (
@@ -88,6 +89,7 @@ class EngineHistory:
     open_sequences: dict[str, Run] = field(default_factory=dict)  # not ended, led by this engine
     # All sequences that this engine led, by request, without those that it handed over.
     runs: dict[str, list[Run]] = field(default_factory=dict)
+    host: HostHistory = field(init=False)  # copies of KV in host memory
     last_s: float = 0.0  # time of the last entry
     _now_s: float = 0.0  # time of the current entry
     _budget_bytes: int = 0
@@ -97,6 +99,9 @@ class EngineHistory:
     _unanswered: set[str] = field(default_factory=set)  # arrived sequences without a token
     _sampled: bool = False  # the last event delivered sampled tokens
     _returned: set[str] = field(default_factory=set)  # sequences that returned to the scheduler
+
+    def __post_init__(self) -> None:
+        self.host = HostHistory(self.findings)
 
     def is_process_of(self, member: Member) -> bool:
         """Whether `member` names this process (worker and incarnation)."""
@@ -108,6 +113,7 @@ class EngineHistory:
             value = entry.value
             self._now_s = getattr(value, "now_s", self._now_s)
             self.last_s = max(self.last_s, self._now_s)
+            self.host.take(self.worker_id, value)
             match value:
                 case RequestArrived() | RequestAborted() | IterationFinished():
                     self._take_event(value)

@@ -58,6 +58,28 @@ class MemoryHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class HostHeld:
+    """The host copies of an engine's KV, by `HostCache`; `sequences` are those that it leads."""
+
+    now_s: float
+    slots: int
+    held: int
+    filling: int
+    empty: int
+    owed: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopied:
+    """The checksum of each block of a job of host copies: when it was saved, or as recalled."""
+
+    now_s: float
+    job: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryDecided:
     """A decision of the overload monitor, with its reason."""
 
@@ -141,7 +163,7 @@ class LineEnded:
 
 
 FACTS: tuple[type, ...] = (
-    *(EngineStarted, EngineSwitched, MemoryHeld),
+    *(EngineStarted, EngineSwitched, MemoryHeld, HostHeld, HostCopied),
     *(MemoryDecided, ChangePlanned),
     *(StreamOpened, TokensForwarded, SegmentRead, StreamEnded),
     *(LinesClaimed, LineEnded),

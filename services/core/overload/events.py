@@ -29,13 +29,16 @@ class OverloadPolicy(StrEnum):
     """The memory manager's response to overload: drop layers, or leave it to recomputation.
 
     STATIC_PIPELINE drops layers from the start instead (`static_pipelines.py`). MIGRATE moves
-    running requests to groups with room, and drops nothing (Llumnix).
+    running requests to groups with room, and drops nothing (Llumnix). SWAP is RECOMPUTE whose
+    workers copy the KV of all requests to host memory, so that they recompute little (vLLM,
+    InferCept).
     """
 
     DROP = "drop"
     RECOMPUTE = "recompute"
     STATIC_PIPELINE = "static-pipeline"
     MIGRATE = "migrate"
+    SWAP = "swap"
 
 
 class Rebalance(StrEnum):

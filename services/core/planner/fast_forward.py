@@ -21,6 +21,8 @@ batch requests and TPOT targets."""
 def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     """Like `PlannerState.plan` of a single worker, but returns only sizes; see `finish_filled`."""
     assert state.stages == 1, "a pipeline is planned with plan()"
+    if state.host is not None and state.host.stalls:
+        return None
     plan = state._decide(now_s)
     if not plan:
         return None

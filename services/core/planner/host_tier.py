@@ -140,6 +140,17 @@ class HostTier:
         running = table.batch if save is Save.BATCH else table.running
         return save is not Save.OFF and bool(running) and self._rate.ramp(self._used) > 0
 
+    @property
+    def stalls(self) -> bool:
+        """Whether nothing may be planned before a recall has ended: without `prefetch`."""
+        return not self.settings.prefetch and bool(self._awaited)
+
+    @property
+    def _awaited(self) -> list[_RecallJob]:
+        """Recalls that a sequence waits for."""
+        pins = self.sequence_table.pins
+        return [job for job in self._recalls.values() if pins.get(job.pin) is not None]
+
     def block_of(self, job: int, index: int) -> int | None:
         """The device block of the `index`-th block of a job; None if it must not be copied now.
 
@@ -287,8 +298,10 @@ class HostTier:
 
     def _due_recalls(self, now_s: float, lane_s: float) -> Iterator[RecallBlocks]:
         """Begin recalls of waiting sequences, in queue order."""
-        table = self.sequence_table
-        for sequence in list(islice(table.waiting, SCAN_MAX)):
+        table, prefetch = self.sequence_table, self.settings.prefetch
+        if not prefetch and self._awaited:
+            return
+        for sequence in list(islice(table.waiting, SCAN_MAX if prefetch else 1)):
             if len(self._recalls) >= RECALLS_MAX:
                 return
             if sequence.sample_due or sequence.pin or sequence.seq_id in self._late:

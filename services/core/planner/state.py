@@ -262,6 +262,8 @@ class PlannerState:
         alone = table.ledger.stages == 1  # a single worker
         if alone and not (table.running or table.waiting or table.suspended):
             return None
+        if self.host is not None and self.host.stalls:
+            return None
         # Resume a suspended microbatch before planning another, unless online work needs the time.
         plan = None if table.suspended is None else self._resume(table.suspended, now_s)
         if plan is None:

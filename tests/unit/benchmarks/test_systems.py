@@ -170,6 +170,12 @@ def test_migrate_is_an_overload_policy(deployment: Deployment) -> None:
     assert system.options()["overload_policy"] == "migrate"
 
 
+def test_swap_has_host_memory(deployment: Deployment) -> None:
+    check_names(["swap"])
+    options = make_system("swap", deployment).options()
+    assert options["overload_policy"] == "swap" and options["host_memory"] > 0
+
+
 def test_ample_lifts_the_memory_limit_only(deployment: Deployment) -> None:
     plain = Tideserve("recompute", (), deployment).options()
     ample = Tideserve("recompute-ample", ("ample",), deployment).options()

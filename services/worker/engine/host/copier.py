@@ -57,10 +57,14 @@ class BlocksGone(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """The result of a job: `intact[i]`: block i was copied completely."""
+    """The result of a job: `intact[i]`: block i was copied completely.
+
+    `sums`: checksums of the blocks, if the copier keeps them.
+    """
 
     command: SaveBlocks | RecallBlocks
     intact: tuple[bool, ...]
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class HostCopier:
         self._jobs: dict[int, _Job] = {}  # that have not ended, by number
         self._ends: deque[JobEnd | StepEnd] = deque()
         self._stopping = False
+        self.keeps_sums = False  # for audits
         self._bell = Doorbell()  # wakes the engine's thread
         # For the thread only: a buffer for a piece.
         self._piece_blocks = max(1, PIECE_BYTES // store.layer_bytes)
@@ -211,7 +216,15 @@ class HostCopier:
         with self._wake:
             while (rest_s := job.due_s - monotonic_s()) > 0 and not self._may_end(job):
                 self._wake.wait(min(rest_s, REST_S))
-        return JobEnd(job.command, tuple(job.intact))
+        return JobEnd(job.command, tuple(job.intact), self._sums(job))
+
+    def _sums(self, job: _Job) -> tuple[int, ...]:
+        """The checksums of a save's blocks at their ends, or of a recall's blocks as they are."""
+        if not self.keeps_sums:
+            return ()
+        store = self._store
+        sum_of = store.sealed_sum if isinstance(job.command, SaveBlocks) else store.current_sum
+        return tuple([sum_of(block.slot) for block in job.command.blocks])
 
     def _may_end(self, job: _Job) -> bool:
         return job.cancelled or self._stopping

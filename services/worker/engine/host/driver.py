@@ -6,6 +6,7 @@ the planner is told once, and serving goes on without them.
 
 import logging
 
+from services.core.audit.facts import HostCopied
 from services.core.host.vocabulary import (
     BlocksRecalled,
     BlocksSaved,
@@ -40,6 +41,7 @@ class HostDriver:
         self._growing = False
         self._full = False  # the store cannot grow
         self._lost = False  # the copier's thread has failed
+        self._copied: list[HostCopied] = []
 
     def start(self) -> None:
         """Start the copier's thread, and the store's first step."""
@@ -49,6 +51,10 @@ class HostDriver:
     def close(self) -> None:
         """Stop the copier."""
         self._copier.close()
+
+    def keep_sums(self) -> None:
+        """Return the checksums of copied blocks from `take_facts`."""
+        self._copier.keeps_sums = True
 
     # --- commands
 
@@ -101,12 +107,19 @@ class HostDriver:
             self._grow()
         return events
 
+    def take_facts(self) -> list[HostCopied]:
+        """The checksums of the jobs whose ends the last `events` returned."""
+        copied, self._copied = self._copied, []
+        return copied
+
     def look(self, now_s: float) -> HostLooked:
         """The event with which the planner begins jobs."""
         return HostLooked(now_s, self._lane.free_s(now_s))
 
     def _event(self, end: JobEnd | StepEnd, now_s: float) -> HostEvent | None:
         if isinstance(end, JobEnd):
+            if end.sums:
+                self._copied.append(HostCopied(now_s, end.command.job, end.sums))
             return _ended(end, now_s)
         self._growing = False
         if not end.problem:

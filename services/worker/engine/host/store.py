@@ -147,5 +147,13 @@ class HostStore:
         """Whether a block has the checksum of its `seal`."""
         return bool(self._sums[slot] == self._sum(slot))
 
+    def sealed_sum(self, slot: int) -> int:
+        """The checksum of a block at its `seal`."""
+        return int(self._sums[slot])
+
+    def current_sum(self, slot: int) -> int:
+        """The checksum that a block has now."""
+        return int(self._sum(slot))
+
     def _sum(self, slot: int) -> np.uint64:
         return np.uint64(xxhash.xxh3_64_intdigest(self._blocks[slot].data))

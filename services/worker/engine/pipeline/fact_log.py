@@ -5,7 +5,7 @@ engine (its start, stage switches, memory in use) that audits compare with the e
 settled when all requests and KV of the last group change have reached their new members.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from services.common.event_log import EventLog
 from services.core.audit.facts import (
     EngineStarted,
     EngineSwitched,
+    HostCopied,
+    HostHeld,
     MemoryHeld,
 )
 from services.core.audit.record import FACT
@@ -93,6 +95,19 @@ class FactLog:
                 settled,
             )
         )
+
+        self._note_host(sequences)
+
+    def _note_host(self, sequences: int) -> None:
+        if self.state.host is not None:
+            cache = self.state.host.cache
+            counts = cache.slots, cache.held, cache.filling, cache.empty, cache.owed
+            self._note(HostHeld(self.now_s(), *counts, sequences))
+
+    def note_copied(self, facts: Iterable[HostCopied]) -> None:
+        """Log the checksums of blocks that were copied to or from host memory."""
+        for fact in facts:
+            self._note(fact)
 
     def _note(self, fact: Any) -> None:
         if self.log is not None:

@@ -148,6 +148,8 @@ class Member:
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._host = host
+        if host is not None and self._facts.log is not None:
+            host.keep_sums()
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
         self._preparations: dict[str, Prepare] = {}  # in progress, by attempt
         self._orders: list[ShipRequests] = []  # to move requests to workers not connected yet
@@ -503,6 +505,7 @@ class Member:
     def _advance_host(self, host: HostDriver) -> bool:
         """Pass on the results of host copies, and begin those that are due."""
         events = host.events(self._now_s())
+        self._facts.note_copied(host.take_facts())
         for event in events:
             if isinstance(event, BlocksRecalled):
                 failpoint.hit(ARRIVED_FAILPOINT)

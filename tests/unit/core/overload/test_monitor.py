@@ -480,8 +480,9 @@ def test_nothing_is_decided_while_a_group_changes_over() -> None:
     assert merge.now_s > 30 * TICK_S + OverloadConfig().report_s
 
 
-def test_recompute_never_merges() -> None:
-    world = World(policy=OverloadPolicy.RECOMPUTE)
+@pytest.mark.parametrize("policy", [OverloadPolicy.RECOMPUTE, OverloadPolicy.SWAP])
+def test_recompute_and_swap_never_merge(policy: OverloadPolicy) -> None:
+    world = World(policy=policy)
     world.tick(20)
     world.used, world.queued_tokens = 1900, 5000
     assert [decision.action for decision in world.tick(200)] == [Action.EXHAUSTED]

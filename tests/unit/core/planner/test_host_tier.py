@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, SaveBlocks
+from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, Save, SaveBlocks
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -241,6 +241,70 @@ def test_blocks_that_are_being_recalled_move_with_their_kv() -> None:
     world.handle(PoolGrown(12))
     settle(world)
     assert world.cached[name] == 32
+    world.end()
+
+
+def test_without_prefetch_nothing_runs_during_a_recall() -> None:
+    world = recallable(host=host_settings(prefetch=False))
+    world.ask((40, 41, 42), output=4)
+    assert world.iterate()
+    name = world.ask(PROMPT)
+    assert not world.iterate(), "another request runs during a recall"
+    world.copy_all()
+    assert world.iterate() and world.tokens[name]
+    world.end()
+
+
+def test_a_recall_that_hangs_stalls_other_work_for_a_time_only() -> None:
+    world = recallable(host=host_settings(prefetch=False))
+    world.ask((40, 41, 42), output=4)
+    world.iterate()
+    world.ask(PROMPT)
+    assert not world.iterate()
+    world.now_s += RECALL_S
+    assert world.iterate()
+    world.end()
+
+
+@pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.PRIORITY])
+def test_batch_work_that_yields_runs_at_most_a_block_again(scheduling: Scheduling) -> None:
+    world = HostWorld(
+        num_blocks=30, slots=200, scheduling=scheduling, host=host_settings(save_from=0.0)
+    )
+    for number in range(4):
+        world.ask(PROMPT[number : number + 12], output=40, online=False)
+    for number in range(300):
+        if number % 12 == 0 and number < 200:
+            world.ask(tuple((5 * number + place) % 50 for place in range(50)), output=4)
+        world.iterate()
+        world.copy_all()
+    world.end()
+    load = world.state.load()
+    assert load.preemptions_total > 4 and world.host.counts.recalled_tokens_total > 40
+    again = load.tokens.batch_recomputed_tokens_total
+    assert again <= BLOCK_SIZE * load.preemptions_total
+
+
+def test_online_requests_with_copies_are_preempted_first() -> None:
+    world = HostWorld(
+        num_blocks=16, scheduling=Scheduling.FCFS, host=host_settings(save=Save.ALL, save_from=0.0)
+    )
+    first, second, third = (
+        world.ask(tuple(range(start, start + 17)), output=20) for start in (1, 20, 60)
+    )
+    while not world.state.sequences[third].registered:
+        world.iterate()
+    running = world.state.sequences
+    running[third].saved, running[second].saved = 0, running[second].registered
+    while not world.state.preemptions_total:
+        microbatch = world.plan()
+        assert microbatch is not None
+        sampled = world.run(microbatch)
+        world.handle(IterationFinished(world.now_s, sampled, microbatch.number))
+        if world.state.preemptions_total == 0:
+            running[second].saved = running[second].registered
+    assert [seq.seq_id for seq in world.state.waiting] == [second]
+    assert first in world.open
     world.end()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import ConfigError
 from services.core.setting import AUTO_BYTES
 from tideserve.cli import host
 from tideserve.cli.cluster_options import ClusterOptions, read_options
@@ -65,3 +66,23 @@ def test_the_flag_reaches_the_workers() -> None:
     assert configs["worker-0"]["host_memory"] == 2 * GIB
     unset = service_configs(options(), Placement(Path("/m"), "m", "http://e:1", Path("/run")))
     assert "host_memory" not in unset["worker-0"]
+
+
+def test_swap_copies_the_kv_of_all_requests() -> None:
+    placement = Placement(Path("/m"), "m", "http://e:1", Path("/run"))
+    chosen = read_options(None, {"overload_policy": "swap", "host_memory": "1GiB"})
+    configs = service_configs(chosen, placement)
+    assert configs["memmgr"]["overload_policy"] == "swap"
+    worker = configs["worker-0"]
+    assert (worker["save"], worker["save_from"], worker["host_memory"]) == ("all", 0.0, GIB)
+    given = read_options(
+        None, {"overload_policy": "swap", "host_memory": "1GiB", "worker": {"save_from": 0.5}}
+    )
+    assert service_configs(given, placement)["worker-0"]["save_from"] == 0.5
+    other = service_configs(read_options(None, {"host_memory": "1GiB"}), placement)
+    assert "save" not in other["worker-0"]
+
+
+def test_swap_without_host_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'host_memory' is 0; set it, for example to auto"):
+        read_options(None, {"overload_policy": "swap"})
