@@ -10,15 +10,14 @@ Only single workers copy, since a block has all layers. Copies outlive changes o
 passes `HostLooked` between iterations while `wants_a_look`; see `core/host/vocabulary.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from math import inf
 from typing import Any
 
 from services.core.host.host_cache import HostCache, Lost
 from services.core.host.recalling import RECALL_MIN, recall_pays
-from services.core.host.saving import Pressure, SaveRate
 from services.core.host.vocabulary import (
     BlocksRecalled,
     BlocksSaved,
@@ -31,44 +30,28 @@ from services.core.host.vocabulary import (
     HostSettings,
     RecallBlocks,
     RecalledBlock,
-    Save,
     SaveBlocks,
-    SavedBlock,
 )
 from services.core.planner.config import IterationConfig
 from services.core.planner.harvester import GROWTH_RESERVE
+from services.core.planner.host_saver import HostSaver, SaveJob
 from services.core.planner.host_use import HostUse
 from services.core.planner.sequence import Sequence
 from services.core.planner.sequence_table import SequenceTable
+from services.core.prefix.cached_blocks import CachedBlocks
 
-JOB_BLOCKS = 32
-"""Maximum number of blocks of a save."""
 SAVES_MAX = 4
 """Maximum number of saves under way."""
 RECALLS_MAX = 4
 """Maximum number of recalls under way."""
-LANE_AHEAD_S = 0.05
-"""Saves are given to a lane that is busy for less than this time, so that recalls wait little."""
 LOOK_S = 0.01
 """Interval of looks while nothing has arrived."""
 RECALL_S = 2.0
 """Time for which a sequence waits for its recall."""
 CLAIM_S = 2.0
 """Time for which recalled blocks are pinned for a sequence that does not start."""
-ONLINE_FROM = 0.5
-"""Pressure from which blocks of online sequences are saved with `save: all`."""
 SCAN_MAX = 8
 """Number of waiting sequences that a look considers for recalls."""
-
-
-@dataclass(slots=True)
-class _SaveJob:
-    """`hashes` in the order of the copies; the first `idle` are cached blocks, oldest first."""
-
-    hashes: tuple[bytes, ...]
-    idle: int
-    seq_ids: frozenset[str]
-    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -96,8 +79,8 @@ class HostTier:
     sequence_table: SequenceTable
     cache: HostCache = field(default_factory=HostCache)
     counts: HostCounts = field(default_factory=HostCounts)
-    _rate: SaveRate = field(init=False)
-    _saves: dict[int, _SaveJob] = field(default_factory=dict)
+    _saver: HostSaver = field(init=False)
+    _saves: dict[int, SaveJob] = field(default_factory=dict)
     _recalls: dict[int, _RecallJob] = field(default_factory=dict)
     _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
     _late: set[str] = field(default_factory=set)  # sequences whose recall took too long
@@ -106,10 +89,9 @@ class HostTier:
     _queued: int = 0  # `queued_total` at the last look
 
     def __post_init__(self) -> None:
-        self._rate = SaveRate(self.settings)
-        self.sequence_table.host_use = HostUse(self.cache)
-        if self.settings.save is not Save.OFF:
-            self._device.copies = self.cache
+        table = self.sequence_table
+        use = table.host_use = HostUse(self.cache)
+        self._saver = HostSaver(self.settings, table, self.cache, use, self._note_lost)
 
     # --- queries
 
@@ -130,15 +112,8 @@ class HostTier:
             return inf
         if table.waiting and table.queued_total != self._queued:
             return self._looked_s
-        busy = self._pins or table.waiting or self._device.unsaved or self._can_save_running
+        busy = self._pins or table.waiting or self._saver.waits
         return self._looked_s + LOOK_S if busy else inf
-
-    @property
-    def _can_save_running(self) -> bool:
-        """Whether blocks of running sequences are saved under the present pressure."""
-        table, save = self.sequence_table, self.settings.save
-        running = table.batch if save is Save.BATCH else table.running
-        return save is not Save.OFF and bool(running) and self._rate.ramp(self._used) > 0
 
     @property
     def stalls(self) -> bool:
@@ -275,9 +250,11 @@ class HostTier:
             for recall in self._due_recalls(now_s, lane_s):
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)
-        self._rate.advance(now_s, self._pressure)
-        if self.settings.save is not Save.OFF and len(self._saves) < SAVES_MAX:
-            commands += self._save(lane_s)
+        self._saver.advance(now_s)
+        if len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
+            self._jobs += 1
+            self._saves[self._jobs], blocks = save
+            commands.append(SaveBlocks(self._jobs, blocks))
         return commands
 
     def _expire(self, now_s: float) -> list[HostCommand]:
@@ -306,8 +283,6 @@ class HostTier:
                 return
             if sequence.sample_due or sequence.pin or sequence.seq_id in self._late:
                 continue
-            if not self._may_start(sequence):
-                continue
             hashes = tuple(table.prefixes.chain(sequence))
             have = len(list(self._device.find(hashes)))
             slots = list(self.cache.find(hashes[have:]))
@@ -315,7 +290,7 @@ class HostTier:
                 *(self.settings, self.config.cost_model, self.config.block_size),
                 *(have, len(slots), lane_s),
             )
-            if pays:
+            if pays and self._may_start(sequence):
                 table.make_way(sequence)
                 command = self._recall(sequence, hashes[: have + len(slots)], now_s)
                 lane_s += self._link_s(len(command.blocks))
@@ -325,7 +300,7 @@ class HostTier:
         """Whether a waiting sequence could start now."""
         table, config = self.sequence_table, self.config
         if not sequence.online and table.precedence.batch_yields:
-            if any(other.online for other in table.waiting):
+            if table.waiting[0].online:
                 return False
             reserve = int(GROWTH_RESERVE * table.ledger.least_capacity)
             if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
@@ -348,107 +323,16 @@ class HostTier:
         ]
         return RecallBlocks(self._jobs, name, tuple(blocks))
 
-    # --- saves
-
-    def _save(self, lane_s: float) -> list[HostCommand]:
-        """Begin a save of the blocks that would be lost first."""
-        ahead = int((LANE_AHEAD_S - lane_s) / self._link_s(1)) + 1 if lane_s < LANE_AHEAD_S else 0
-        most = min(JOB_BLOCKS, self._rate.blocks, ahead)
-        blocks: list[SavedBlock] = []
-        self._save_cached(blocks, most)
-        idle, seq_ids = len(blocks), set[str]()
-        if len(blocks) < most:
-            for sequence in self._running_to_save():
-                before = len(blocks)
-                self._save_sequence(sequence, blocks, most)
-                if len(blocks) > before:
-                    seq_ids.add(sequence.seq_id)
-                if len(blocks) >= most:
-                    break
-        if not blocks:
-            return []
-        self._rate.spend(len(blocks))
-        self._jobs += 1
-        hashes = tuple(block.block_hash for block in blocks)
-        self._saves[self._jobs] = _SaveJob(hashes, idle, frozenset(seq_ids))
-        return [SaveBlocks(self._jobs, tuple(blocks))]
-
-    def _save_cached(self, blocks: list[SavedBlock], most: int) -> None:
-        """Save idle cached blocks, least recently used first."""
-        device = self._device
-        while len(blocks) < most and device.unsaved:
-            block = next(iter(device.unsaved))
-            block_hash = device.hash_of(block)
-            if block_hash not in self.cache:
-                if not self._has_slot():
-                    return
-                slot = self.cache.reserve(block_hash, device.is_reported(block))
-                blocks.append(SavedBlock(block_hash, slot))
-            del device.unsaved[block]
-
-    def _running_to_save(self) -> Iterator[Sequence]:
-        """Running sequences in the order in which they are preempted."""
-        table = self.sequence_table
-        pressure = self._rate.ramp(self._used)
-        suspended = () if table.suspended is None else table.suspended.sequences()
-        if pressure > 0:
-            yield from (seq for seq in chain(suspended, reversed(table.running)) if not seq.online)
-        if pressure >= ONLINE_FROM and self.settings.save is Save.ALL:
-            yield from (seq for seq in reversed(table.running) if seq.online)
-
-    def _save_sequence(self, sequence: Sequence, blocks: list[SavedBlock], most: int) -> None:
-        """Save the cached blocks of a running sequence, from its first on."""
-        device = self._device
-        while sequence.saved < sequence.registered and len(blocks) < most:
-            block_hash = sequence.block_hashes[sequence.saved]
-            block = device.block_of(block_hash)
-            if block_hash not in self.cache and block is not None:
-                if not self._has_slot(sequence):
-                    return
-                slot = self.cache.reserve(block_hash, device.is_reported(block))
-                blocks.append(SavedBlock(block_hash, slot))
-            sequence.saved += 1
-
-    def _has_slot(self, sequence: Sequence | None = None) -> bool:
-        """Empty a slot if none is; for a running `sequence` also one of a preempted sequence."""
-        cache, use = self.cache, self.sequence_table.host_use
-        assert use is not None
-        if not (cache.empty or cache.evictable) and sequence is not None:
-            waiting = (seq for seq in reversed(self.sequence_table.waiting) if use.is_owed(seq))
-            last = next(waiting, None)
-            # The sequence that runs again last; if that is the one that is saved, save nothing.
-            if last is not None and (last.online, last.age) > (sequence.online, sequence.age):
-                use.note_left(last)
-        if not cache.empty:
-            self._note_lost([cache.evict()])
-        return cache.empty > 0
-
     # --- helpers
 
     @property
-    def _device(self) -> Any:
+    def _device(self) -> CachedBlocks:
         return self.sequence_table.table.pool.cache
-
-    @property
-    def _used(self) -> float:
-        pool = self.sequence_table.table.pool
-        return pool.taken_count / max(1, pool.usable)
-
-    @property
-    def _pressure(self) -> Pressure:
-        table = self.sequence_table
-        return Pressure(
-            self._used,
-            table.table.pool.empty_count,
-            table.blocks_taken_total,
-            table.online_blocks_taken_total,
-            bool(self._device.unsaved),
-        )
 
     def _link_s(self, blocks: int) -> float:
         return blocks * self.settings.block_bytes / self.settings.link_bytes_per_s
 
-    def _note_lost(self, lost: list[Lost] | list[Lost | None]) -> None:
+    def _note_lost(self, lost: Iterable[Lost | None]) -> None:
         """List copies that are gone, unless the device has the block, as evicted prefixes."""
         for copy in lost:
             if copy is not None and copy.reported:
