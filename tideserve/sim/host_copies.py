@@ -9,7 +9,7 @@ from tideserve.sim.engine import Simulation
 
 
 @dataclass(slots=True)
-class HostCopies:
+class HostCopyQueue:
     """Runs the jobs of `tier` one after another; calls `wake` at the end of each.
 
     A block that the device has lost by the end of its job counts as lost.

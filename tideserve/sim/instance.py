@@ -37,7 +37,7 @@ from services.core.report import LoadReport
 from services.core.request import Request
 from tideserve.sim.delays import Delays
 from tideserve.sim.engine import Action, Simulation
-from tideserve.sim.host_copies import HostCopies
+from tideserve.sim.host_copies import HostCopyQueue
 from tideserve.sim.pipeline import shape_of
 from tideserve.sim.reporter import LoadSender
 from tideserve.sim.time_model import TimeModel
@@ -156,9 +156,9 @@ class Instance:
         self._decode_run: _DecodeRun | None = None  # the fast-forward in progress
         self._preemptible: _PreemptibleIteration | None = None  # in progress, at a single worker
         self._left_s = 0.0  # remaining time of the suspended iteration
-        self._host: HostCopies | None = None  # copies of KV in host memory
+        self._host: HostCopyQueue | None = None  # copies of KV in host memory
         if self.state.host is not None:
-            self._host = HostCopies(simulation, self.state.host, self._wake_idle)
+            self._host = HostCopyQueue(simulation, self.state.host, self._wake_idle)
             self.state.handle(HostGrown(simulation.now_s, host_slots))
 
     @property
@@ -259,7 +259,7 @@ class Instance:
             return self.member.changeover.host_due_s
         return inf if self.state.host is None else self.state.host.due_s
 
-    def _copy_blocks(self, host: HostCopies) -> None:
+    def _copy_blocks(self, host: HostCopyQueue) -> None:
         """Apply the ends of copies, and begin those that are due."""
         for event in host.take_ended():
             self._apply_host(event)

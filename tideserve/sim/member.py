@@ -24,7 +24,7 @@ from services.core.groups.fence import (
 )
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
-from services.core.host.vocabulary import CancelHostJob, RecallBlocks, SaveBlocks
+from services.core.host.vocabulary import HostCommand
 from services.core.overload.events import Rebalance
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import EmitToken, MoveBlocks, RefuseRequest
@@ -138,10 +138,8 @@ class SimulatedMember:
             RefuseRequest: self._refuse,
             ShipBlocks: self._ship_blocks,
             ShippingOver: self._note_shipped,
-            SaveBlocks: instance.copy,
-            RecallBlocks: instance.copy,
-            CancelHostJob: instance.copy,
         }
+        self._handlers |= dict.fromkeys(get_args(HostCommand), instance.copy)
         self._handlers |= dict.fromkeys(_NOTHING_TO_DO, lambda _command: None)
         self._handle(vocabulary.ConfigurationCommitted(self._now_s, _stages_of((group,))))
         self._handle(vocabulary.TurnTaken(self._now_s))
