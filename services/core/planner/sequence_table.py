@@ -261,7 +261,7 @@ class SequenceTable:
 
     def yield_tails(self) -> None:
         """Preempt the batch sequences with a turned tail, or without one that they need."""
-        if not self.tails.enabled:
+        if not self.tails.enabled or self.ledger.stages > 1:
             return
         self.discard_suspended()
         for sequence in list(self.running):
