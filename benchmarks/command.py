@@ -68,10 +68,10 @@ Systems = Annotated[
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
         "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
-        "-preempting lets online requests interrupt batch work, -packing, -slots and "
-        "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
-        "each group, -api sends batch work as files to /v1/batches. -float32 "
-        "or -bfloat16 sets the dtype.",
+        "-preempting lets online requests interrupt batch work, -packing, -slots, -victims "
+        "and -sharing enable parts of BROS, -block64 sets KV blocks of 64 tokens, -groups "
+        "sets a deadline for each token instead of each group, -api sends batch work as files "
+        "to /v1/batches. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",
     ),
 ]

@@ -154,9 +154,7 @@ class SequenceTable:
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
-            if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
-                return True
-            if missing <= 2 and missing <= self._blocks_in_tails(sequence):
+            if missing <= 0 or self._needs_fewer_blocks(sequence, missing):
                 return True
             if not (self._may_preempt_batch and sequence.online):
                 return False
@@ -466,9 +464,7 @@ class SequenceTable:
 
         def lacks_blocks() -> bool:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
-            if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
-                return False
-            return missing > self._blocks_in_tails(sequence)
+            return missing > 0 and not self._needs_fewer_blocks(sequence, missing)
 
         if self.running_count >= running_max or lacks_blocks():
             self.discard_suspended()
@@ -477,9 +473,15 @@ class SequenceTable:
             assert victim is not None, f"{sequence.seq_id} does not fit"
             self.preempt(victim)
 
+    def _needs_fewer_blocks(self, sequence: Sequence, missing: int) -> bool:
+        """Whether a waiting sequence can start although `missing` blocks are not free."""
+        if self.prefixes.shares_blocks(sequence, missing):
+            return True
+        return self.tails.enabled and missing <= self._blocks_in_tails(sequence)
+
     def _blocks_in_tails(self, sequence: Sequence) -> int:
         """How many of its last blocks a waiting sequence can replace by the tail of another."""
-        if not (self.tails.enabled and sequence.online and self.ledger.stages == 1):
+        if not sequence.online or self.ledger.stages > 1:
             return 0
         size, tokens = self.block_size, len(sequence.token_ids)
         blocks = blocks_for(tokens, size)

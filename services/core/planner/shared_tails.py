@@ -23,7 +23,7 @@ from services.core.planner.sequence import Phase, Sequence
 
 @dataclass(slots=True, eq=False)
 class Tail:
-    """A turned tail: block `place` of `batch`, which is block `online_place` of `online`, if any."""
+    """A turned tail: block `place` of `batch`, and block `online_place` of `online`, if any."""
 
     batch: Sequence
     place: int

@@ -51,9 +51,9 @@ class Tiles:
     """Kernel arguments for tiles whose programs have `rows` rows; tensors are [tiles].
 
     A tile is `counts` consecutive tokens of a sequence, from row `starts` of the batch and from
-    position `positions`; its blocks start at `firsts` in the block tables. It sees no position below
-    `lowests`. `lengths`: context up to the last token. `most`: maximum of `counts`. `shares`: the
-    result of `split` if it is fixed.
+    position `positions`; its blocks start at `firsts` in the block tables. It sees no position
+    below `lowests`. `lengths`: context up to the last token. `most`: maximum of `counts`. `shares`:
+    the result of `split` if it is fixed.
     """
 
     starts: torch.Tensor

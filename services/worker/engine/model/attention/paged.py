@@ -236,9 +236,7 @@ class MetadataBuilder:
             raise InvalidBatch(f"request {name}: a block id is outside the KV cache")
         return AttentionMetadata(spans, tables, self.block_size, self.device, self.compute_dtype)
 
-    def _share_tails(
-        self, batch: Batch, spans: np.ndarray, used: list[tuple[int, ...]]
-    ) -> None:
+    def _share_tails(self, batch: Batch, spans: np.ndarray, used: list[tuple[int, ...]]) -> None:
         """Describe shared last blocks; the blocks of turned tails come first in `used`."""
         for index, (span, chunk) in enumerate(zip(spans, batch.chunks, strict=True)):
             if chunk.seq_id in batch.shared:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from services.core.planner.batch import Batch, Chunk, SampleSpec
-from services.core.request import blocks_for
 from services.worker.engine.memory.kv_range import KvBlockShape, KvRange
 from services.worker.engine.model.attention.compiled import CompiledPagedAttention
 from services.worker.engine.model.attention.cpu import SdpaPagedAttention
@@ -58,7 +58,7 @@ def _gpu(block_size: int, dtype: torch.dtype) -> PagedAttention:
 
 BACKENDS: list[tuple[str, Callable[..., PagedAttention], torch.dtype, float]] = [
     ("torch", _sdpa, torch.float64, 1e-9),
-    ("compiled decodes", lambda size, dtype: _sdpa(size, dtype, compiled=True), torch.float32, 1e-5),
+    ("compiled decodes", partial(_sdpa, compiled=True), torch.float32, 1e-5),
     ("compiled", _joined, torch.float32, 1e-5),
     ("gpu", _gpu, torch.float32, 1e-5),
 ]
@@ -99,7 +99,7 @@ def test_both_owners_of_a_block_see_their_own_entries(
     block_size: int,
     backend: tuple[str, Callable[..., PagedAttention], torch.dtype, float],
 ) -> None:
-    """A batch sequence with `full` full blocks and a tail, and an online one that fills the tail."""
+    """A batch sequence has `full` full blocks and a tail, which an online one fills, too."""
     _, create, dtype, tolerance = backend
     attention = create(block_size, dtype)
     device = torch.device(DEVICE) if create is _gpu else torch.device("cpu")
