@@ -359,7 +359,7 @@ def _kv_figures(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _windows(outcomes: Outcomes) -> list[dict[str, float | None]]:
-    """Compute figures of each whole window: mean TTFT of the requests sent in it, tokens/s."""
+    """Compute figures of each window: mean TTFT of the requests sent in it, tokens/s."""
     waits_s: dict[int, list[float]] = {}
     for record in outcomes.records:
         if record.outcome is Outcome.COMPLETED:
