@@ -38,6 +38,7 @@ def page(run: PageRun) -> PaperPage:
             "8 instances of A100-14B, an estimate from data sheets, with 40 GB for model and KV.",
             "Arrivals by gamma-distributed gaps with a burst of four times the rate, instead of the"
             " paper's scaled BurstGPT trace; lengths log-normal with the means of its data sets.",
+            "drop stands for KunServe; as by default, requests move from full instances first.",
             "recompute stands for vLLM (DP): a preempted request is computed again. migrate stands"
             " for Llumnix: running requests move to instances with room. static-pipeline stands for"
             " vLLM (PP): pipelines of two from the start, with tideserve's microbatches.",
