@@ -42,7 +42,8 @@ RATES: Mapping[str, tuple[float, float]] = {
 BURST_S, CV = (45.0, 75.0), 1.5
 LONG_S, WAVE_S, CALM_S = 640.0, 30.0, 200.0
 """The long run: waves with the rate of the burst, each after a calm time."""
-ENDLESS_S, ENDLESS_BEGIN_S = 400.0, 60.0
+ENDLESS_S, ENDLESS_BEGIN_S, ENDLESS_RATE = 240.0, 60.0, 18
+"""The endless burst: more requests/s than the devices compute."""
 NEVER_S = 3600
 
 
@@ -106,8 +107,8 @@ def _endless(run: PageRun) -> Mapping[str, Figures]:
     """A burst that does not end."""
     burst = {
         "kind": "burst",
-        "rate_per_s": 5,
-        "burst_rate_per_s": 12,
+        "rate_per_s": RATES[SHAREGPT][0],
+        "burst_rate_per_s": ENDLESS_RATE,
         "start_s": ENDLESS_BEGIN_S,
         "end_s": ENDLESS_S,
         **LENGTHS[SHAREGPT],
