@@ -75,6 +75,15 @@ Systems = Annotated[
         show_default="the scenario's",
     ),
 ]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100,
+        help="Rounds in which all systems take turns.",
+        show_default="the scenario's",
+    ),
+]
 FiguresFile = Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")]
 PictureFile = Annotated[Path | None, typer.Option(help="Plot the figures: .png, .svg or .pdf.")]
 Targets = Annotated[
@@ -176,6 +185,7 @@ def bench(
     quick: Quick = False,
     ablation: Ablation = False,
     systems: Systems = None,
+    rounds: Rounds = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
     slo: Targets = None,
@@ -225,6 +235,7 @@ def bench(
         append=append,
         minutes=minutes,
         seconds=seconds,
+        rounds=rounds,
         workers=flags.get("workers", DEFAULT_WORKERS),
     )
     if scenario == "burst" and ablation:

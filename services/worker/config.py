@@ -269,8 +269,8 @@ class WorkerConfig(ServiceConfig):
     pace_links: float = number(
         0.0,
         "With `paced`: Gbit/s of the link of a simulated device. KV and parameters are sent as"
-        " slowly as those of the profile's model over such a link; 0: as fast as this machine"
-        " sends.",
+        " slowly as those of the profile's model over such a link, by each worker; what a worker"
+        " receives from several others at once is not slowed. 0: as fast as this machine sends.",
         minimum=0,
         maximum=100_000,
     )

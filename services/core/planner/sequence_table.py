@@ -267,6 +267,19 @@ class SequenceTable:
             if turned or lacks_tail(sequence, self.block_size):
                 self.preempt(sequence)
 
+    @property
+    def blocks_for_online(self) -> int:
+        """Free blocks, and those that batch sequences yield without a discarded microbatch."""
+        yields = self._may_preempt_batch
+        return self.ledger.free + (self._blocks_of_batch(self.running) if yields else 0)
+
+    def make_room(self, blocks: int) -> None:
+        """Preempt batch sequences, newest first, until `blocks` are free for online KV."""
+        while self.ledger.free < blocks and self._may_preempt_batch:
+            if (victim := newest_batch(self.running)) is None:
+                return
+            self.preempt(victim)
+
     def yield_batch(self, stage: int, blocks: int) -> None:
         """Preempt batch sequences, if the policy allows, until `stage` uses at most `blocks`."""
         if self.precedence.batch_yields:
@@ -450,12 +463,16 @@ class SequenceTable:
     @property
     def _blocks_to_yield(self) -> int:
         """Lower bound of the blocks that preempting all running batch sequences would free."""
+        return self._blocks_of_batch((*self.running, *self._suspended))
+
+    def _blocks_of_batch(self, sequences: Iterable[Sequence]) -> int:
+        """Lower bound of the blocks that the batch work among `sequences` holds alone."""
         pool, tables = self.table.pool, self.table.tables
         users, usable = pool.users, pool.usable
         # Shared blocks may stay in use, and ids above the limit of a shrinking pool are withheld.
         return sum(
             sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
-            for seq in (*self.running, *self._suspended)
+            for seq in sequences
             if not seq.online
         )
 
