@@ -16,6 +16,7 @@ from services.gateway.vocabulary.message import (
     ClusterStatus,
     GroupStep,
     Heartbeat,
+    ModelBeat,
     ProcessState,
     SchedulerMessage,
     Ticket,
@@ -127,6 +128,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 *(beat.groups_serving, beat.queued, beat.wants_prefixes, waits),
                 beat.wants_outcomes,
                 {row.model: _buckets(row) for row in beat.buckets},
+                {row.model: ModelBeat(row.groups_serving, row.queued) for row in beat.models},
             )
         case _:
             return None

@@ -213,7 +213,7 @@ class GenerationResponse(Response):
             record.note_disconnect()
             serving.metrics.count_failed_stream("client_gone")
         except GatewayError as error:
-            serving.metrics.count_refusal(error, record.service_class)
+            serving.metrics.count_refusal(error, record.service_class, record.model)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error, status_of(error, scope))
 
