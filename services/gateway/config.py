@@ -60,9 +60,10 @@ class GatewayConfig(ServiceConfig):
     model_aliases: str = option("", "Further model names in requests, separated by commas.")
     models: tuple[dict[str, Any], ...] = mappings(
         "Models to serve, instead of 'model_name' and 'model_dir'. Each is a mapping with name, dir"
-        " and optionally aliases (a list), expected_workers, generation_config, tool_format,"
-        " reasoning_format and user_special_tokens, whose defaults are the values of these keys"
-        " outside 'models'."
+        " and optionally aliases (a list), quota_weight (tokens of a quota that a token of the"
+        " model costs, default 1), expected_workers, generation_config, tool_format,"
+        " reasoning_format and user_special_tokens. The keys outside 'models' are defaults of the"
+        " last five."
     )
     ready_models: str = choice(
         "any",

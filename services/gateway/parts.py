@@ -120,7 +120,8 @@ def model_entry(
         config.resume_streams,
         view.resumes_grammars,
     )
-    return ModelEntry(model, preparer, choices)
+    weight = next(m.quota_weight for m in config.served_models if m.name == model.name)
+    return ModelEntry(model, preparer, choices, weight)
 
 
 def open_readiness(

@@ -176,9 +176,10 @@ def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
     """The fields of a worker's status row that come from its registration, if it has one."""
     if record is None:
-        return {"paced": None, "engine": None}
+        return {"model": None, "paced": None, "engine": None}
     has_shape = record.HasField("shape")
     return {
+        "model": record.model,
         "paced": paced_of(record),
         "engine": engine_of(record),
         "can_merge": CAN_DROP in record.capabilities,

@@ -58,6 +58,13 @@ class ModelSettings:
         " otherwise chats encode them as text.",
     )
 
+    quota_weight: float = number(
+        1.0,
+        "Tokens of a quota that a token of the model costs.",
+        minimum=0.001,
+        maximum=1000,
+    )
+
     def __post_init__(self) -> None:
         for alias in self.aliases:
             if not isinstance(alias, str) or not alias:

@@ -12,11 +12,15 @@ from services.gateway.vocabulary.errors import no_such_model
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A served model with what prepares and runs its requests."""
+    """A served model with what prepares and runs its requests.
+
+    `quota_weight`: tokens of a quota that a token of the model costs.
+    """
 
     served: ServedModel
     preparer: Preparer
     choices: ChoiceRunner
+    quota_weight: float = 1.0
 
     @property
     def name(self) -> str:

@@ -191,7 +191,9 @@ class RequestServing:
         lease.release()
         if record.quota is not None:
             outputs_max = [choice.request.limits.max_tokens for choice in prepared.choices]
-            record.quota.reserve(prepared.prompt_tokens, outputs_max, cancel_scope.cancel)
+            record.quota.reserve(
+                prepared.prompt_tokens, outputs_max, cancel_scope.cancel, entry.quota_weight
+            )
         self.metrics.count_prompt_tokens(entry.name, prepared.prompt_tokens)
         writer.begin(prepared)
         await self._generate(entry.choices, prepared, record, writer)
