@@ -62,7 +62,7 @@ class ModelRegistry:
         entry = self._by_name.get(name)
         allowed = [other for other, _ in self.allowed(principal)]
         if entry is None or (allowed and not entry.served.allowed_names(principal)):
-            raise no_such_model(name, *self._listed(principal))
+            raise no_such_model(name, *self.listed(principal))
         principal.check_model(name, entry.name)
         return entry
 
@@ -72,7 +72,7 @@ class ModelRegistry:
             for name in entry.served.allowed_names(principal):
                 yield name, entry
 
-    def _listed(self, principal: Principal) -> list[str]:
-        """The name of each model that `principal` may use."""
+    def listed(self, principal: Principal) -> list[str]:
+        """A name of each model that `principal` may use, for errors."""
         names = (entry.served.allowed_names(principal) for entry in self.entries)
         return [allowed[0] for allowed in names if allowed]
