@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast, get_args, get_origin
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -100,7 +101,7 @@ def _row_of(kind: Any) -> type[Any] | None:
 
 def _message_type(message: type[Message], name: str) -> type[Message]:
     descriptor = message.DESCRIPTOR.fields_by_name[name].message_type
-    return cast(type[Message], GetMessageClass(descriptor))
+    return GetMessageClass(cast(Descriptor, descriptor))
 
 
 def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[..., Any]:

@@ -70,6 +70,10 @@ class Ask:
     affinity: int = 0
     adapter: Adapter | None = None
 
+    def adapter_fault(self) -> str | None:
+        """Why a field of the adapter is invalid; None if none is, or without an adapter."""
+        return None if self.adapter is None else self.adapter.fault()
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

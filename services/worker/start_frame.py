@@ -65,17 +65,7 @@ def to_request(
         not output or len(output) < start.limits.max_tokens,
         "output_ids must be fewer than max_tokens",
     )
-    _require(
-        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
-        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
-    )
-    _require(
-        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
-        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
-    )
-    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
-    _require(start.choice >= 0, "choice must not be below 0")
-    _require(start.server_losses >= 0, "server_losses must not be below 0")
+    _check_scalars(start)
     service = to_service(start.service)
     fault = service.fault()
     _require(fault is None, fault or "")
@@ -97,6 +87,20 @@ def to_request(
         server_losses=start.server_losses,
         adapter=_adapter(start, adapter_rank_max),
     )
+
+
+def _check_scalars(start: pb.Start) -> None:
+    _require(
+        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
+        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
+    )
+    _require(
+        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
+        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
+    )
+    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
+    _require(start.choice >= 0, "choice must not be below 0")
+    _require(start.server_losses >= 0, "server_losses must not be below 0")
 
 
 def _adapter(start: pb.Start, rank_max: int) -> Adapter | None:

@@ -56,7 +56,7 @@ class LoraEngine(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _AdapterSlot:
     """A slot in use; `loading` ends with vLLM's request for the adapter, or an error."""
 
     adapter: Adapter
@@ -72,7 +72,7 @@ class SlotClaim:
     """A request's claim to the slot of its adapter; release it once."""
 
     _engine: LoraEngine
-    _slot: _Slot
+    _slot: _AdapterSlot
     _now_s: Callable[[], float]
 
     async def generate(
@@ -128,7 +128,7 @@ class AdapterSlots:
         self._to_lora = to_lora
         self._dead = dead
         self._now_s = now_s
-        self._slots: dict[str, _Slot] = {}  # by digest
+        self._slots: dict[str, _AdapterSlot] = {}  # by digest
         self._evicted: list[int] = []  # ids that vLLM still holds
         self._next_number = 1
         # vLLM computes nothing while it loads, so loads follow each other.
@@ -143,7 +143,7 @@ class AdapterSlots:
             if len(self._slots) >= self._count and not self._evict():
                 return None
             loading = asyncio.create_task(self._load(adapter, self._next_number))
-            slot = _Slot(adapter, self._next_number, loading)
+            slot = _AdapterSlot(adapter, self._next_number, loading)
             self._slots[adapter.digest] = slot
             self._next_number += 1
             loading.add_done_callback(partial(self._note_loaded, slot))
@@ -197,7 +197,7 @@ class AdapterSlots:
                     ) from error
             return lora, max(self._now_s() - began_s, 1e-6)
 
-    def _note_loaded(self, slot: _Slot, loading: "asyncio.Task[tuple[Any, float]]") -> None:
+    def _note_loaded(self, slot: _AdapterSlot, loading: "asyncio.Task[tuple[Any, float]]") -> None:
         """Note the end of a load; after a failure the slot is free."""
         if loading.cancelled() or (error := loading.exception()) is not None:
             del self._slots[slot.adapter.digest]

@@ -1,0 +1,114 @@
+"""Where a request with a LoRA adapter may start: at groups with the adapter or a slot for it.
+
+An adapter is a property of a request, not of its queue. A request whose adapter no group can take
+now is skipped and holds no group, unless it was overtaken too often: then no request with another
+adapter starts at the groups that could load it, until one of their slots is idle. A *holder* is a
+group whose leader has the adapter, or gets it with a reserved request.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from services.core.adapter import Adapter
+from services.core.scheduler.dispatch import could_hold
+from services.core.scheduler.group_load import GroupLoad
+from services.core.scheduler.queue import Waiting
+
+LOAD_S = 1.0
+"""Assumed time to load an adapter while no group has reported one."""
+
+
+def supports(load: GroupLoad, adapter: Adapter) -> bool:
+    """Whether the group's leader can load adapters of this rank."""
+    return load.group.adapter_rank_max >= adapter.rank
+
+
+def is_holder(load: GroupLoad, adapter: Adapter) -> bool:
+    """Whether the leader has the adapter, is loading it, or will for an assigned request."""
+    reported = {loaded.digest for loaded in load.adapter_use.adapters}
+    return adapter.key in reported or adapter.key in load.reserved_adapters
+
+
+def takes(load: GroupLoad, adapter: Adapter) -> bool:
+    """Whether a slot of the leader has the adapter, is free, or can be given to it."""
+    use = load.adapter_use
+    if not supports(load, adapter) or not (use.adapters or use.adapter_slots_free):
+        return False
+    if is_holder(load, adapter):
+        return True
+    reserved = load.reserved_adapters
+    reported = {loaded.digest for loaded in use.adapters}
+    idle = sum(
+        not (loaded.loading or loaded.running or loaded.digest in reserved)
+        for loaded in use.adapters
+    )
+    return use.adapter_slots_free + idle > len(reserved - reported)
+
+
+def load_s(load: GroupLoad, others: Iterable[GroupLoad]) -> float:
+    """Predicted seconds to load an adapter: the median of this group's loads, else of `others`."""
+    times = _load_times([load]) or _load_times(others)
+    return median(times) if times else LOAD_S
+
+
+def _load_times(loads: Iterable[GroupLoad]) -> list[float]:
+    return [
+        loaded.load_s for load in loads for loaded in load.adapter_use.adapters if loaded.load_s
+    ]
+
+
+@dataclass(slots=True)
+class AdapterPlaces:
+    """Groups of a model by the adapters that they take, while the next request is chosen."""
+
+    loads: Collection[GroupLoad]
+    overtaken_max: int
+    # Ids of the groups that take an adapter, by digest.
+    _takers: dict[str, frozenset[str]] = field(default_factory=dict)
+    # By group id: digest of the adapter for which the next idle slot is kept.
+    _kept: dict[str, str] = field(default_factory=dict)
+
+    def admits(self, waiting: Waiting) -> bool:
+        """Whether some group takes the adapter of a request now; call it in queue order."""
+        adapter = waiting.ask.adapter
+        if adapter is None or self.takers(adapter):
+            return True
+        if waiting.overtaken >= self.overtaken_max:
+            for load in self.loads:
+                if supports(load, adapter):
+                    self._kept.setdefault(load.group.group_id, adapter.digest)
+            self._takers.clear()
+        return False
+
+    def takers(self, adapter: Adapter) -> frozenset[str]:
+        """Ids of the groups that take the adapter now."""
+        found = self._takers.get(adapter.digest)
+        if found is None:
+            found = self._takers[adapter.digest] = frozenset(
+                load.group.group_id
+                for load in self.loads
+                if takes(load, adapter)
+                and self._kept.get(load.group.group_id, adapter.digest) == adapter.digest
+            )
+        return found
+
+    def closed_to(self, adapter: Adapter | None) -> frozenset[str]:
+        """Addresses of the groups that do not take the adapter; empty without an adapter."""
+        if adapter is None:
+            return frozenset()
+        takers = self.takers(adapter)
+        return frozenset(
+            load.group.address for load in self.loads if load.group.group_id not in takers
+        )
+
+    def usable(self, waiting: Waiting) -> frozenset[str]:
+        """Addresses of the groups that take the adapter of a request and could hold its KV."""
+        ask = waiting.ask
+        assert ask.adapter is not None
+        takers = self.takers(ask.adapter)
+        return frozenset(
+            load.group.address
+            for load in self.loads
+            if load.group.group_id in takers and could_hold(load, ask.prompt_tokens, ask.max_tokens)
+        )
