@@ -15,3 +15,8 @@ def adapter_message(adapter: Adapter | None) -> adapter_pb2.Adapter | None:
 def to_adapter(message: adapter_pb2.Adapter) -> Adapter:
     """The adapter of a message, not validated; see `Adapter.fault`."""
     return _ADAPTER.report(message)
+
+
+def adapter_of_record(record: adapter_pb2.AdapterRecord) -> Adapter:
+    """The adapter of a record, as requests carry it."""
+    return Adapter(record.name, record.digest, record.source, record.rank)

@@ -69,6 +69,15 @@ class ClusterView:
         """Addresses (host:port) of the registered workers."""
         return frozenset(record.address for record in self._workers.records.values())
 
+    def loads_adapters(self, address: str) -> bool:
+        """Whether the worker at an address loads adapters."""
+        return any(w.adapters.slots > 0 for w in self.workers() if w.address == address)
+
+    def adapter_rank_max(self, model: str) -> int:
+        """Largest rank of an adapter that a worker of a model loads; 0 if none loads adapters."""
+        limits = [w.adapters for w in self.workers() if w.model == model]
+        return max((limit.rank_max for limit in limits if limit.slots > 0), default=0)
+
     @property
     def max_model_len(self) -> int | None:
         """Longest sequence in tokens of any worker, as last seen; None before the first worker."""

@@ -40,6 +40,8 @@ def filled(message: Message) -> Any:
         else:
             kind = {one.TYPE_STRING: str, one.TYPE_DOUBLE: float}.get(one.type, int)
             setattr(message, one.name, kind(number))
+    if isinstance(message, adapter_pb2.LoadedAdapter):
+        return message
     for name, blocks in (("kv_blocks_free", 3), ("kv_blocks_total", 4)):
         setattr(message, name, blocks)
     return message
