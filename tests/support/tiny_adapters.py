@@ -1,6 +1,7 @@
 """Tiny random LoRA adapters in the format of peft: adapter_config.json and safetensors."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ TARGETS = ("q_proj", "v_proj")
 
 def make_tiny_adapter(
     folder: Path,
-    model_dir: Path,
+    model: Path | Mapping[str, int],
     *,
     rank: int = 8,
     seed: int = 0,
@@ -20,18 +21,22 @@ def make_tiny_adapter(
     targets: tuple[str, ...] = TARGETS,
     **config: Any,
 ) -> Path:
-    """Write an adapter for attention projections of the model in `model_dir`; returns `folder`.
+    """Write an adapter for attention projections; returns `folder`.
 
-    Its weights ~ N(0, `std`²) depend on `seed`; `config` goes to adapter_config.json.
+    `model`: folder or configuration of the model. The weights ~ N(0, `std`²) depend on `seed`;
+    `config` goes to adapter_config.json.
     """
-    model = json.loads((model_dir / "config.json").read_text())
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    head_dim = model.get("head_dim") or hidden // heads
+    sizes = model
+    if isinstance(model, Path):
+        sizes = json.loads((model / "config.json").read_text())
+    assert isinstance(sizes, Mapping)
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    head_dim = sizes.get("head_dim") or hidden // heads
     outputs = {"q_proj": heads * head_dim, "o_proj": hidden}
-    outputs |= dict.fromkeys(("k_proj", "v_proj"), model["num_key_value_heads"] * head_dim)
+    outputs |= dict.fromkeys(("k_proj", "v_proj"), sizes["num_key_value_heads"] * head_dim)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for layer in range(model["num_hidden_layers"]):
+    for layer in range(sizes["num_hidden_layers"]):
         for target in targets:
             name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
             inputs = heads * head_dim if target == "o_proj" else hidden
