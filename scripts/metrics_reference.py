@@ -79,7 +79,7 @@ def _with_certificate() -> ServiceConfig:
 
 def gateway() -> Metrics:
     """The metrics of a gateway, with a sample of every kind."""
-    metrics = Metrics("m", CollectorRegistry())
+    metrics = Metrics(("m",), CollectorRegistry())
     metrics.count_request("/v1/completions", 200, 0.0)
     metrics.count_failed_stream("client_gone")
     metrics.export_calls({"waiting": ConcurrencyLimit(1, 1)})

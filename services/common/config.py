@@ -257,7 +257,7 @@ def _read(setting: Setting, given: SourcedValue) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         # Never show a secret in a message, not even an invalid secret.
         shown = "not usable" if setting.secret else repr(value)
-        wanted = " or ".join(kind.__name__ for kind in accepted)
+        wanted = " or ".join("list" if kind is tuple else kind.__name__ for kind in accepted)
         raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
     if value is None:
         return None
@@ -297,7 +297,7 @@ def _from_text(text: str, setting: Setting) -> Any:
     if setting.metadata.get("size"):
         return parse_size_bytes(text)
     for kind in setting.kinds:
-        if typing.get_origin(kind) is tuple:
+        if typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is str:
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if kind in _READERS:
             read, wanted = _READERS[kind]

@@ -228,6 +228,14 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
                 )
                 for stats in snapshot.buckets
             ],
+            models=[
+                scheduler_pb2.ModelState(
+                    model=model,
+                    groups_serving=snapshot.serving_by_model.get(model, 0),
+                    queued=queued,
+                )
+                for model, queued in snapshot.queued_by_model.items()
+            ],
         )
     )
 

@@ -167,8 +167,7 @@ async def gateway_before(
         public_grpc_port=grpc_port,
         etcd_url=cluster.store.url,
         lease_ttl_s=LEASE_TTL_S,
-        model_name="m",
-        model_dir=model_dir,
+        **({} if "models" in config_fields else {"model_name": "m", "model_dir": model_dir}),
         **config_fields,
     )
     secure = config.http_tls_cert_file is not None

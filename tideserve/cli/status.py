@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -277,11 +277,14 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     cached = any(row.get("prefix_queries_total") for row in rows)
     if cached:
         columns.append("hits>")
+    if several := _has_several_models(rows):
+        columns.insert(1, "model")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
         table.add_row(
             escape(row["id"]),
+            *([escape(row.get("model") or "–")] if several else []),
             " ".join(map(str, row["pids"])),
             size_text(row["parameter_bytes"]),
             usage_bar(total - row["kv_blocks_free"], total),
@@ -381,8 +384,10 @@ def groups_table(status: Mapping[str, Any]) -> Table:
 
     A degraded group has lost a member and serves no requests.
     """
-    table = _table("Groups", "id", "epoch>", "members")
-    for row in status.get("groups", []):
+    groups = status.get("groups", [])
+    several = _has_several_models(groups)
+    table = _table("Groups", "id", *(["model"] if several else []), "epoch>", "members")
+    for row in groups:
         members, runs = row["members"], row.get("layers") or []
         if len(members) > 1 and len(runs) == len(members):
             members = [
@@ -390,8 +395,17 @@ def groups_table(status: Mapping[str, Any]) -> Table:
                 for name, (first, end) in zip(members, runs, strict=True)
             ]
         state = " [red](degraded)[/]" if row.get("degraded") else ""
-        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)) + state)
+        table.add_row(
+            escape(row["id"]),
+            *([escape(row["model"])] if several else []),
+            str(row["epoch"]),
+            escape(", ".join(members)) + state,
+        )
     return table
+
+
+def _has_several_models(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return len({row["model"] for row in rows if row.get("model")}) > 1
 
 
 def size_text(size_bytes: int) -> str:

@@ -296,3 +296,5 @@ class Snapshot:
     )
     # Buckets of the models with waiting requests.
     buckets: tuple[BucketStats, ...] = ()
+    # Groups with a fresh load report, by model; 0 for a model of `queued_by_model` without any.
+    serving_by_model: dict[str, int] = field(default_factory=dict)

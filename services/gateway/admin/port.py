@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from services.gateway.batches.service import BatchService
 from services.gateway.bounds.connections import ClientConnections, ConnectionLimits
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.group_client import GroupClient
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness
 from services.gateway.http.app import include_with_head
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.server import HttpServer
@@ -213,19 +213,19 @@ class AdminPort:
         keys: KeyRing,
         cluster: ClusterClient,
         groups: GroupClient,
-        probe: ReadinessProbe,
+        probe: GatewayReadiness,
         metrics: Metrics,
         tls: ServerTls | None,
         batches: BatchService | None = None,
         *,
-        model: str,
+        models: Sequence[str],
         host: str,
         names: str,
         keep_alive_s: float,
     ) -> None:
         """`host` and `names`: see AdminGuard. `tls`: of the public port, unused on loopback."""
         open_batches = no_batches if batches is None else batches.open_batches
-        self._feed = Feed(LiveState(model, cluster, probe, metrics, open_batches).poll)
+        self._feed = Feed(LiveState(models, cluster, probe, metrics, open_batches).poll)
         app = build(host, names, keys, cluster, groups, self._feed, metrics)
         connections = ClientConnections(CONNECTIONS, metrics.count_closed_connection)
         self._http = HttpServer(

@@ -46,7 +46,7 @@ class LineDoor:
     def check_model(self, batch: BatchRow, model: str) -> None:
         """Raise GatewayError unless the key of `batch` may use the model."""
         principal = self.keys.principal_of(batch.owner, batch.key_id)
-        self.serving.preparer.check_model(model, principal)
+        self.serving.models.entry(model, principal)
 
     def tokens_max(self, batch: BatchRow) -> int | None:
         """The limit of the owner's queued tokens, None: unlimited."""

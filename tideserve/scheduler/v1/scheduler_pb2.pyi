@@ -565,6 +565,7 @@ class Heartbeat(_message.Message):
     CLASS_WAITS_FIELD_NUMBER: _builtins.int
     WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
@@ -581,6 +582,10 @@ class Heartbeat(_message.Message):
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelBuckets]:
         """Buckets of the models whose waiting requests are ordered by length."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelState]:
+        """Each model that groups serve or requests wait for; empty from older schedulers."""
+
     def __init__(
         self,
         *,
@@ -590,14 +595,45 @@ class Heartbeat(_message.Message):
         class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
         wants_outcomes: _builtins.bool = ...,
         buckets: _abc.Iterable[Global___ModelBuckets] | None = ...,
+        models: _abc.Iterable[Global___ModelState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "class_waits", b"class_waits", "groups_serving", b"groups_serving", "models", b"models", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ModelState(_message.Message):
+    """The groups and waiting requests of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    GROUPS_SERVING_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    groups_serving: _builtins.int
+    """As `groups_serving`."""
+    queued: _builtins.int
+    """Requests in the queue."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        groups_serving: _builtins.int = ...,
+        queued: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_serving", b"groups_serving", "model", b"model", "queued", b"queued"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final
 class ModelBuckets(_message.Message):

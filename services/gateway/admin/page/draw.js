@@ -1,6 +1,6 @@
 // Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
-import { batchText, bucketTexts, budget, changing, size, totals, wholeModel } from "./text.js";
+import { batchText, bucketTexts, budget, changing, modelText, size, totals, wholeModel } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
@@ -310,6 +310,16 @@ export function drawDecisions(list, decisions) {
     return row;
   });
   if (!rows.length) rows.push(make("li", "none", "No decisions yet: all requests fit the KV cache."));
+  list.replaceChildren(...rows);
+}
+
+/** Draws a line per model. */
+export function drawModels(list, models) {
+  const rows = models.map((model) => {
+    const row = make("li", model.ready ? "ready" : "away");
+    row.append(make("span", "", model.name), make("span", "", modelText(model)));
+    return row;
+  });
   list.replaceChildren(...rows);
 }
 

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.vocabulary.message import Heartbeat
 from tests.support.clock import Clock
 
 
@@ -16,6 +16,7 @@ from tests.support.clock import Clock
 class Cluster:
     """What the gateway knows; `groups` of the scheduler is None while it does not answer."""
 
+    model: str = "m"
     registered: int = 2
     in_groups: int = 2
     stable: int = 2
@@ -37,7 +38,7 @@ class Cluster:
 
     @property
     def heartbeat(self) -> Any:
-        return None if self.groups is None else SimpleNamespace(groups_serving=self.groups)
+        return None if self.groups is None else Heartbeat(self.groups, 0)
 
 
 def probe(
