@@ -1,5 +1,6 @@
 """The LoRA adapters that clients can use, as records in etcd which all gateways follow."""
 
+import contextlib
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -13,7 +14,7 @@ from services.core.adapter import Adapter
 from tideserve.common.v1 import adapter_pb2
 
 FOLLOW_TIMEOUT_S = 5.0
-"""Longest wait until this gateway sees a record that it has written."""
+"""Longest wait for the records at the start, and for a record that this gateway has written."""
 
 
 class ChangedMeanwhile(Exception):
@@ -36,6 +37,12 @@ class AdapterDirectory:
         """Follow etcd until cancelled; the last records remain while it is down."""
         await self._directory.run()
 
+    async def loaded(self) -> None:
+        """Wait until all records have been read, but not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with timeout(FOLLOW_TIMEOUT_S):
+                await self._directory.loaded.wait()
+
     def record(self, name: str) -> adapter_pb2.AdapterRecord | None:
         """The record of an adapter, or None."""
         return self._directory.records.get(adapter_key(name))
@@ -45,9 +52,9 @@ class AdapterDirectory:
         record = self.record(name)
         return None if record is None else (record.base, adapter_of_record(record))
 
-    def records(self) -> list[adapter_pb2.AdapterRecord]:
-        """All records, sorted by name."""
-        return sorted(self._directory.records.values(), key=lambda record: record.name)
+    def names(self) -> list[str]:
+        """The names of all adapters, sorted."""
+        return sorted(record.name for record in self._directory.records.values())
 
     def revision(self, name: str) -> int:
         """Revision of the adapter's record, 0 without one; for `write` and `delete`."""
