@@ -1,8 +1,8 @@
 """Where a request with a LoRA adapter may start: at groups with the adapter or a slot for it.
 
 An adapter is a property of a request, not of its queue. A request whose adapter no group can take
-now is skipped and holds no group, unless it was overtaken too often: then no request with another
-adapter starts at the groups that could load it, until one of their slots is idle. A *holder* is a
+now is skipped and holds no group. If it was overtaken too often, no request with another adapter
+starts at the group that can probably load it first, until a slot is idle there. A *holder* is a
 group whose leader has the adapter, or gets it with a reserved request.
 """
 
@@ -58,6 +58,12 @@ def _load_times(loads: Iterable[GroupLoad]) -> list[float]:
     ]
 
 
+def _fewest_running(load: GroupLoad) -> tuple[int, str]:
+    """The number of requests that must end before a slot is idle, as far as reported."""
+    running = (loaded.running for loaded in load.adapter_use.adapters)
+    return min(running, default=0), load.group.group_id
+
+
 @dataclass(slots=True)
 class AdapterPlaces:
     """Groups of a model by the adapters that they take, while the next request is chosen."""
@@ -74,12 +80,25 @@ class AdapterPlaces:
         adapter = waiting.ask.adapter
         if adapter is None or self.takers(adapter):
             return True
-        if waiting.overtaken >= self.overtaken_max:
-            for load in self.loads:
-                if supports(load, adapter):
-                    self._kept.setdefault(load.group.group_id, adapter.digest)
-            self._takers.clear()
+        if waiting.overtaken >= self.overtaken_max and adapter.digest not in self._kept.values():
+            self._keep(waiting, adapter)
         return False
+
+    def _keep(self, waiting: Waiting, adapter: Adapter) -> None:
+        """Keep the next idle slot of a group for an adapter."""
+        ask = waiting.ask
+        able = [
+            load
+            for load in self.loads
+            if load.group.group_id not in self._kept
+            and supports(load, adapter)
+            and could_hold(load, ask.prompt_tokens, ask.max_tokens)
+        ]
+        if able:
+            # The group drains while others get requests, so the next choice is the same.
+            group = min(able, key=_fewest_running).group
+            self._kept[group.group_id] = adapter.digest
+            self._takers.clear()
 
     def takers(self, adapter: Adapter) -> frozenset[str]:
         """Ids of the groups that take the adapter now."""
