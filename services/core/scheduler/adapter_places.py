@@ -30,20 +30,26 @@ def is_holder(load: GroupLoad, adapter: Adapter) -> bool:
     return adapter.key in reported or adapter.key in load.reserved_adapters
 
 
+def has_slots(load: GroupLoad) -> bool:
+    """Whether the leader reports slots."""
+    return bool(load.adapter_use.adapters or load.adapter_use.adapter_slots_free)
+
+
 def takes(load: GroupLoad, adapter: Adapter) -> bool:
-    """Whether a slot of the leader has the adapter, is free, or can be given to it."""
-    use = load.adapter_use
-    if not supports(load, adapter) or not (use.adapters or use.adapter_slots_free):
+    """Whether the adapter is in use at the leader, or a slot can be given to it or stay its own."""
+    if not supports(load, adapter) or not has_slots(load):
         return False
-    if is_holder(load, adapter):
-        return True
-    reserved = load.reserved_adapters
-    reported = {loaded.digest for loaded in use.adapters}
-    idle = sum(
-        not (loaded.loading or loaded.running or loaded.digest in reserved)
+    use, reserved = load.adapter_use, load.reserved_adapters
+    idle = {
+        loaded.digest
         for loaded in use.adapters
-    )
-    return use.adapter_slots_free + idle > len(reserved - reported)
+        if not (loaded.loading or loaded.running or loaded.digest in reserved)
+    }
+    if is_holder(load, adapter) and adapter.key not in idle:
+        return True
+    # Reserved adapters may evict any idle one, also this one.
+    arriving = reserved.difference(loaded.digest for loaded in use.adapters)
+    return use.adapter_slots_free + len(idle) > len(arriving)
 
 
 def load_s(load: GroupLoad, others: Iterable[GroupLoad]) -> float:
@@ -92,6 +98,7 @@ class AdapterPlaces:
             for load in self.loads
             if load.group.group_id not in self._kept
             and supports(load, adapter)
+            and has_slots(load)
             and could_hold(load, ask.prompt_tokens, ask.max_tokens)
         ]
         if able:

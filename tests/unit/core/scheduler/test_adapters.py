@@ -20,7 +20,7 @@ from services.core.scheduler.vocabulary import (
 )
 from tests.unit.core.scheduler.test_state import Scheduler, assigned, group, load, placed
 
-SEEDS = int(os.environ.get("TIDESERVE_ADAPTER_SEEDS", "40"))
+SEEDS = int(os.environ.get("TIDESERVE_ADAPTER_SEEDS", "12"))
 
 
 def adapter(name: str, rank: int = 8) -> Adapter:
@@ -155,17 +155,16 @@ def test_adapters_that_cannot_be_placed_hold_nobody_up() -> None:
 
 def test_an_overtaken_adapter_holds_only_groups_that_take_it() -> None:
     scheduler = Scheduler(overtaken_max=1)
-    for name, rank in (("full", 16), ("plain", 0)):
-        scheduler.join(name, adapter_rank_max=rank)
-    scheduler.report("full", free=3, adapter_use=use(free=1))
-    scheduler.report("plain", free=100)
+    scheduler.join("full", adapter_rank_max=16)
+    scheduler.report("full", free=9, adapter_use=use(free=1))
     assert not assigned(scheduler.ask("large", adapter=A, prompt_tokens=600))
-    names = [f"small{number}" for number in range(20)]
-    for name in names:
-        placed(scheduler.ask(name, prompt_tokens=8, max_tokens=8))
-        scheduler.report("plain", received=(name,))
-        scheduler.report("full", free=3, received=(name,), adapter_use=use(free=1))
-    assert scheduler.state._queue.get("large").overtaken == 1  # type: ignore[union-attr]
+    assert assigned(scheduler.ask("small")) == ["small"]
+    assert not assigned(scheduler.ask("held")), "the large one was overtaken once"
+    # A group that could not run the large one takes what it can.
+    assert assigned(scheduler.serve("plain")) == ["held"]
+    for number in range(20):
+        assert placed(scheduler.ask(f"s{number}")).worker_id == "plain"
+        scheduler.report("plain", received=("held", f"s{number}"))
     assert assigned(scheduler.report("full", adapter_use=use(free=1))) == ["large"]
 
 
@@ -251,9 +250,9 @@ class Workers:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_each_request_starts_where_its_adapter_has_a_slot(seed: int) -> None:
     workers = Workers(seed)
-    for _ in range(150):
+    for _ in range(100):
         workers.step(asks=True)
-    for _ in range(400):
+    for _ in range(200):
         workers.step(asks=False)
     assert workers.started == workers.asked.keys()
 

@@ -110,7 +110,7 @@ def test_files_that_are_damaged_or_empty(tmp_path: Path, model_dir: Path) -> Non
     save_file({}, folder / WEIGHTS)
     with pytest.raises(AdapterUnreadable, match="has no tensors"):
         read_adapter(folder, model_dir)
-    (folder / WEIGHTS).write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    (folder / WEIGHTS).write_bytes(b"\x02\0\0\0\0\0\0\0no")
     with pytest.raises(AdapterUnreadable, match="is not a safetensors file"):
         read_adapter(folder, model_dir)
     (folder / CONFIG).write_text("{")
