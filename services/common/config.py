@@ -297,7 +297,9 @@ def _from_text(text: str, setting: Setting) -> Any:
     if setting.metadata.get("size"):
         return parse_size_bytes(text)
     for kind in setting.kinds:
-        if typing.get_origin(kind) is tuple and typing.get_args(kind)[0] is str:
+        if typing.get_origin(kind) is tuple:
+            if typing.get_args(kind)[0] is not str:
+                return _mappings_in(text)
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if kind in _READERS:
             read, wanted = _READERS[kind]
@@ -308,6 +310,17 @@ def _from_text(text: str, setting: Setting) -> Any:
         if kind in (str, Path) or is_str_enum(kind):
             return text if is_str_enum(kind) else kind(text)
     raise ConfigError("this key can be given only in a YAML file")
+
+
+def _mappings_in(text: str) -> tuple[Any, ...]:
+    """The entries of a list of mappings, as JSON or YAML. Raises ConfigError."""
+    try:
+        entries = yaml.safe_load(text)
+    except _YAML_FAILURES as error:
+        raise ConfigError(f"it is no valid JSON{_where_and_why(error)}") from None
+    if not isinstance(entries, list):
+        raise ConfigError("it must be a list of mappings, as JSON")
+    return tuple(entries)
 
 
 def _converted(value: Any, setting: Setting) -> Any:

@@ -163,7 +163,7 @@ async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
         ({"lora_path": "adapters/tone"}, "must be an absolute path"),
         ({"lora_name": ""}, "'lora_name'"),
         ({"lora_path": None}, "'lora_path'"),
-        ({"rank": 3}, "'rank' is not a field"),
+        ({"rank": 3}, "'rank': extra inputs"),
     ],
 )
 async def test_what_cannot_be_loaded(
