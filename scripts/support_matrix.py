@@ -50,8 +50,8 @@ MERGES = (
 )
 INTRODUCTION = (
     "Not supported: tensor parallelism, quantized weights, draft models, mixtures of experts,"
-    " images and other media, embeddings, weights in other files than safetensors, adapters (LoRA) except"
-    " with vLLM (docs/adapters.md).\n\n"
+    " images and other media, embeddings, weights in other files than safetensors,"
+    " adapters (LoRA) except with vLLM (docs/adapters.md).\n\n"
     "Written by hand: the line above, models and states of engines, and the table of groups"
     " that merge; all other cells are generated from the code."
 )
