@@ -139,6 +139,7 @@ class GatewayConfig(ServiceConfig):
         (),
         "Folders below which LoRA adapters may lie, as the workers see them; none: the admin port"
         " loads no adapters.",
+        default_text="none",
     )
     public_metrics: bool = option(
         True, "Whether the HTTP port also serves this gateway's /metrics."

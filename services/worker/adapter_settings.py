@@ -29,7 +29,9 @@ class AdapterSettings:
         maximum=RANKS[-1],
     )
     adapter_roots: tuple[str, ...] = option(
-        (), "Folders below which adapters may lie; required with `adapter_slots`."
+        (),
+        "Folders below which adapters may lie; required with `adapter_slots`.",
+        default_text="none",
     )
 
     @property
