@@ -296,17 +296,17 @@ def judge(record: ModelRecord, paced: str) -> TrialVerdict:
         "flooded_ttft_p99_ratios": ttft_ratios,
         "flooded_ttft_p99_ratio": ttft,
     }
+    least, most = "at least", "at most"
     bars = (
-        ("memory of the gateways, one over two", rss, rss <= RSS_RATIO_MAX, RSS_RATIO_MAX),
-        ("tokens per second, one over two", speed, speed >= THROUGHPUT_RATIO_MIN, None),
-        ("P99 TTFT, flooded over alone", ttft, ttft <= FLOODED_RATIO_MAX, FLOODED_RATIO_MAX),
+        ("memory of the gateways, one over two", rss, most, RSS_RATIO_MAX),
+        ("tokens per second, one over two", speed, least, THROUGHPUT_RATIO_MIN),
+        ("P99 TTFT, flooded over alone", ttft, most, FLOODED_RATIO_MAX),
     )
     rows = [(what, f"{value:.2f}") for what, value, _, _ in bars]
     problems = [
-        f"{what}: {value:.2f}, but must be "
-        + (f"at most {most:g}" if most is not None else f"at least {THROUGHPUT_RATIO_MIN:g}")
-        for what, value, met, most in bars
-        if not met
+        f"{what} is {value:.2f}, but must be {side} {bar:g}"
+        for what, value, side, bar in bars
+        if (value < bar if side == least else value > bar)
     ]
     return TrialVerdict(figures, rows, problems)
 

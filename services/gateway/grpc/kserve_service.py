@@ -265,8 +265,8 @@ class KserveService:
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless the model exists and the caller may use it."""
-        if name not in (names := self._names(call)):
-            raise no_such_model(name, *names)
+        if name not in self._names(call):
+            raise no_such_model(name, *self._serving.models.listed(call.record.principal))
         translate.check_version(version)
 
     def _names(self, call: Call) -> dict[str, ModelEntry]:

@@ -91,7 +91,7 @@ class ModelRegistry:
         entry = self.find(name)
         allowed = [other for other, _ in self.allowed(principal)]
         if entry is None or (allowed and not _may_use(name, entry, principal)):
-            raise no_such_model(name, *self._listed(principal))
+            raise no_such_model(name, *self.listed(principal))
         principal.check_model(name, entry.name)
         return entry
 
@@ -114,8 +114,8 @@ class ModelRegistry:
         # A gateway serves only adapters of its own models.
         return None if entry is None or entry.name != base else entry.with_adapter(adapter)
 
-    def _listed(self, principal: Principal) -> list[str]:
-        """The name of each model that `principal` may use."""
+    def listed(self, principal: Principal) -> list[str]:
+        """A name of each model that `principal` may use, for errors."""
         names = (entry.served.allowed_names(principal) for entry in self.entries)
         return [allowed[0] for allowed in names if allowed]
 

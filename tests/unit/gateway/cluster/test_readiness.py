@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from services.gateway.cluster.readiness import ReadinessProbe
-from services.gateway.vocabulary.message import Heartbeat
+from services.gateway.cluster.readiness import GatewayReadiness, ReadinessProbe
+from services.gateway.vocabulary.message import Heartbeat, ModelBeat
 from tests.support.clock import Clock
 
 
@@ -121,3 +122,28 @@ async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
 def test_workers_without_drops_have_reasons_and_count_as_ready() -> None:
     state = probe(Cluster(no_drops={"w0": "UCX cannot be loaded"})).evaluate()
     assert state.ready and state.without_drops == {"w0": "UCX cannot be loaded"}
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_a_gateway_is_ready_once_any_or_all_models_are(needs_all: bool) -> None:
+    there, away = Cluster(), Cluster(stable=0, in_groups=0, registered=1)
+    probes = {"m": probe(there), "n": probe(away)}
+    gateway = GatewayReadiness(probes, cast(Any, there), needs_all=needs_all)
+    state = gateway.evaluate()
+    assert state.ready is gateway.ready() is not needs_all
+    assert (state.workers_expected, state.workers_registered, state.groups_serving) == (4, 3, 2)
+    wanted = "1 of 2 workers have registered", "no group of the model is stable"
+    assert state.missing == (wanted if needs_all else ())
+    assert gateway.model_ready("m") and not gateway.model_ready("n")
+    assert not gateway.model_ready("unknown") and gateway.of("unknown") is None
+    assert gateway.healthy() and gateway.groups_serving("n") == 0
+    there.stable = there.groups = 0
+    assert not gateway.ready() and not gateway.healthy()
+
+
+def test_a_scheduler_that_sees_groups_of_another_model_only() -> None:
+    cluster = Cluster()
+    beat = Heartbeat(2, 0, models={"n": ModelBeat(2, 0)})
+    admission = SimpleNamespace(heartbeat=beat)
+    one = ReadinessProbe(cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0)
+    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
