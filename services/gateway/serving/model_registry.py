@@ -89,8 +89,9 @@ class ModelRegistry:
                 name only.
         """
         entry = self.find(name)
-        allowed = [other for other, _ in self.allowed(principal)]
-        if entry is None or (allowed and not _may_use(name, entry, principal)):
+        # Not a list: there may be many adapters.
+        allowed = next(self.allowed(principal), None)
+        if entry is None or (allowed is not None and not _may_use(name, entry, principal)):
             raise no_such_model(name, *self.listed(principal))
         principal.check_model(name, entry.name)
         return entry
