@@ -26,6 +26,7 @@ from services.core.setting import (
     size,
     tcp_port,
 )
+from services.worker.adapter_settings import AdapterSettings
 from services.worker.engine_args import devices_of, normalized
 
 # Scheme, host or IPv6 address in brackets, and port.
@@ -71,14 +72,6 @@ class DrainMode(StrEnum):
 
     MOVE = "move"
     WAIT = "wait"
-
-
-def cpu_only_torch_error(torch_version: str) -> str:
-    """Error text for a CPU-only torch when a GPU was requested."""
-    return (
-        f"torch {torch_version} is a CPU-only build; install the CUDA build (`make clean`, then"
-        " `make serve` without TORCH_INDEX; docs/gpus.md), or remove --device"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +158,7 @@ class WorkerConfig(ServiceConfig):
         expert=True,
     )
     planner: IterationConfig = nested(IterationConfig())
+    adapters: AdapterSettings = nested(AdapterSettings())
     max_model_len: int | None = number(
         None,
         "Maximum tokens per request, prompt plus output.",
@@ -341,6 +335,7 @@ class WorkerConfig(ServiceConfig):
         else:
             self._refuse_vllm_options()
         self._check_upstream()
+        self.adapters.check(self.engine)
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
