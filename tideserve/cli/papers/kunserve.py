@@ -56,10 +56,10 @@ def page(run: PageRun) -> PaperPage:
             *_spike_charts(runs.long),
             *(
                 chart
-                for name, systems in (runs.bursts | {few: runs.fewer}).items()
+                for name, systems in {**runs.bursts, few: runs.fewer}.items()
                 for chart in _timelines("Figure 12", name, systems)
             ),
-            *_bars(runs.bursts | {few: runs.fewer}),
+            *_bars({**runs.bursts, few: runs.fewer}),
             *_restore_charts(runs.long),
             *_timelines("Figure 17", "endless burst", runs.endless),
         ],

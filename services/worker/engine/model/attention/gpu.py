@@ -240,8 +240,9 @@ class GpuPagedAttention:
         tiles = []
         for (_, host_counts, host_positions, _, _), there, rows in kinds:
             if len(host_counts):
+                starts, counts, positions, firsts, lowests = there
                 lengths, most = host_positions + host_counts, int(host_counts.max())
-                tiles.append(Tiles(*there, lengths, rows, most))
+                tiles.append(Tiles(starts, counts, positions, firsts, lowests, lengths, rows, most))
         return AttentionInputs(slots, tables, tuple(tiles))
 
 
