@@ -74,10 +74,19 @@ Systems = Annotated[
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
         "-preempting lets online requests interrupt batch work, -patient does not, with -idle it "
         "runs while no online request does, -host copies KV to host memory and back, -save lets "
-        "nothing else run while it is copied back, -packing, -slots and "
-        "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
-        "each group, -api sends batch work as files to /v1/batches. -float32 "
-        "or -bfloat16 sets the dtype.",
+        "nothing else run while it is copied back, -packing, -slots, -victims "
+        "and -sharing enable parts of BROS, -block64 sets KV blocks of 64 tokens, -groups "
+        "sets a deadline for each token instead of each group, -api sends batch work as files "
+        "to /v1/batches. -float32 or -bfloat16 sets the dtype.",
+        show_default="the scenario's",
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100,
+        help="Rounds in which all systems take turns.",
         show_default="the scenario's",
     ),
 ]
@@ -183,6 +192,7 @@ def bench(
     ablation: Ablation = False,
     phases: Phases = False,
     systems: Systems = None,
+    rounds: Rounds = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
     slo: Targets = None,
@@ -232,6 +242,7 @@ def bench(
         append=append,
         minutes=minutes,
         seconds=seconds,
+        rounds=rounds,
         workers=flags.get("workers", DEFAULT_WORKERS),
     )
     if scenario == "burst" and ablation:

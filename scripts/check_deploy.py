@@ -37,7 +37,7 @@ from services.common.errors import ConfigError
 KUBERNETES = "1.32"
 RENDER_TIMEOUT_S = 30
 CHART = DEPLOY / "helm" / "tideserve"
-EXAMPLE = DEPLOY / "helm" / "example-values.yaml"
+EXAMPLES = tuple(DEPLOY / "helm" / name for name in ("example-values.yaml", "example-models.yaml"))
 EXAMPLE_VERSION = "1.2.3"
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
@@ -54,7 +54,7 @@ def strict_schemas() -> Iterator[str]:
     for path in (DEPLOY / "schemas").glob("*.json"):
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
     sets = {variant.name: build_variant(variant) for variant in SETS}
-    sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
+    sets |= {f"chart with {example.name}": _rendered([example]) for example in EXAMPLES}
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
         for obj in objects:
@@ -81,8 +81,9 @@ def code_and_manifests() -> Iterator[str]:
 
 def code_and_chart() -> Iterator[str]:
     """The chart matches the code with non-default values."""
-    for problem in check_objects(_rendered([EXAMPLE]), EXAMPLE_VERSION):
-        yield f"chart with {EXAMPLE.name}: {problem}"
+    for example in EXAMPLES:
+        for problem in check_objects(_rendered([example]), EXAMPLE_VERSION):
+            yield f"chart with {example.name}: {problem}"
 
 
 def compose_files() -> Iterator[str]:
@@ -103,7 +104,7 @@ def chart_values() -> Iterator[str]:
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
     defaults = _parsed(CHART / "values.yaml")
-    for path in (EXAMPLE, *sorted(CHART.glob("values*.yaml"))):
+    for path in (*EXAMPLES, *sorted(CHART.glob("values*.yaml"))):
         for error in validator.iter_errors(_parsed(path)):
             yield f"{path.name}: {error.message}"
     for wrong in _typos(defaults):

@@ -101,7 +101,7 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
         # Workers in front of several upstream servers have a Deployment each.
         first = f"Deployment/tideserve-{service}"
         names = [name for name in known if name == first or name.startswith(f"{first}-")]
-        if first not in names:
+        if not names:
             problems.append(f"there is no Deployment tideserve-{service}")
         for name in names:
             deployment = known[name]

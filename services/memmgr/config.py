@@ -29,12 +29,13 @@ class MemmgrConfig(ServiceConfig):
         " to even out the workers. swap, for comparisons, is like recompute, with workers that copy"
         " all KV to host memory: `tideserve up` sets their `save: all` and `save_from: 0`.",
     )
-    rebalance: Rebalance = choice(
-        MONITOR.rebalance,
+    rebalance: Rebalance | None = choice(
+        None,
         Rebalance,
         "When running requests move to other workers with their KV: never (off); away from workers"
         " that lack KV cache while others have room, before workers merge for them (stuck); also to"
         " make room at a worker for a large request that waits (all). Needs prefix_caching.",
+        default_text="with overload_policy drop stuck, else off",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

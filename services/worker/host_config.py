@@ -76,6 +76,10 @@ class HostConfig:
     def settings(self, block_bytes: int, link_bytes_per_s: float) -> HostSettings:
         """Settings of the planner; see `HostSettings`."""
         return HostSettings(
-            *(block_bytes, link_bytes_per_s),
-            *(self.save, self.save_from, self.lane_share, self.prefetch),
+            block_bytes=block_bytes,
+            link_bytes_per_s=link_bytes_per_s,
+            save=self.save,
+            save_from=self.save_from,
+            lane_share=self.lane_share,
+            prefetch=self.prefetch,
         )

@@ -217,7 +217,7 @@ def measured_profile(
         kv_bytes_per_token=runner.kv_bytes_per_token,
         parameter_bytes=runner.parameter_bytes,
         memory_bytes=config.budget_bytes,
-        host_link_bytes_per_s=link and link.bytes_per_s,
+        host_link_bytes_per_s=None if link is None else link.bytes_per_s,
         host_link=link,
         hidden_bytes=runner.hidden_bytes_per_token,
         shape=shape_of(runner.geometry, runner.slab_bytes),
