@@ -45,7 +45,7 @@ class HostHistory:
 
     def _note_saved(self, event: BlocksSaved) -> None:
         job, sums = self._jobs.pop(event.job, None), self._sums.pop(event.job, ())
-        if job is None:
+        if not isinstance(job, SaveBlocks):
             return
         for block, whole, checksum in zip(job.blocks, event.intact, sums, strict=False):
             if whole:
@@ -55,7 +55,7 @@ class HostHistory:
 
     def _check_recalled(self, worker_id: str, event: BlocksRecalled) -> None:
         job, sums = self._jobs.pop(event.job, None), self._sums.pop(event.job, ())
-        if job is None:
+        if not isinstance(job, RecallBlocks):
             return
         for block, whole, checksum in zip(job.blocks, event.intact, sums, strict=False):
             saved = self._saved.get(block.slot)

@@ -4,10 +4,6 @@ A *stage* is a worker of a pipeline; all have blocks of each running sequence. A
 not planned and may be *absent* from stages, without blocks there, while its KV moves. A policy
 receives the running and the held sequences, oldest first, and a function that returns the stages
 without a free block. It returns a sequence that has blocks at each of these stages.
-
-A sequence whose KV has been copied to host memory loses little: batch sequences with copies are
-preferred to those without, and so are online sequences (swapping, as in InferCept), but for the
-oldest.
 """
 
 from collections.abc import Callable
@@ -32,13 +28,7 @@ class VictimRule(StrEnum):
 def newest(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest sequence, running or held, so that the oldest always advances.
-
-    A sequence with copies in host memory comes first.
-    """
-    for sequence in reversed(running):
-        if sequence.is_saved and sequence is not running[0]:
-            return sequence
+    """The newest sequence, running or held, so that the oldest always advances."""
     last = running[-1]
     if held and held[-1].age > last.age:
         full = full_stages()
@@ -75,14 +65,8 @@ def most_slack(
 
 
 def newest_batch(running: Row[Sequence]) -> Sequence | None:
-    """The newest running sequence of the class `batch`, rather one with copies in host memory."""
-    newest = None
-    for sequence in reversed(running):
-        if not sequence.online:
-            if sequence.is_saved:
-                return sequence
-            newest = newest or sequence
-    return newest
+    """The newest running sequence of the class `batch`."""
+    return next((seq for seq in reversed(running) if not seq.request.service.online), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,29 +285,6 @@ def test_batch_work_that_yields_runs_at_most_a_block_again(scheduling: Schedulin
     assert again <= BLOCK_SIZE * load.preemptions_total
 
 
-def test_online_requests_with_copies_are_preempted_first() -> None:
-    world = HostWorld(
-        num_blocks=16, scheduling=Scheduling.FCFS, host=host_settings(save=Save.ALL, save_from=0.0)
-    )
-    first, second, third = (
-        world.ask(tuple(range(start, start + 17)), output=20) for start in (1, 20, 60)
-    )
-    while not world.state.sequences[third].registered:
-        world.iterate()
-    running = world.state.sequences
-    running[third].saved, running[second].saved = 0, running[second].registered
-    while not world.state.preemptions_total:
-        microbatch = world.plan()
-        assert microbatch is not None
-        sampled = world.run(microbatch)
-        world.handle(IterationFinished(world.now_s, sampled, microbatch.number))
-        if world.state.preemptions_total == 0:
-            running[second].saved = running[second].registered
-    assert [seq.seq_id for seq in world.state.waiting] == [second]
-    assert first in world.open
-    world.end()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_host_memory_without_slots_changes_no_decision(seed: int) -> None:
     """And without the setting there is no tier at all."""
