@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, Save, SaveBlocks
+from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, SaveBlocks
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -129,7 +129,7 @@ def test_no_recall_begins_while_an_iteration_writes() -> None:
     assert not world.jobs
     world.handle(IterationFinished(world.now_s, sampled, microbatch.number))
     world.look()
-    assert isinstance(world.jobs[-1].command, RecallBlocks) and long in world.open
+    assert recall_of(world) and long in world.open
     world.end()
 
 
@@ -209,8 +209,7 @@ def test_an_online_recall_takes_the_blocks_of_batch_work() -> None:
         world.iterate()
     world.ask(PROMPT)
     world.look()
-    assert world.state.preemptions_total == 1
-    assert isinstance(world.jobs[-1].command, RecallBlocks)
+    assert world.state.preemptions_total == 1 and recall_of(world)
     world.end()
 
 
@@ -232,11 +231,12 @@ def test_blocks_that_are_being_recalled_move_with_their_kv() -> None:
     name = world.ask(PROMPT)
     world.look()
     world.copy(7)
-    table = world.state.table.tables[f"@recall.{world.jobs[-1].command.job}"]
+    pin = recall_of(world).pin
+    table = world.state.table.tables[pin]
     world.abort("r3")
     world.handle(PoolLimited(9))
     world.handle(BlocksRelocated(9))
-    assert max(table) >= 9 > max(world.state.table.tables[f"@recall.{world.jobs[-1].command.job}"])
+    assert max(table) >= 9 > max(world.state.table.tables[pin])
     world.copy_all()
     world.handle(PoolGrown(12))
     settle(world)
@@ -264,25 +264,6 @@ def test_a_recall_that_hangs_stalls_other_work_for_a_time_only() -> None:
     world.now_s += RECALL_S
     assert world.iterate()
     world.end()
-
-
-@pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.PRIORITY])
-def test_batch_work_that_yields_runs_at_most_a_block_again(scheduling: Scheduling) -> None:
-    world = HostWorld(
-        num_blocks=30, slots=200, scheduling=scheduling, host=host_settings(save_from=0.0)
-    )
-    for number in range(4):
-        world.ask(PROMPT[number : number + 12], output=40, online=False)
-    for number in range(300):
-        if number % 12 == 0 and number < 200:
-            world.ask(tuple((5 * number + place) % 50 for place in range(50)), output=4)
-        world.iterate()
-        world.copy_all()
-    world.end()
-    load = world.state.load()
-    assert load.preemptions_total > 4 and world.host.counts.recalled_tokens_total > 40
-    again = load.tokens.batch_recomputed_tokens_total
-    assert again <= BLOCK_SIZE * load.preemptions_total
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -331,6 +312,11 @@ def settle(world: HostWorld, copies: bool = True) -> None:
         if not ran and not world.open and saved:
             return
     raise AssertionError("requests or saves do not end")
+
+
+def recall_of(world: HostWorld) -> RecallBlocks:
+    (command,) = (job.command for job in world.jobs if isinstance(job.command, RecallBlocks))
+    return command
 
 
 def hashes_of(world: HostWorld, prompt: tuple[int, ...], salt: str = "") -> list[bytes]:
