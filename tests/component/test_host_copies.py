@@ -23,15 +23,14 @@ from services.core.host.vocabulary import Save
 from services.core.request import Limits, Request, Sampling
 from services.worker.engine.host.store import HostStore
 from tests.support.engine_networks import QueueNetwork
-from tests.support.fake_model import CHUNK_BYTES, FAKE, expected_tokens, load_fake
+from tests.support.fake_model import FAKE, expected_tokens, load_fake
 from tests.support.group_scenario import Scenario
 from tests.support.host_group import HostGroup, host_settings
 from tideserve.sim.replay import WORKER_TYPES, replay
 
 SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "8")))
 EVENTS = 12
-REQUESTS = 40
-BASE_BYTES = FAKE.budget_bytes - 20 * CHUNK_BYTES
+REQUESTS = 12
 
 
 def requests() -> list[Request]:
@@ -40,7 +39,7 @@ def requests() -> list[Request]:
     for number in range(REQUESTS):
         begin = rng.choice(made).prompt_ids if made and rng.random() < 0.8 else ()
         kept = begin[: rng.randint(0, len(begin))]
-        prompt = (*kept, *(rng.randrange(3, 60) for _ in range(rng.randint(1, 20))))[:40]
+        prompt = (*kept, *(rng.randrange(3, 60) for _ in range(rng.randint(10, 40))))[:64]
         made.append(Request(f"r-{number}", prompt, Sampling(0.0), Limits(rng.randint(1, 16)), 0.0))
     return made
 
@@ -55,7 +54,7 @@ class HostScenario(Scenario):
         settings = host_settings(
             save=rng.choice([Save.ALL, Save.ALL, Save.BATCH]), prefetch=rng.random() < 0.9
         )
-        options = {"settings": settings, "host_slots": rng.choice([6, 20, 200])} | options
+        options = {"settings": settings, "host_slots": rng.choice([12, 40, 200])} | options
         super().__init__(FAKE, requests(), seed, QueueNetwork(), load=load_fake, **options)
 
     def run(self, events: int) -> None:
@@ -64,7 +63,7 @@ class HostScenario(Scenario):
             self.wait()
             if self.rng.random() < 0.1:
                 self.abort()
-            if self.rng.random() < 0.02:
+            if self.rng.random() < 0.005:
                 self.fail_copier()
             self.group.check_invariants()
         super().run(events)
