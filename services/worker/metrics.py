@@ -103,6 +103,14 @@ MOVED_REQUESTS = {
         "shipped_blocks",
         "KV blocks that were sent for requests that move.",
     ),
+    "handed_over_total": (
+        "handed_over_requests",
+        "Requests whose prompt this worker computed, and whose output another one computes.",
+    ),
+    "hand_overs_kept_total": (
+        "kept_hand_overs",
+        "Requests that were to be handed over after their prompt, and stayed because that failed.",
+    ),
 }
 
 

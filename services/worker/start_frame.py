@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 
 from services.common.slo import to_service
+from services.core.destination import Destination
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,
@@ -85,7 +86,13 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         resumable=start.resumable,
         output_ids=output,
         server_losses=start.server_losses,
+        hand_to=_destination(start.hand_to) if start.HasField("hand_to") else None,
     )
+
+
+def _destination(place: pb.GoTo) -> Destination:
+    _require(bool(place.worker_id and place.address), "hand_to must name a worker and its address")
+    return Destination(place.worker_id, place.address, place.group_id, place.epoch)
 
 
 def _limits(limits: pb.Limits, prompt_tokens: int, vocab_size: int, max_model_len: int) -> Limits:

@@ -47,10 +47,14 @@ class HandOvers:
             if sequence is not None and (sequence is following or sequence.phase is Phase.RUNNING):
                 yield sequence, target
 
-    def clear(self) -> int:
-        """Hand none of these requests over; returns their number."""
-        count = len(self._targets)
-        self._targets.clear()
+    def drop(self, worker_id: str = "") -> int:
+        """Hand none of these requests over, "": to any worker; returns their number."""
+        kept = {
+            seq_id: target
+            for seq_id, target in self._targets.items()
+            if worker_id and target.worker_id != worker_id
+        }
+        count, self._targets = len(self._targets) - len(kept), kept
         return count
 
 

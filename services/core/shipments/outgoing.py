@@ -47,6 +47,8 @@ STOP_BLOCKS = 2
 """Blocks that may be missing at the target when the request stops here."""
 ANSWER_S = 5.0
 """Time limit of the target's answer to an offer; it answers between its iterations."""
+UNANSWERED_MAX = 16
+"""Unanswered offers to a worker from which it gets no further hand-overs: it may hang."""
 SHIP_S = 5.0
 """Time after which a shipment is given up: the request grows faster than the link carries."""
 SEALED_S = 10.0
@@ -177,7 +179,8 @@ class Outgoing:
             self._keep(shipment, "a transfer failed")
 
     def note_lost(self, worker_id: str) -> None:
-        """The connection to a worker was lost."""
+        """The connection to a worker was lost, or there is none."""
+        self.hand_overs_kept_total += self._hand_overs.drop(worker_id)
         for order in list(self._orders.values()):
             if order.target.worker_id == worker_id:
                 order.left = 0
@@ -185,7 +188,7 @@ class Outgoing:
 
     def end_all(self, reason: str) -> None:
         """End all shipments and orders."""
-        self.hand_overs_kept_total += self._hand_overs.clear()
+        self.hand_overs_kept_total += self._hand_overs.drop()
         for order in self._orders.values():
             order.left = 0
         self._end_all(reason, lambda _shipment: True)
@@ -340,12 +343,19 @@ class Outgoing:
     def _begin_hand_overs(self, now_s: float, obstacle: str) -> None:
         """Offer the requests that start next to the workers that compute their output."""
         if obstacle:
-            self.hand_overs_kept_total += self._hand_overs.clear()
+            self.hand_overs_kept_total += self._hand_overs.drop()
             return
         size = self.port.planner.config.block_size
         for sequence, target in self._hand_overs.take_due():
-            order = MoveOrder("", target)
-            self._offer(order, sequence, sequence.prompt_tokens // size, now_s, hand_over=True)
+            unanswered = sum(
+                shipment.step is _Step.OFFERED and shipment.peer == target.worker_id
+                for shipment in self._shipments.values()
+            )
+            if unanswered < UNANSWERED_MAX:
+                order = MoveOrder("", target)
+                self._offer(order, sequence, sequence.prompt_tokens // size, now_s, hand_over=True)
+            else:
+                self.hand_overs_kept_total += 1
 
     def held_back(self, now_s: float) -> frozenset[str]:
         """Sequences that are being shipped, or that orders will choose."""

@@ -61,7 +61,17 @@ def start_frame(
             output_ids=request.output_ids,
             server_losses=request.server_losses,
             delivery=_delivery(coalesced),
+            hand_to=None if assignment.hand_to is None else _place(assignment.hand_to),
         )
+    )
+
+
+def _place(destination: Destination) -> worker_pb2.GoTo:
+    return worker_pb2.GoTo(
+        worker_id=destination.worker_id,
+        address=destination.address,
+        group_id=destination.group_id,
+        epoch=destination.epoch,
     )
 
 
