@@ -7,6 +7,7 @@ are hashes of every n-th block of a prompt, see `block_hash.py`.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.destination import Destination
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.service import DEFAULT_SERVICE, Service
 
@@ -72,7 +73,8 @@ class Ask:
 class Assignment:
     """The group that runs a request, its configuration (`epoch`), and its leader (host:port).
 
-    `returnable`: the worker may return the request to the scheduler before it starts.
+    `returnable`: the worker may return the request to the scheduler before it starts. `hand_to`:
+    the worker that decodes the request after this one has computed its prompt; None: this one.
     """
 
     request_id: str
@@ -81,6 +83,7 @@ class Assignment:
     worker_id: str
     address: str
     returnable: bool = False
+    hand_to: Destination | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,8 +382,10 @@ class GroupTable:
     def join(self, group: ServingGroup, now_s: float) -> None:
         """Add a group, or replace it in its new configuration."""
         known = self._loads.get(group.group_id)
-        if known is not None and replace(known.group, cost_model=group.cost_model) == group:
-            known.group = group  # at most its cost model is new: its load and cache stay
+        if known is not None and group == replace(
+            known.group, cost_model=group.cost_model, role=group.role
+        ):
+            known.group = group  # at most cost model and role are new: its load and cache stay
             known.held_tokens = held_tokens(group, self.ttft)
             if (prefixes := self._models[group.model].prefixes) is not None:
                 prefixes.note_costs(known)

@@ -161,7 +161,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
             cached_tokens=event.cached_tokens,
             server_losses=event.server_losses,
-            go_to=_go_to(event.go_to) if event.HasField("go_to") else None,
+            go_to=to_destination(event.go_to) if event.HasField("go_to") else None,
         )
 
 
@@ -194,7 +194,8 @@ def _token_logprobs(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, message.rank, top)
 
 
-def _go_to(go_to: worker_pb2.GoTo) -> Destination:
+def to_destination(go_to: worker_pb2.GoTo) -> Destination:
+    """The worker where a request continues."""
     return Destination(go_to.worker_id, go_to.address, go_to.group_id, go_to.epoch)
 
 
