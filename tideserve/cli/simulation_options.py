@@ -11,6 +11,7 @@ from services.common.setting import values_of
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
+from services.core.overload.roles import RoleSetting
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
@@ -64,6 +65,8 @@ class SimulationOptions:
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
     # When running requests move to other instances with their KV.
     rebalance: Rebalance = choice(Rebalance.OFF, Rebalance)
+    # mixed, auto, or prefill=N,decode=M: which instances compute prompts and which decode.
+    roles: str = "mixed"
     # When groups merge and split, the protocol, and the costs of a change.
     monitor: OverloadConfig = field(default_factory=OverloadConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -169,8 +172,11 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     systems = {}
     for policy in _policies(options.overload_policy, path):
         spec = plain
-        if policy is not OverloadPolicy.RECOMPUTE or options.rebalance is not Rebalance.OFF:
-            spec = replace(plain, change=_change(options, policy, profile, blocks, path))
+        roles = _roles(options.roles, path)
+        moves = options.rebalance is not Rebalance.OFF or not roles.off
+        if policy is not OverloadPolicy.RECOMPUTE or moves:
+            change = _change(options, policy, profile, blocks, path)
+            spec = replace(plain, change=replace(change, roles=roles))
             assert spec.change is not None
             description[policy.value] = asdict(spec.change)
         notes: list[str] = []
@@ -186,7 +192,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
 
 def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
     """Whether prefixes are cached. Raises ConfigError."""
-    moves = spec.change is not None and spec.change.monitor.moves is not Rebalance.OFF
+    moves = spec.change is not None and spec.change.ships
     if moves and not spec.iteration.prefix_caching:
         raise ConfigError(
             f"{path} lets requests move, which takes their KV from the prefix cache; set"
@@ -194,6 +200,14 @@ def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
         )
     # Skip look-ups, which cost simulation time, if no prompts share a prefix.
     return spec.iteration.prefix_caching and (load.shares_prefixes or moves)
+
+
+def _roles(text: str, path: Path) -> RoleSetting:
+    """The key `roles`. Raises ConfigError."""
+    try:
+        return RoleSetting.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"'roles' in {path}: {error}") from error
 
 
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:
