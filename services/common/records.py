@@ -244,6 +244,9 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         build=build_of(record),
         settings=settings_of(record),
         chunk_bytes=max(1, record.chunk_bytes),
+        role=to_role(record) or Role.MIXED,
+        cost_model=to_cost_model(record),
+        max_batch_tokens=max(1, record.max_batch_tokens),
     )
 
 

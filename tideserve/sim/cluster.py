@@ -158,6 +158,7 @@ class Cluster:
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
             outcomes.gaps = dict(self._token_times.gaps)
+            outcomes.second_gaps = self._token_times.second_gaps
             # Request ids are "r" and the index of the record.
             for request_id, groups in self._token_times.groups.items():
                 outcomes.records[int(request_id[1:])].groups = groups
@@ -196,6 +197,8 @@ class Cluster:
                 can_drop=True,
                 model_digest=KV_LAYOUT,
                 build=KV_LAYOUT,
+                cost_model=self._spec.iteration.cost_model,
+                max_batch_tokens=self._spec.iteration.max_batch_tokens,
             )
         return Coordinator(
             *(world, facts, store, self.scheduler.demands),

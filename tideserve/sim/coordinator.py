@@ -54,7 +54,7 @@ from services.core.overload.events import (
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
-from services.core.overload.roles import able, chosen
+from services.core.overload.roles import RoleAssigner, RolesDue
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
 from services.core.role import Role
@@ -155,6 +155,7 @@ class Coordinator:
             )
         )
         self.monitor = OverloadMonitor(spec.monitor)
+        self._role_assigner = RoleAssigner(spec.roles)
         self._actions = ActionState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
         self._world = world
         self._facts = facts
@@ -218,10 +219,14 @@ class Coordinator:
             self._shortfalls_changed(shortfalls)
 
     def _assign_roles(self, uses: tuple[GroupUse, ...]) -> None:
-        setting, roles = self._world.spec.roles, dict[str, Role]()
-        for ids in able(uses).values():
-            roles |= chosen(ids, setting.prefill, setting.decode, {}, self._roles)
-        if not setting.off and roles != self._roles:
+        if self._world.spec.roles.off:
+            return
+        demands = {demand.model: demand for demand in self._demands(self._now_s)}
+        loads = {use.model: self.monitor.load(use.model) for use in uses}
+        roles = self._role_assigner.assign(
+            RolesDue(self._now_s, uses, self._facts, loads, demands, self._roles)
+        )
+        if roles != self._roles:
             self._roles = roles
             costs = self._world.spec.costs
             self._world.simulation.after(costs.store_s + costs.watch_s, self._roles_changed, roles)

@@ -145,6 +145,8 @@ class Assigner:
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
             model.meter.note_start(waiting.start_tokens, now_s)
+            expected = model.meter.waits.expected_output(ask)
+            model.meter.mix.note(computed, expected, ask.service.tpot_s, now_s)
         self.totals.assigned += 1
         return self._assignment(
             *(waiting.stream_id, ask.request_id, group, waiting.requeues), hand_to

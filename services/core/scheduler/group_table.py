@@ -27,6 +27,7 @@ from services.core.scheduler.dispatch import (
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.late_refusals import RecentRefusals
+from services.core.scheduler.mix_meter import MixMeter
 from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace, RecentSum
@@ -56,6 +57,7 @@ class DemandMeter:
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
+    mix: MixMeter = field(default_factory=MixMeter)
 
     def note_arrival(self, ask: Ask, tokens: int, now_s: float) -> None:
         """Count a request that needs `tokens` of KV; its other choices do not count."""

@@ -413,6 +413,9 @@ class ModelDemand(_message.Message):
     BATCH_QUEUED_FIELD_NUMBER: _builtins.int
     BATCH_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     queued: _builtins.int
@@ -435,6 +438,14 @@ class ModelDemand(_message.Message):
     """Tokens of KV that they need before they can run."""
     first_queued_tokens: _builtins.int
     """Tokens of KV that the first of the `queued` requests needs before it can run."""
+    prompt_tokens_per_s: _builtins.float
+    """Prompt tokens per second that started requests had to compute, without predicted cache hits;
+    mean of the last seconds.
+    """
+    output_tokens_per_s: _builtins.float
+    """Output tokens per second that are expected of them."""
+    tpot_s: _builtins.float
+    """Least target of a time per token among them, in seconds; 0: none has a target."""
     def __init__(
         self,
         *,
@@ -447,10 +458,13 @@ class ModelDemand(_message.Message):
         batch_queued: _builtins.int = ...,
         batch_queued_tokens: _builtins.int = ...,
         first_queued_tokens: _builtins.int = ...,
+        prompt_tokens_per_s: _builtins.float = ...,
+        output_tokens_per_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "first_queued_tokens", b"first_queued_tokens", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "first_queued_tokens", b"first_queued_tokens", "model", b"model", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens", "tpot_s", b"tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
