@@ -28,7 +28,7 @@ class Introducer:
         self._roles = roles
 
     async def run(self) -> None:
-        """Introduce workers that have got a role or have started, and all again, until cancelled."""
+        """Introduce workers with new peers at once, all of them now and then, until cancelled."""
         loop = asyncio.get_running_loop()
         known: list[WorkerPeers] = []
         due_s = loop.time()
