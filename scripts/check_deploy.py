@@ -39,6 +39,7 @@ RENDER_TIMEOUT_S = 30
 CHART = DEPLOY / "helm" / "tideserve"
 EXAMPLE = DEPLOY / "helm" / "example-values.yaml"
 EXAMPLE_VERSION = "1.2.3"
+ROLES = CHART / "values-roles.yaml"  # the kustomization has no Deployment per role
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
 # Variants with a values file, and variants that combine several.
@@ -54,7 +55,7 @@ def strict_schemas() -> Iterator[str]:
     for path in (DEPLOY / "schemas").glob("*.json"):
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
     sets = {variant.name: build_variant(variant) for variant in SETS}
-    sets[f"chart with {EXAMPLE.name}"] = _rendered([EXAMPLE])
+    sets |= {f"chart with {path.name}": _rendered([path]) for path in (EXAMPLE, ROLES)}
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
         for obj in objects:
@@ -81,8 +82,10 @@ def code_and_manifests() -> Iterator[str]:
 
 def code_and_chart() -> Iterator[str]:
     """The chart matches the code with non-default values."""
-    for problem in check_objects(_rendered([EXAMPLE]), EXAMPLE_VERSION):
-        yield f"chart with {EXAMPLE.name}: {problem}"
+    own = str(_parsed(CHART / "values.yaml")["image"]["tag"])
+    for path, version in ((EXAMPLE, EXAMPLE_VERSION), (ROLES, own)):
+        for problem in check_objects(_rendered([path]), version):
+            yield f"chart with {path.name}: {problem}"
 
 
 def compose_files() -> Iterator[str]:

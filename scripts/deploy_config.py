@@ -98,10 +98,11 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
     problems = [*_selectors(known)]
     configs = {}
     for service in CONFIGS:
-        # Workers in front of several upstream servers have a Deployment each.
+        # Workers of different roles, or in front of several upstream servers, have a Deployment
+        # each.
         first = f"Deployment/tideserve-{service}"
         names = [name for name in known if name == first or name.startswith(f"{first}-")]
-        if first not in names:
+        if not names:
             problems.append(f"there is no Deployment tideserve-{service}")
         for name in names:
             deployment = known[name]

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.overload.role_peers import WorkerPeers
 from services.core.overload.shipping_pair import ShippingPair
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import MemoryReport
@@ -241,6 +242,12 @@ class Driver:
         return await self._members.ship(
             *(pair, token, self._endpoints, requests_max, if_cheaper, blocks_max)
         )
+
+    async def introduce(self, workers: Iterable[WorkerPeers]) -> None:
+        """Connect workers to their peers, if this instance leads."""
+        token = self._state.token
+        if token is not None:
+            await self._members.introduce(workers, token, self._endpoints)
 
     def _group_of(self, worker_id: str) -> str:
         """The group id in the worker's assignment; the worker's id if it has no assignment."""

@@ -42,7 +42,7 @@ def group(tight: RunnerConfig) -> Iterator[ShippingGroup]:
 
 
 def request(output: int) -> Request:
-    ids = tuple(random.Random(4).randrange(3, 300) for _ in range(90))
+    ids = tuple(random.Random(4).randrange(3, 300) for _ in range(60))
     place = Destination("w1", "address of w1", "group-w1", 1)
     return replace(Request("r-1", ids, Sampling(0.0), Limits(output), 0.0), hand_to=place)
 
@@ -64,7 +64,7 @@ def test_the_output_comes_from_the_other_worker(group: ShippingGroup, tight: Run
     assert (counts.handed_over_total, counts.hand_overs_kept_total) == (1, 0)
     assert group.counts("w1").received_total == 1
     ran = [engine.member.iteration_tokens.total for engine in group.engines.values()]
-    assert sum(ran) <= 90 + 40 - 1 + BLOCK + 1
+    assert sum(ran) <= 60 + 40 - 1 + BLOCK + 1
 
 
 def test_without_a_connection_the_output_comes_from_the_first(

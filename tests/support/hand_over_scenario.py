@@ -29,7 +29,7 @@ class HandOverScenario:
             replace(config, budget_bytes=config.budget_bytes + kv_bytes),
             *(3, seed),
             max_batch_tokens=self.rng.choice((8, 24, 64)),
-            max_running=self.rng.choice((4, 16)),
+            max_running=self.rng.choice((4, 8)),
             network=self.network,
         )
         self.number = self.merges = self.splits = self.moves = 0
