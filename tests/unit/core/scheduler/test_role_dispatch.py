@@ -63,10 +63,13 @@ def test_a_long_prompt_is_handed_over_and_a_short_one_goes_where_it_decodes() ->
     assert (short.worker_id, short.hand_to) == ("w1", None)
 
 
-@pytest.mark.parametrize(("least", "handed"), [(None, False), (500, True), (700, False)])
-def test_how_long_a_prompt_must_be(least: int | None, handed: bool) -> None:
+@pytest.mark.parametrize(
+    ("least", "tokens", "handed"),
+    [(None, 100, False), (None, 150, True), (500, 600, True), (700, 600, False)],
+)
+def test_how_long_a_prompt_must_be(least: int | None, tokens: int, handed: bool) -> None:
     dispatch = Roles(P, D, min_tokens=least)
-    assigned = dispatch.assign("r", 600)
+    assigned = dispatch.assign("r", tokens)
     assert (assigned.hand_to is not None) is handed
     assert assigned.worker_id == ("w0" if handed else "w1")
 
@@ -86,7 +89,8 @@ def test_what_has_run_before_is_not_handed_over() -> None:
 
 def test_the_decode_group_with_the_most_room_takes_over() -> None:
     dispatch = Roles(P, D, D)
-    dispatch.report("w1", free=500)
+    dispatch.report("w1", free=500, running=40)
+    dispatch.report("w2", running=40)
     assert dispatch.assign("r0", LONG).hand_to == place("w2")
     # Its reservations count: at some time the other has more room.
     targets = {dispatch.assign(f"r{number}", LONG).hand_to for number in range(1, 5)}
