@@ -9,6 +9,7 @@ from services.core.cost.padded import Execution
 from services.core.scheduler.bucket_bounds import BUCKETS_MAX
 from tideserve.cli.papers.bucketserve_runs import (
     ALPACA,
+    APART,
     ATTAINED,
     BUCKETSERVE,
     CLIENTS,
