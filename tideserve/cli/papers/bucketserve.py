@@ -144,10 +144,8 @@ def _online(served: Mapping[str, Loads], apart: Mapping[str, Loads]) -> list[Com
     rows = list[Comparison]()
     for figure, kind, paper in (("Figure 5c", ALPACA, 1.37), ("Figure 5d", MIXED, 1.93)):
         ours = attained_load(apart[kind][BUCKETSERVE])
-        base, mixed = (
-            attained_load(apart[kind][DISTSERVE]),
-            attained_load(served[kind][BUCKETSERVE]),
-        )
+        base = attained_load(apart[kind][DISTSERVE])
+        mixed = attained_load(served[kind][BUCKETSERVE])
         what = f"load over DistServe at 80 % of targets met, {kind}"
         note = TARGETS_NOTE + _over_targets(served[kind], apart[kind])
         rows.append(Comparison(figure, what, paper, ratio(ours, base), note=note))
