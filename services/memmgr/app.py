@@ -21,15 +21,18 @@ from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig
 from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.roles import RoleSetting
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import MemmgrConfig
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver, RolledBack
+from services.memmgr.introducer import Introducer
 from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.presence import NAME, Presence
+from services.memmgr.role_writer import RoleWriter
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.shipper import Shipper
 from services.memmgr.worker_memory import MemoryView
@@ -102,7 +105,8 @@ async def _serve(
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            parts = (runner, watch, shipper)
+            roles = RoleWriter(driver, memory, demand, watch, RoleSetting.parse(config.roles))
+            parts = (runner, watch, shipper, roles, Introducer(driver, lambda: driver.roles))
             await _run(config, store, driver, parts, server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
@@ -136,7 +140,7 @@ async def _run(
     config: MemmgrConfig,
     store: Store,
     driver: Driver,
-    actions: tuple[ActionRunner, OverloadWatch, Shipper],
+    actions: tuple[ActionRunner, OverloadWatch, Shipper, RoleWriter, Introducer],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,
