@@ -96,7 +96,7 @@ def test_auto_is_compared_with_the_better_of_the_two() -> None:
 
 def test_failures_and_missing_hits_are_problems() -> None:
     systems = measured()
-    failed = replace(answered(0.1, 0.1), outcome=RequestOutcome.FAILED, error="HTTP 500")
+    failed = SentRequest(1.0, 1.0, 2.0, RequestOutcome.FAILED, 100, error="HTTP 500")
     systems["decode_heavy"][MIXED].rounds.append((failed,))
     problems = judge(systems, 0.5, DEPLOYMENT, STATEMENTS).problems
     assert problems[0] == "decode_heavy, mixed: 1 requests failed, the first: HTTP 500"
