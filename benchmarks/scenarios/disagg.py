@@ -7,9 +7,9 @@ default targets of the class `interactive`, multiplied by the slowdown of the de
 
 `unchunked` computes each prompt in one iteration, during which answers pause. `mixed` has the
 default settings: chunked prefill by deadline. `1+1` has `roles: prefill=1,decode=1`, and `auto` has
-`roles: auto`. All run at the same time and take turns, paced, with links of 100 Gbit/s that are
-slowed down like the device. Then chats of two turns measure how much of the first turn the second
-one finds in the prefix cache of `1+1`.
+`roles: auto`; both hand prompts of at least 128 tokens over. All run at the same time and take
+turns, paced, with links of 100 Gbit/s that are slowed down like the device. Then chats of two turns
+measure how much of the first turn the second one finds in the prefix cache of `1+1`.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ TTFT_S, TPOT_S = 0.5, 0.1
 """The default targets of the class `interactive`."""
 QUICK_S, FULL_S = 10.0, 60.0
 QUICK_ROUNDS, FULL_ROUNDS = 3, 5
-ROWS = 300
+ROWS = 600
 """Rows of the trace from which a round draws its requests."""
 REST_TIMEOUT_S, DRAIN_S = 60.0, 90.0
 SCALE = LengthScale(0.5, 1.0, (32, 1800), (8, 160))
@@ -54,11 +54,13 @@ SCALE = LengthScale(0.5, 1.0, (32, 1800), (8, 160))
 MIXES: Mapping[str, Path] = {"prefill_heavy": AZURE_CODE, "decode_heavy": AZURE_CONVERSATIONS}
 UNCHUNKED, MIXED, APART, AUTO = "unchunked", "mixed", "1+1", "auto"
 ITERATION_MAX = 2048
+"""Of all systems, as on GPUs: deadlines make the chunks of `mixed` shorter."""
+HANDED = {"scheduler": {"hand_over_min_tokens": 128}}
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
-    UNCHUNKED: {**SCHEDULINGS["prefill-first"][1], "max_batch_tokens": ITERATION_MAX},
+    UNCHUNKED: SCHEDULINGS["prefill-first"][1],
     MIXED: {},
-    APART: {"roles": "prefill=1,decode=1"},
-    AUTO: {"roles": "auto"},
+    APART: {"roles": "prefill=1,decode=1", **HANDED},
+    AUTO: {"roles": "auto", **HANDED},
 }
 CHATS, FIRST_TURN, ANSWER, SECOND_TURN = 8, 600, 48, 64
 """Chats of two turns: tokens of the first prompt, of an answer, and of what follows it."""
@@ -138,8 +140,11 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 def _started(
     stack: ExitStack, name: str, deployment: Deployment, slowdown: float, say: Say
 ) -> Tideserve:
-    links = {"worker": {"pace_links": LINK_GBITS / slowdown}}
-    options = merged(merged(deployment.options, SYSTEMS[name]), links)
+    common = {
+        "max_batch_tokens": ITERATION_MAX,
+        "worker": {"pace_links": LINK_GBITS / slowdown},
+    }
+    options = merged(merged(deployment.options, common), SYSTEMS[name])
     cluster = Tideserve(name, (), replace(deployment, options=options))
     stack.callback(cluster.stop)
     cluster.start(say)

@@ -108,7 +108,7 @@ def test_prompts_take_the_same_share_of_a_worker_in_both_mixes() -> None:
     costs = load_profile("A100-14B:2").model
     for path in MIXES.values():
         trace = load_trace(path)
-        rate, seconds = rate_of(trace, costs), 200.0
+        rate, seconds = rate_of(trace, costs), 120.0
         load = workload_of(trace, rate, seconds, 2.0, seed=1)
         busy_s = sum(costs.chunk_s(0, len(one.prompt_ids)) for one in load.requests)
         assert busy_s / seconds == pytest.approx(0.7, rel=0.25)
