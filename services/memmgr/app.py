@@ -21,7 +21,6 @@ from services.core.groups.coordinator import CoordinatorConfig, CoordinatorState
 from services.core.groups.state import ProtocolConfig
 from services.core.overload.events import OverloadConfig
 from services.core.overload.monitor import OverloadMonitor
-from services.core.overload.roles import RoleSetting
 from services.memmgr.action_runner import ActionRunner
 from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import MemmgrConfig
@@ -105,8 +104,7 @@ async def _serve(
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            roles = RoleWriter(driver, memory, demand, watch, RoleSetting.parse(config.roles))
-            parts = (runner, watch, shipper, roles, Introducer(driver, lambda: driver.roles))
+            parts = runner, watch, shipper, RoleWriter(driver, memory, demand, watch, config.roles)
             await _run(config, store, driver, parts, server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
@@ -140,7 +138,7 @@ async def _run(
     config: MemmgrConfig,
     store: Store,
     driver: Driver,
-    actions: tuple[ActionRunner, OverloadWatch, Shipper, RoleWriter, Introducer],
+    actions: tuple[ActionRunner, OverloadWatch, Shipper, RoleWriter],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,
@@ -159,7 +157,8 @@ async def _run(
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
     try:
         async with asyncio.TaskGroup() as tasks:
-            parts = (driver, election, presence, *actions)
+            introducer = Introducer(driver, lambda: driver.roles)
+            parts = (driver, election, presence, introducer, *actions)
             background = [tasks.create_task(part.run()) for part in parts]
             await stop.wait()
             # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.

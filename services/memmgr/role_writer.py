@@ -34,13 +34,14 @@ class RoleWriter:
         memory: MemoryView,
         demand: DemandView,
         watch: OverloadWatch,
-        setting: RoleSetting,
+        roles: str,
     ) -> None:
+        """`roles` is the setting. Raises ValueError if it is invalid."""
         self._driver = driver
         self._memory = memory
         self._demand = demand
         self._watch = watch
-        self._assigner = RoleAssigner(setting)
+        self._assigner = RoleAssigner(RoleSetting.parse(roles))
 
     async def run(self) -> None:
         """Decide and write, until cancelled."""

@@ -124,7 +124,8 @@ class RoleAssigner:
         state = self._models[model]
         if self._waits_for_reports(state, uses, due.now_s):
             names = [name for use in uses for name in use.worker_ids]
-            return {name: due.present[name] for name in names if name in due.present}
+            kept = {name: due.present[name] for name in names if name in due.present}
+            return kept if len(set(kept.values())) > 1 else {}
         singles = alike(uses)
         demand = state.smooth(due.demands.get(model) or ModelDemand(model), due.now_s)
         if len(singles) < 2 or self._is_overloaded(state, due.loads.get(model), demand, due.now_s):

@@ -25,6 +25,9 @@ from services.core.scheduler.group_load import GroupLoad
 
 STALL_WEIGHT = 0.25
 """Weight of a second for which a running request gets no token, against one of a first token."""
+LONG_SHARE = 1 / 8
+"""Default of `hand_over_min_tokens`, over `max_batch_tokens`. Shorter prompts hardly delay answers,
+and their hand-over takes as long as their computation."""
 FULL_ITERATIONS = 4
 """Penalty of a request that decodes at a prefill group, in iterations full of prompts: it gets a
 token only after each of them."""
@@ -34,8 +37,8 @@ token only after each of them."""
 class RoleDispatch:
     """The groups of a model that have a role, and what their roles cost a request.
 
-    `min_tokens`: least prompt tokens to compute for which a request is handed over; None: as many
-    as an iteration of the group takes.
+    `min_tokens`: least prompt tokens to compute for which a request is handed over; None: the part
+    `LONG_SHARE` of what an iteration of the group takes.
     """
 
     min_tokens: int | None = None
@@ -98,7 +101,9 @@ class RoleDispatch:
 
     def is_long(self, load: GroupLoad, computed: int) -> bool:
         """Whether a prompt with `computed` tokens to compute at a prefill group is handed over."""
-        least = self.min_tokens if self.min_tokens is not None else load.group.max_batch_tokens
+        least = self.min_tokens
+        if least is None:
+            least = LONG_SHARE * load.group.max_batch_tokens
         return load.group.role is Role.PREFILL and computed >= least
 
     def penalty_s(

@@ -63,7 +63,7 @@ class StateConfig:
         " Needs dispatch prefix.",
         minimum=1,
         maximum=10_000_000,
-        default_text="as many as an iteration takes, max_batch_tokens",
+        default_text="an eighth of the tokens of an iteration, max_batch_tokens",
     )
     # Cost model of the dispatch `prefix`; None with any other.
     ttft: CostModel | None = computed(None)
