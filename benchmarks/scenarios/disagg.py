@@ -7,9 +7,9 @@ default targets of the class `interactive`, multiplied by the slowdown of the de
 
 `unchunked` computes each prompt in one iteration, during which answers pause. `mixed` has the
 default settings: chunked prefill by deadline. `1+1` has `roles: prefill=1,decode=1`, and `auto` has
-`roles: auto`. All run at the same time and take turns, paced, with links of 100 Gbit/s that are
-slowed down like the device. Then chats of two turns measure how much of the first turn the second
-one finds in the prefix cache of `1+1`.
+`roles: auto`; both hand prompts of at least 128 tokens over. All run at the same time and take
+turns, paced, with links of 100 Gbit/s that are slowed down like the device. Then chats of two turns
+measure how much of the first turn the second one finds in the prefix cache of `1+1`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from benchmarks.stats import distribution, quotient
 from benchmarks.systems.cluster_status import read_status
 from benchmarks.systems.schedulings import SCHEDULINGS, merged
 from benchmarks.systems.system import Deployment, Say
-from benchmarks.systems.tideserve import Tideserve
+from benchmarks.systems.tideserve import BLOCK_TOKENS, Tideserve
 from services.common.device_profile import load_profile, split_slowdown
 from services.core.cost.model import CostModel
 from tideserve.cli.errors import SystemUnavailable
@@ -46,7 +46,7 @@ TTFT_S, TPOT_S = 0.5, 0.1
 """The default targets of the class `interactive`."""
 QUICK_S, FULL_S = 10.0, 60.0
 QUICK_ROUNDS, FULL_ROUNDS = 3, 5
-ROWS = 300
+ROWS = 600
 """Rows of the trace from which a round draws its requests."""
 REST_TIMEOUT_S, DRAIN_S = 60.0, 90.0
 SCALE = LengthScale(0.5, 1.0, (32, 1800), (8, 160))
@@ -54,17 +54,22 @@ SCALE = LengthScale(0.5, 1.0, (32, 1800), (8, 160))
 MIXES: Mapping[str, Path] = {"prefill_heavy": AZURE_CODE, "decode_heavy": AZURE_CONVERSATIONS}
 UNCHUNKED, MIXED, APART, AUTO = "unchunked", "mixed", "1+1", "auto"
 ITERATION_MAX = 2048
+"""Of all systems, as on GPUs: deadlines make the chunks of `mixed` shorter."""
+HANDED = {"scheduler": {"hand_over_min_tokens": 128}}
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
-    UNCHUNKED: {**SCHEDULINGS["prefill-first"][1], "max_batch_tokens": ITERATION_MAX},
+    UNCHUNKED: SCHEDULINGS["prefill-first"][1],
     MIXED: {},
-    APART: {"roles": "prefill=1,decode=1"},
-    AUTO: {"roles": "auto"},
+    APART: {"roles": "prefill=1,decode=1", **HANDED},
+    AUTO: {"roles": "auto", **HANDED},
 }
 CHATS, FIRST_TURN, ANSWER, SECOND_TURN = 8, 600, 48, 64
 """Chats of two turns: tokens of the first prompt, of an answer, and of what follows it."""
 GAP_RATIO_MAX, AUTO_LOSS_MAX, CACHED_MIN = 0.6, 0.05, 0.9
 HANDED_OVER = "tideserve_worker_handed_over_requests_total"
 KEPT = "tideserve_worker_kept_hand_overs_total"
+BLOCKS = "tideserve_worker_shipped_blocks_total"
+SHIPPING = "tideserve_worker_shipping_seconds_total"
+COUNTERS = (HANDED_OVER, KEPT, BLOCKS, SHIPPING)
 
 
 @dataclass(slots=True)
@@ -74,6 +79,8 @@ class Turns:
     rounds: list[tuple[SentRequest, ...]] = field(default_factory=list)
     handed_over: int = 0
     kept: int = 0
+    shipped_blocks: float = 0.0
+    shipping_s: float = 0.0
 
     @property
     def records(self) -> list[SentRequest]:
@@ -133,8 +140,11 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 def _started(
     stack: ExitStack, name: str, deployment: Deployment, slowdown: float, say: Say
 ) -> Tideserve:
-    links = {"worker": {"pace_links": LINK_GBITS / slowdown}}
-    options = merged(merged(deployment.options, SYSTEMS[name]), links)
+    common = {
+        "max_batch_tokens": ITERATION_MAX,
+        "worker": {"pace_links": LINK_GBITS / slowdown},
+    }
+    options = merged(merged(deployment.options, common), SYSTEMS[name])
     cluster = Tideserve(name, (), replace(deployment, options=options))
     stack.callback(cluster.stop)
     cluster.start(say)
@@ -149,8 +159,11 @@ def _measure(cluster: Tideserve, load: Workload, seconds: float, turns: Turns) -
     job = Job(tuple(cluster.urls), cluster.model, load.requests, timeout_s=seconds + DRAIN_S)
     turns.rounds.append(run_job(job, lambda _line: None))
     after = cluster.metrics()
-    turns.handed_over += int(after.get(HANDED_OVER, 0) - before.get(HANDED_OVER, 0))
-    turns.kept += int(after.get(KEPT, 0) - before.get(KEPT, 0))
+    new = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTERS}
+    turns.handed_over += int(new[HANDED_OVER])
+    turns.kept += int(new[KEPT])
+    turns.shipped_blocks += new[BLOCKS]
+    turns.shipping_s += new[SHIPPING]
 
 
 def second_turn_cached_share(cluster: Tideserve, seed: int) -> float | None:
@@ -215,6 +228,7 @@ def judge(
         "mixes": mixes,
         "gap_p99_ratios": ratios,
         "second_turn_cached_share": cached,
+        "hand_over_link_share": link_share(measured, deployment.paced),
         "problems": problems,
     }
     return TrialVerdict(figures, _rows(figures), problems)
@@ -239,6 +253,15 @@ def system_figures(turns: Turns, slowdown: float) -> dict[str, Any]:
         "handed_over": turns.handed_over,
         "kept": turns.kept,
     }
+
+
+def link_share(measured: Measured, paced: str) -> float | None:
+    """Rate at which `1+1` sends KV while it sends any, as a share of the modelled link's."""
+    turns = [systems[APART] for systems in measured.values()]
+    kv_bytes = sum(of.shipped_blocks for of in turns) * BLOCK_TOKENS
+    kv_bytes *= load_profile(paced).kv_bytes_per_token
+    link_bytes_s = LINK_GBITS * 1e9 / 8 / split_slowdown(paced)[1]
+    return quotient(kv_bytes, sum(of.shipping_s for of in turns) * link_bytes_s)
 
 
 def gap_ratios(systems: Mapping[str, Turns]) -> list[float]:
@@ -295,6 +318,8 @@ def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
     cached = figures["second_turn_cached_share"]
     rows.append(("second turns cached", "–" if cached is None else f"{cached:.1%}"))
+    share = figures["hand_over_link_share"]
+    rows.append(("KV is sent at", "–" if share is None else f"{share:.0%} of the link's rate"))
     return rows
 
 

@@ -121,10 +121,11 @@ class MemberClient:
         known = {entry.member.worker_id: _peer(entry.member, endpoints) for entry in entries}
         async with asyncio.TaskGroup() as tasks:
             for entry in entries:
+                names = sorted(member.worker_id for member in (entry.member, *entry.peers))
                 introduction = worker_pb2.IntroduceRequest(
                     token=token,
                     incarnation=entry.member.incarnation,
-                    peers=[known[member.worker_id] for member in (entry.member, *entry.peers)],
+                    peers=[known[name] for name in names],
                     timeout_s=INTRODUCED_S,
                 )
                 tasks.create_task(self._introduce(entry.member.worker_id, introduction, endpoints))

@@ -107,6 +107,10 @@ MOVED_REQUESTS = {
         "handed_over_requests",
         "Requests whose prompt this worker computed, and whose output another one computes.",
     ),
+    "shipping_s": (
+        "shipping_seconds",
+        "Seconds during which KV of requests that move or are handed over was being sent.",
+    ),
     "hand_overs_kept_total": (
         "kept_hand_overs",
         "Requests that were to be handed over after their prompt, and stayed because that failed.",
@@ -309,7 +313,7 @@ class WorkerCollector(Collector):
                 counter.add_metric(labels, counts[f"{kind}_{counter_name}_tokens_total"])
             yield counter
 
-    def _moved_requests(self, counts: dict[str, int]) -> Iterable[Metric]:
+    def _moved_requests(self, counts: dict[str, float]) -> Iterable[Metric]:
         for field, (name, text) in MOVED_REQUESTS.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), counts[field])

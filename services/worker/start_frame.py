@@ -43,30 +43,8 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
     Raises:
         InvalidStart: if a field is invalid, so that the engine never gets such a value.
     """
-    prompt = tuple(start.prompt_ids)
-    _require(
-        0 < len(start.request_id) <= REQUEST_ID_CHARS_MAX,
-        f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters",
-    )
-    _require(len(prompt) > 0, "prompt_ids must not be empty")
-    _require_ids("prompt_ids", prompt, vocab_size)
-    output = tuple(start.output_ids)
-    _require_ids("output_ids", output, vocab_size)
-    _require(
-        not output or len(output) < start.limits.max_tokens,
-        "output_ids must be fewer than max_tokens",
-    )
-    _require(
-        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
-        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
-    )
-    _require(
-        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
-        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
-    )
-    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
-    _require(start.choice >= 0, "choice must not be below 0")
-    _require(start.server_losses >= 0, "server_losses must not be below 0")
+    prompt, output = tuple(start.prompt_ids), tuple(start.output_ids)
+    _check_fields(start, prompt, output, vocab_size)
     service = to_service(start.service)
     fault = service.fault()
     _require(fault is None, fault or "")
@@ -88,6 +66,33 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         server_losses=start.server_losses,
         hand_to=_destination(start.hand_to) if start.HasField("hand_to") else None,
     )
+
+
+def _check_fields(
+    start: pb.Start, prompt: tuple[int, ...], output: tuple[int, ...], vocab_size: int
+) -> None:
+    _require(
+        0 < len(start.request_id) <= REQUEST_ID_CHARS_MAX,
+        f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters",
+    )
+    _require(len(prompt) > 0, "prompt_ids must not be empty")
+    _require_ids("prompt_ids", prompt, vocab_size)
+    _require_ids("output_ids", output, vocab_size)
+    _require(
+        not output or len(output) < start.limits.max_tokens,
+        "output_ids must be fewer than max_tokens",
+    )
+    _require(
+        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
+        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
+    )
+    _require(
+        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
+        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
+    )
+    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
+    _require(start.choice >= 0, "choice must not be below 0")
+    _require(start.server_losses >= 0, "server_losses must not be below 0")
 
 
 def _destination(place: pb.GoTo) -> Destination:

@@ -1,7 +1,7 @@
 """Hand-overs: this worker computes the prompt of a request, another one its output.
 
 A hand-over is a shipment that begins with the prompt, so that the KV of each chunk is sent while
-the next one runs (DistServe §4.3, Splitwise §4.2). The target gets the offer when the request is
+the next one runs (as Splitwise sends layers). The target gets the offer when the request is
 the next to start, as it answers only between its own iterations. The request leaves after its first
 output token. Whatever fails before, it runs on here.
 """
