@@ -68,6 +68,15 @@ def test_a_role_comes_back_as_it_was(role: Role) -> None:
     assert to_role(worker_record()) is None
 
 
+def test_the_memory_manager_reads_roles_and_skips_what_is_none() -> None:
+    entries = {
+        f"{ROLES}w0": Entry(encode_record(to_role_record("w0", Role.PREFILL, 1.0)), 3, 3),
+        f"{ROLES}w1": Entry(encode_record(to_role_record("w0", Role.DECODE, 1.0)), 4, 4),
+        f"{ROLES}w2": Entry(b"{}", 5, 5),
+    }
+    assert RecordReader().read(entries).roles == {"w0": Role.PREFILL}
+
+
 def test_an_assignment_comes_back_as_it_was() -> None:
     assignment = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
     value = encode_record(to_assignment_record(assignment))
