@@ -266,7 +266,7 @@ class ModelGroups:
         """
         if self.prefixes is None or not self.prefixes.roles.is_long(load, computed):
             return None
-        target = self.prefixes.roles.target(self.index, ask, now_s)
+        target = self.prefixes.target(self.index, ask, now_s)
         if target is None:
             return None
         tokens_max = ask.prompt_tokens + ask.max_tokens
@@ -515,7 +515,7 @@ class GroupTable:
         load = self._loads.get(group_id)
         prefixes = self._models[load.group.model].prefixes if load is not None else None
         if prefixes is not None:
-            prefixes.index.insert(group_id, prefix)
+            prefixes.note_moved(group_id, prefix)
 
     def release(self, group_id: str, request_id: str) -> None:
         """Remove the reservation of a request; no effect if there is none."""

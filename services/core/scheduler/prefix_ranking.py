@@ -13,6 +13,7 @@ from math import inf, isfinite
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel, mean_model
+from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.role import Role
 from services.core.scheduler.dispatch import NO_ADDRESSES
@@ -235,11 +236,27 @@ class PrefixRanking:
         )
         if len(steady) < 2:
             return steady[0] if steady else None
-        has_target = self.roles.target(groups, ask, now_s) is not None
+        has_target = self.target(groups, ask, now_s) is not None
         ttft_s = {load.group.group_id: self._ttft_s(load, ask, has_target) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), _rank(load, ask.affinity)))
+
+    def target(self, groups: GroupIndex, ask: Ask, now_s: float) -> GroupLoad | None:
+        """The decode group to which a request can be handed over; None if there is none.
+
+        The next turn of a chat runs at once where the last one ended, if most of it is cached
+        there: other groups lack the KV of the answer, whose hashes are unknown here.
+        """
+        home = self.roles.home(ask.prefix)
+        if home is not None and 2 * self._matched_tokens(home, ask) >= ask.prompt_tokens:
+            return None
+        return self.roles.target(groups, ask, now_s)
+
+    def note_moved(self, group_id: str, prefix: ThinHashes) -> None:
+        """Note that a request was handed over to a group, with the KV of its prompt."""
+        self.index.insert(group_id, prefix)
+        self.roles.note_moved(group_id, prefix)
 
     def assign(self, load: GroupLoad, ask: Ask) -> int:
         """Record a dispatch to a group; returns the predicted number of tokens to compute."""

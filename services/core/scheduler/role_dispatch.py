@@ -5,6 +5,7 @@ seconds. So a decode group that has most of a prompt cached, such as the earlier
 still gets the next turn, and so does one that is idle. Without roles nothing is added.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
@@ -12,6 +13,7 @@ from math import inf
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
 from services.core.destination import Destination
+from services.core.prefix.block_hash import ThinHashes
 from services.core.role import Role
 from services.core.scheduler.dispatch import (
     NO_ADDRESSES,
@@ -28,6 +30,8 @@ STALL_WEIGHT = 0.25
 LONG_SHARE = 1 / 8
 """Default of `hand_over_min_tokens`, over `max_batch_tokens`. Shorter prompts hardly delay answers,
 and their hand-over takes as long as their computation."""
+HOMES_MAX = 10_000
+"""Requests that were handed over whose group is remembered."""
 FULL_ITERATIONS = 4
 """Penalty of a request that decodes at a prefill group, in iterations full of prompts: it gets a
 token only after each of them."""
@@ -44,6 +48,8 @@ class RoleDispatch:
     min_tokens: int | None = None
     # Groups that are not mixed, by id.
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
+    # The group to which a request was handed over, by the last hash of its prompt; oldest first.
+    _homes: OrderedDict[int, str] = field(default_factory=OrderedDict)
 
     @property
     def active(self) -> bool:
@@ -59,6 +65,23 @@ class RoleDispatch:
     def remove(self, group_id: str) -> None:
         """Remove a group."""
         self._loads.pop(group_id, None)
+
+    def note_moved(self, group_id: str, prefix: ThinHashes) -> None:
+        """Note that a request was handed over to a group, which has the KV of its answer, too."""
+        if not prefix.hashes:
+            return
+        self._homes.pop(prefix.hashes[-1], None)
+        if len(self._homes) >= HOMES_MAX:
+            self._homes.popitem(last=False)
+        self._homes[prefix.hashes[-1]] = group_id
+
+    def home(self, prefix: ThinHashes) -> GroupLoad | None:
+        """The decode group that computed the answer before this turn of a chat; None if unknown."""
+        for thin_hash in reversed(prefix.hashes):
+            load = self._loads.get(self._homes.get(thin_hash, ""))
+            if load is not None:
+                return load if load.group.role is Role.DECODE else None
+        return None
 
     def of_role(self, role: Role) -> Iterator[GroupLoad]:
         """The groups with a role."""

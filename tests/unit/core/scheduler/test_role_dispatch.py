@@ -152,9 +152,17 @@ def test_the_next_turn_of_a_chat_goes_where_its_answer_was_computed() -> None:
     assert first.worker_id == "w0" and first.hand_to is not None
     home = first.hand_to
     dispatch(RequestPlaced(dispatch.now_s, "r0", home.group_id, home.epoch))
+    for name in ("w0", "w1", "w2"):
+        dispatch.report(name, received=("r0",), running=10)
     second = turn(dispatch, "r1", 22)
     # Both have the first prompt cached; only the decode worker has the answer, too.
     assert (second.worker_id, second.hand_to) == (home.worker_id, None)
+    # Much that is new is no burden for it.
+    third = dispatch.assign("r2", 8000, prefix=ThinHashes(STRIDE, chat(1, 20)))
+    assert third.worker_id == "w0" and third.hand_to is not None
+    # Another chat is not bound to it.
+    other = dispatch.assign("r3", LONG, prefix=ThinHashes(STRIDE, chat(2, 20)))
+    assert other.worker_id == "w0" and other.hand_to is not None
 
 
 def test_a_prompt_waits_at_a_prefill_group_rather_than_stall_many_answers() -> None:

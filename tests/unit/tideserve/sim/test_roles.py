@@ -74,7 +74,7 @@ def load_of(rng: random.Random) -> OpenLoop:
     """Requests of which some have tight targets; a burst in some worlds."""
     rate = rng.choice([4.0, 10.0, 25.0])
     times = list(gamma_times(rate, rng.choice([1.0, 3.0]), SECONDS, rng))
-    service = Service(ttft_s=1.0, tpot_s=rng.choice([0.02, 0.1]))
+    service = Service(ttft_s=1.0, tpot_s=rng.choice([0.03, 0.1]))
     arrivals = with_lengths(times, PROMPTS, ANSWERS, rng)
     return OpenLoop([arrival._replace(service=service) for arrival in arrivals])
 
