@@ -102,6 +102,20 @@ def test_a_target_that_does_not_answer_leaves_the_request_where_it_is() -> None:
     decodes_at_its_start(world, client, kept=1)
 
 
+def test_a_worker_that_does_not_answer_gets_few_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "UNANSWERED_MAX", 3)
+    world = ShippingWorld(9, num_blocks=400)
+    for number in range(6):
+        world.start(f"r{number}", prompt(world, 20), 100, "w0", hand_to="w1")
+    w0 = world.nodes["w0"]
+    for _ in range(30):  # frames are never read
+        w0.turn()
+    assert len(world.frames["w0", "w1"]) == 3
+    assert handed(world) == (0, 3)
+    world.finish()
+    assert handed(world)[0] == 3
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_lost_target_leaves_the_request_where_it_is_or_resumes_it(seed: int) -> None:
     world = ShippingWorld(seed)
