@@ -25,7 +25,7 @@ from services.core.scheduler.dispatch import (
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 
-STALL_WEIGHT = 0.25
+STALL_WEIGHT = 0.5
 """Weight of a second for which a running request gets no token, against one of a first token."""
 LONG_SHARE = 1 / 8
 """Default of `hand_over_min_tokens`, over `max_batch_tokens`. Shorter prompts hardly delay answers,

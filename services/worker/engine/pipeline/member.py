@@ -45,7 +45,6 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence_ids import SequenceIdSource
 from services.core.report import ShipmentCounts
-from services.core.shipments.busy_time import BusyTime
 from services.core.shipments.vocabulary import (
     CancelShipping,
     ShipBlocks,
@@ -138,7 +137,6 @@ class Member:
         self._connections = Connections(links.lane, bulk, now_s)
         self._restoring = Restoring(links, self._connections, stage, mover, now_s, self._failpoints)
         self._transfers = KvTransfers(self.changeover, links, stage, mover, self._failpoints)
-        self._shipping_time = BusyTime()
         self._parameters = ParameterSource(links, stage, mover, self._failpoints)
         self._plans: dict[int, list[GroupPlan]] = {}  # committed, by epoch: present and future
         self._preparations: dict[str, Prepare] = {}  # in progress, by attempt
@@ -165,7 +163,7 @@ class Member:
             vocabulary.NoteAborted: self._note_aborted,
             vocabulary.NoteAdopted: self._serving.note_adopted,
             vocabulary.NoteMoved: self._note_moved,
-            ShipBlocks: self._ship,
+            ShipBlocks: self._transfers.ship,
             CancelShipping: lambda command: self.mover.cancel(command.transfer_id),
             ShippingOver: self._note_shipped,
             LendBlocks: self._note_lent,
@@ -306,7 +304,7 @@ class Member:
     @property
     def shipments(self) -> ShipmentCounts:
         """Requests that changed workers with their KV."""
-        return replace(self.changeover.shipping.counts, shipping_s=self._shipping_time.total_s)
+        return replace(self.changeover.shipping.counts, shipping_s=self.mover.shipping_s)
 
     @property
     def busy_changing(self) -> bool:
@@ -473,7 +471,6 @@ class Member:
     def _note_outcome(self, outcome: TransferOutcome) -> None:
         """Pass the end of a transfer to the preparation (parameters) or the state machine (KV)."""
         transfer_id, status = outcome.transfer_id, outcome.status
-        self._shipping_time.end(transfer_id, self._now_s())
         # Requests that are moved end and are aborted at any time, with parts on their way.
         if status is TransferStatus.FAILED and part_of(transfer_id) is None:
             peer, reason = outcome.peer or "no peer", outcome.reason
@@ -588,12 +585,6 @@ class Member:
         self._preparations.pop(command.attempt, None)
         answer = Prepared(command.attempt, command.refusal or "")
         self._serving.outbox.prepared.append(answer)
-
-    def _ship(self, command: ShipBlocks) -> TransferOutcome | None:
-        failed = self._transfers.ship(command)
-        if failed is None:
-            self._shipping_time.begin(command.transfer_id, self._now_s())
-        return failed
 
     def _note_shipped(self, command: ShippingOver) -> None:
         log.info(
