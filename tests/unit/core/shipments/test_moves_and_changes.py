@@ -19,7 +19,7 @@ from tests.support.fake_stage import Violated
 from tests.support.rebalanced_world import RebalancedWorld
 
 RUNS = int(os.environ.get("TIDESERVE_REBALANCED_SEEDS", "500"))
-HANDED_RUNS = int(os.environ.get("TIDESERVE_HANDED_SEEDS", "40"))
+HANDED_RUNS = int(os.environ.get("TIDESERVE_HANDED_SEEDS", "30"))
 STEPS = 25
 
 
