@@ -105,8 +105,11 @@ def workload_of(
     part = replace(trace, rows=trace.rows[first : first + ROWS])
     arriving = part.with_poisson_arrivals(rate_per_s, seed).slice(0.0, seconds)
     made = from_trace(arriving, SCALE, seed, f"arrivals at random, {rate_per_s:.2f} per second")
-    targets = {"ttft_s": TTFT_S * slowdown, "tpot_s": TPOT_S * slowdown}
-    requests = [replace(one, slo_class="interactive", **targets) for one in made.requests]
+    ttft_s, tpot_s = TTFT_S * slowdown, TPOT_S * slowdown
+    requests = [
+        replace(request, slo_class="interactive", ttft_s=ttft_s, tpot_s=tpot_s)
+        for request in made.requests
+    ]
     return replace(made, requests=tuple(requests))
 
 
@@ -120,7 +123,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
     rounds = QUICK_ROUNDS if choice.quick else FULL_ROUNDS
     traces = {mix: load_trace(path) for mix, path in MIXES.items()}
     measured = {mix: {name: Turns() for name in SYSTEMS} for mix in MIXES}
-    statements = {}
+    statements: dict[str, str] = {}
     with ExitStack() as stack:
         clusters = {name: _started(stack, name, deployment, slowdown, say) for name in SYSTEMS}
         for number in range(rounds):
@@ -237,18 +240,19 @@ def judge(
 def system_figures(turns: Turns, slowdown: float) -> dict[str, Any]:
     """Latencies of a system over all rounds, and the share of requests within both targets."""
     records = turns.records
-    done = [one for one in records if one.outcome is RequestOutcome.COMPLETED and one.token_times_s]
+    completed = [record for record in records if record.outcome is RequestOutcome.COMPLETED]
+    done = [record for record in completed if record.token_times_s]
     kept = [
-        one
-        for one in done
-        if one.ttft_s <= TTFT_S * slowdown and (one.tpot_s or 0.0) <= TPOT_S * slowdown
+        record
+        for record in done
+        if record.ttft_s <= TTFT_S * slowdown and (record.tpot_s or 0.0) <= TPOT_S * slowdown
     ]
     return {
         "requests": len(records),
         "completed": len(done),
-        "ttft_s": distribution([one.ttft_s for one in done]),
-        "tpot_s": distribution([one.tpot_s for one in done if one.tpot_s is not None]),
-        "inter_token_s": distribution([gap for one in done for gap in one.inter_token_s]),
+        "ttft_s": distribution([record.ttft_s for record in done]),
+        "tpot_s": distribution([record.tpot_s for record in done if record.tpot_s is not None]),
+        "inter_token_s": distribution([gap for record in done for gap in record.inter_token_s]),
         "both_targets_share": quotient(len(kept), len(records)),
         "handed_over": turns.handed_over,
         "kept": turns.kept,
@@ -258,8 +262,10 @@ def system_figures(turns: Turns, slowdown: float) -> dict[str, Any]:
 def link_share(measured: Measured, paced: str) -> float | None:
     """Rate at which `1+1` sends KV while it sends any, as a share of the modelled link's."""
     turns = [systems[APART] for systems in measured.values()]
-    kv_bytes = sum(of.shipped_blocks for of in turns) * BLOCK_TOKENS
-    kv_bytes *= load_profile(paced).kv_bytes_per_token
+    token_bytes = load_profile(paced).kv_bytes_per_token
+    if token_bytes is None:
+        return None
+    kv_bytes = sum(of.shipped_blocks for of in turns) * BLOCK_TOKENS * token_bytes
     link_bytes_s = LINK_GBITS * 1e9 / 8 / split_slowdown(paced)[1]
     return quotient(kv_bytes, sum(of.shipping_s for of in turns) * link_bytes_s)
 
@@ -273,7 +279,7 @@ def gap_ratios(systems: Mapping[str, Turns]) -> list[float]:
 
 
 def _gap_p99(records: Sequence[SentRequest]) -> float:
-    return percentile([gap for one in records for gap in one.inter_token_s], 0.99) or 0.0
+    return percentile([gap for record in records for gap in record.inter_token_s], 0.99) or 0.0
 
 
 def _failures(measured: Measured) -> list[str]:

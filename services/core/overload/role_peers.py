@@ -30,11 +30,11 @@ def role_peers(
     are mixed.
     """
     single = [group for group in groups if len(group.members) == 1 and not group.attempt]
-    by_role = defaultdict(list)
+    by_role = defaultdict[Role, list[Group]](list)
     for group in single:
         by_role[roles.get(group.members[0].worker_id, Role.MIXED)].append(group)
     members = {group.members[0].worker_id: group.members[0] for group in single}
-    peers = defaultdict(list)
+    peers = defaultdict[str, list[Member]](list)
     for source in by_role[Role.PREFILL]:
         source_id = source.members[0].worker_id
         targets = list(targets_of(by_role[Role.DECODE], facts, source_id))[:PEERS_MAX]

@@ -16,7 +16,7 @@ def facts(name: str, digest: str = "weights") -> WorkerFacts:
     return replace(common, model_digest=digest, build="code")
 
 
-def alone(name: str, attempt: str | None = None) -> Group:
+def alone(name: str, attempt: str = "") -> Group:
     members = (Member(name, f"{name}-1", 0, 4),)
     return Group(f"group-{name}", 1, GroupPhase.STABLE, members, "m", attempt)
 
