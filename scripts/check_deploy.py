@@ -37,7 +37,7 @@ from services.common.errors import ConfigError
 KUBERNETES = "1.32"
 RENDER_TIMEOUT_S = 30
 CHART = DEPLOY / "helm" / "tideserve"
-EXAMPLE = DEPLOY / "helm" / "example-values.yaml"
+EXAMPLES = tuple(DEPLOY / "helm" / name for name in ("example-values.yaml", "example-models.yaml"))
 EXAMPLE_VERSION = "1.2.3"
 ROLES = CHART / "values-roles.yaml"  # the kustomization has no Deployment per role
 NOT_POSSIBLE = 77
@@ -55,7 +55,8 @@ def strict_schemas() -> Iterator[str]:
     for path in (DEPLOY / "schemas").glob("*.json"):
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
     sets = {variant.name: build_variant(variant) for variant in SETS}
-    sets |= {f"chart with {path.name}": _rendered([path]) for path in (EXAMPLE, ROLES)}
+    charts = (*EXAMPLES, ROLES)
+    sets |= {f"chart with {path.name}": _rendered([path]) for path in charts}
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
         for obj in objects:
@@ -83,7 +84,7 @@ def code_and_manifests() -> Iterator[str]:
 def code_and_chart() -> Iterator[str]:
     """The chart matches the code with non-default values."""
     own = str(_parsed(CHART / "values.yaml")["image"]["tag"])
-    for path, version in ((EXAMPLE, EXAMPLE_VERSION), (ROLES, own)):
+    for path, version in (*((example, EXAMPLE_VERSION) for example in EXAMPLES), (ROLES, own)):
         for problem in check_objects(_rendered([path]), version):
             yield f"chart with {path.name}: {problem}"
 
@@ -106,7 +107,7 @@ def chart_values() -> Iterator[str]:
     jsonschema.Draft7Validator.check_schema(schema)
     validator = jsonschema.Draft7Validator(schema)
     defaults = _parsed(CHART / "values.yaml")
-    for path in (EXAMPLE, *sorted(CHART.glob("values*.yaml"))):
+    for path in (*EXAMPLES, *sorted(CHART.glob("values*.yaml"))):
         for error in validator.iter_errors(_parsed(path)):
             yield f"{path.name}: {error.message}"
     for wrong in _typos(defaults):

@@ -51,7 +51,7 @@ class Variant:
 CPU = Variant()
 FEATURES = (
     *("monitoring", "keda", "tls", "cert-manager", "etcd-credentials", "api-keys", "batches"),
-    "upstream",
+    *("upstream", "http-route", "inference-pool"),
 )
 VARIANTS = (
     CPU,

@@ -79,12 +79,13 @@ def _with_certificate() -> ServiceConfig:
 
 def gateway() -> Metrics:
     """The metrics of a gateway, with a sample of every kind."""
-    metrics = Metrics("m", CollectorRegistry())
+    metrics = Metrics(("m",), CollectorRegistry())
     metrics.count_request("/v1/completions", 200, 0.0)
     metrics.count_failed_stream("client_gone")
     metrics.export_calls({"waiting": ConcurrencyLimit(1, 1)})
     metrics.export_connections(lambda _port: 0)
     metrics.count_closed_connection("http", "idle")
+    metrics.export_readiness("m", lambda: True, lambda: 1)
     metrics.quotas.set_limits({("owner", limit): 1 for limit in Limit})
     BatchMetrics(metrics.registry).observe_call("claim", 0.0, failed=False)
     return metrics

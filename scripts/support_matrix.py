@@ -49,8 +49,9 @@ MERGES = (
     ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),
 )
 INTRODUCTION = (
-    "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
-    " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
+    "Not supported: tensor parallelism, quantized weights, draft models, mixtures of experts,"
+    " images and other media, embeddings, weights in other files than safetensors,"
+    " adapters (LoRA) except with vLLM (docs/adapters.md).\n\n"
     "Written by hand: the line above, models and states of engines, and the table of groups"
     " that merge; all other cells are generated from the code."
 )
@@ -118,14 +119,14 @@ def _listed(names: Any) -> str:
 
 def http_routes() -> list[Line]:
     """A line per route of the gateway's public port, with the first sentence of its description."""
-    part = cast(Any, SimpleNamespace(tokenizer=SimpleNamespace(texts=None)))
+    part = cast(Any, SimpleNamespace(models=SimpleNamespace(only=None)))
     part.metrics, part.refuse_unknown, part.client_stall_s = None, False, 1.0
     routers = (
-        ("OpenAI", openai.router(part, part, part)),
+        ("OpenAI", openai.router(part, part)),
         *(("OpenAI", router) for router in batches_routes.routers(part, part, part)),
         ("Anthropic", messages.router(part, part)),
-        ("vLLM", tokens.router(part, part, part)),
-        ("tideserve", operations.router(part, part, part, False, lambda: 0)),
+        ("vLLM", tokens.router(part, part)),
+        ("tideserve", operations.router(part, part, part, part, False, lambda: 0)),
     )
     return [
         (api, f"`{' '.join(sorted(route.methods or ()))} {route.path}`", _first_sentence(route))

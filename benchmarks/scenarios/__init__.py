@@ -13,6 +13,7 @@ SUMMARIES = {
     "faults": "kills, freezes and cuts in each phase of a change-over, or at random with floods",
     "flood": "the burst with batch work behind it: effect on online requests",
     "front": "vLLM as the engine of workers: cost of the control plane, gain of its dispatch",
+    "models": "two models behind one gateway and behind two: memory, throughput, a flood of one",
     "overhead": "control-plane latency added to TTFT; planning share of iteration time",
     "overload": "1 to 10 times the load that fits: requests in time, refusals, recovery",
     "prefix": "savings of a prefix cache, and hit rates of the dispatch policies",

@@ -257,7 +257,7 @@ def _read(setting: Setting, given: SourcedValue) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
         # Never show a secret in a message, not even an invalid secret.
         shown = "not usable" if setting.secret else repr(value)
-        wanted = " or ".join(kind.__name__ for kind in accepted)
+        wanted = " or ".join("list" if kind is tuple else kind.__name__ for kind in accepted)
         raise ConfigError(f"{where} is {shown}, but must be of type {wanted}")
     if value is None:
         return None
@@ -298,6 +298,8 @@ def _from_text(text: str, setting: Setting) -> Any:
         return parse_size_bytes(text)
     for kind in setting.kinds:
         if typing.get_origin(kind) is tuple:
+            if typing.get_args(kind)[0] is not str:
+                return _mappings_in(text)
             return tuple(part.strip() for part in text.split(",") if part.strip())
         if kind in _READERS:
             read, wanted = _READERS[kind]
@@ -308,6 +310,17 @@ def _from_text(text: str, setting: Setting) -> Any:
         if kind in (str, Path) or is_str_enum(kind):
             return text if is_str_enum(kind) else kind(text)
     raise ConfigError("this key can be given only in a YAML file")
+
+
+def _mappings_in(text: str) -> tuple[Any, ...]:
+    """The entries of a list of mappings, as JSON or YAML. Raises ConfigError."""
+    try:
+        entries = yaml.safe_load(text)
+    except _YAML_FAILURES as error:
+        raise ConfigError(f"it is no valid JSON{_where_and_why(error)}") from None
+    if not isinstance(entries, list):
+        raise ConfigError("it must be a list of mappings, as JSON")
+    return tuple(entries)
 
 
 def _converted(value: Any, setting: Setting) -> Any:

@@ -25,6 +25,7 @@ ASSIGNMENTS = "assignments/"
 LEADERS = "leaders/"
 QUOTAS = "quotas/"
 ROLES = "roles/"
+ADAPTERS = "adapters/"
 EPOCH_FLOOR = "epoch_floor"
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ _KINDS: Mapping[Any, str] = {
     bool: "true or false",
     Path: "path",
     dict[str, Any]: "a mapping, in the file only",
+    tuple[dict[str, Any], ...]: "a list of mappings, in the environment as JSON",
 }
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.adapter import Adapter
 from services.core.destination import Destination
 from services.core.service import DEFAULT_SERVICE, Service
 
@@ -157,6 +158,7 @@ class Request:
     has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
     these tokens. `server_losses`: losses of upstream servers under it at earlier workers. `hand_to`
     is the worker that computes its output, apart from the first token, if the KV can be sent there.
+    `adapter`: the LoRA adapter to apply, None for the model alone.
     """
 
     request_id: str
@@ -175,6 +177,7 @@ class Request:
     output_ids: tuple[int, ...] = ()
     server_losses: int = 0
     hand_to: Destination | None = None
+    adapter: Adapter | None = None
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

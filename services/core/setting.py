@@ -69,14 +69,19 @@ def device_name(default: Any, help: str = "") -> Any:
     return option(default, help, pattern=_DEVICE)
 
 
-def served_name(help: str) -> Any:
+def served_name(help: str, default: Any = MISSING) -> Any:
     """Name of a model, as long as the scheduler accepts it."""
-    return option(help=help, pattern=_MODEL_NAME)
+    return option(default, help, pattern=_MODEL_NAME)
 
 
 def mapping(help: str = "") -> Any:
     """A setting whose value is a mapping, empty by default."""
     return field(default_factory=dict, metadata={"help": help, "default_text": "none"})
+
+
+def mappings(help: str = "") -> Any:
+    """A setting whose value is a list of mappings, empty by default."""
+    return option((), help, default_text="none")
 
 
 def nested(defaults: Any) -> Any:

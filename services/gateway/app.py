@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from services.common.advertise import advertised
@@ -24,11 +25,11 @@ from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.connections import ClientConnections, limits_of
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.idempotency_cache import IdempotencyCache
+from services.gateway.cluster.adapter_directory import AdapterDirectory
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.cluster.group_client import GroupClient
-from services.gateway.cluster.readiness import ReadinessProbe
 from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.config import GatewayConfig
 from services.gateway.grpc.gateway_service import GatewayService
@@ -41,14 +42,20 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
 from services.gateway.model.served_model import ServedModel
-from services.gateway.parts import open_batches, open_cluster_metrics, open_model, service_policy
+from services.gateway.parts import (
+    adapter_loader,
+    model_entry,
+    open_batches,
+    open_cluster_metrics,
+    open_models,
+    open_readiness,
+    service_policy,
+)
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.canceller import Canceller
-from services.gateway.serving.choice_runner import ChoiceRunner
-from services.gateway.serving.early_asks import EarlyAsks
-from services.gateway.serving.prepare import Preparer
+from services.gateway.serving.model_registry import ModelRegistry
 from services.gateway.serving.running import RunningRequests, internal_server
 from services.gateway.serving.serving import RequestServing
 from services.gateway.structure.checker import GrammarChecker
@@ -78,11 +85,11 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
             admin = bind(config.admin_host, config.admin_port, config.client_stall_s)
             sockets.enter_context(admin)
         try:
-            model = await asyncio.to_thread(open_model, config)
+            models = await asyncio.to_thread(open_models, config)
             await store.connect()
             incarnation = uuid.uuid4().hex
             async with tracing(config, "gateway", incarnation) as tracer:
-                gateway = _Gateway(config, model, store, stream_record, incarnation, tracer)
+                gateway = _Gateway(config, models, store, stream_record, incarnation, tracer)
                 await gateway.run(listener, admin, stop)
         finally:
             await store.close()
@@ -97,7 +104,7 @@ class _Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        model: ServedModel,
+        models: Sequence[ServedModel],
         store: Store,
         stream_record: StreamRecord,
         incarnation: str,
@@ -106,12 +113,16 @@ class _Gateway:
         self._incarnation, self._config, self._store = incarnation, config, store
         self._transport = transport_of(config)
         self._pool = TextPool(config.tokenizer_threads)
-        self._renderer = model.renderer
-        self._checker = GrammarChecker(model.vocab_size, model.tokenizer.added_tokens)
+        self._names = [model.name for model in models]
+        self._renderers = [model.renderer for model in models if model.renderer is not None]
+        self._checkers = [
+            GrammarChecker(model.vocab_size, model.tokenizer.added_tokens) for model in models
+        ]
         self._drain = Drain(config.inflight_max, config.batch_inflight_max)
         self._bodies = BodyBudget(config.body_bytes_max)
         self._running = RunningRequests()
-        self._view = ClusterView(store, config.model_name, self._members_changed)
+        self._view = ClusterView(store, self._members_changed)
+        self._adapters = AdapterDirectory(store)
         self._admission = self._make_admission()
         self._metrics = self._make_metrics()
         self._connections = self._make_connections()
@@ -124,23 +135,17 @@ class _Gateway:
         quotas = Quotas(self._metrics.quotas)
         self._exchange = QuotaExchange(store, incarnation, quotas.state, config.lease_ttl_s)
         self._workers = self._make_workers()
-        self._probe = ReadinessProbe(
-            self._view,
-            self._admission,
-            self._drain,
-            config.expected_workers,
-            config.expected_wait_s,
-        )
-        serving = self._request_serving(model, stream_record)
+        self._probe = open_readiness(config, self._view, self._admission, self._drain)
+        serving = self._request_serving(models, stream_record)
         canceller = Canceller(self._running, self._view, self._transport.dial, incarnation)
         recorder = RequestRecorder(self._metrics, tracer, incarnation, quotas)
         self._tls = server_tls(config.http_tls_cert_file, config.http_tls_key_file)
         self._batches = open_batches(
-            *(config, model, serving, self._pool, self._keys, quotas),
+            *(config, serving, self._pool, self._keys, quotas),
             *(self._metrics.registry, store, incarnation, stream_record),
         )
-        self._http = self._http_server(model, serving, canceller, recorder)
-        self._grpc = self._grpc_port(model, serving, canceller, recorder)
+        self._http = self._http_server(serving, canceller, recorder)
+        self._grpc = self._grpc_port(serving, canceller, recorder)
         self._connect_gauges()
 
     async def run(
@@ -167,6 +172,8 @@ class _Gateway:
                 asyncio.TaskGroup() as tasks,
             ):
                 background = [tasks.create_task(run()) for run in self._parts(registration)]
+                # Else the names of adapters would be unknown for a moment.
+                await self._adapters.loaded()
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 admin_port = None
@@ -183,7 +190,7 @@ class _Gateway:
             if self._batches is not None:
                 await self._batches.close()
             self._pool.close()
-            await self._checker.close()
+            await asyncio.gather(*(checker.close() for checker in self._checkers))
             await self._exchange.withdraw()
             await registration.withdraw()
             if self._grpc is not None:
@@ -192,10 +199,16 @@ class _Gateway:
 
     def _parts(self, registration: Registration) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What runs in the background until it is cancelled."""
-        parts = [self._view.run, self._admission.run, self._workers.run, self._keys.run]
-        parts += [registration.run, self._probe.run, self._checker.run]
-        if self._renderer is not None:
-            parts.append(self._renderer.run)
+        parts = [
+            self._view.run,
+            self._adapters.run,
+            self._admission.run,
+            self._workers.run,
+            self._keys.run,
+        ]
+        parts += [registration.run, self._probe.run]
+        parts += [checker.run for checker in self._checkers]
+        parts += [renderer.run for renderer in self._renderers]
         if self._keys.has_file:
             parts.append(self._exchange.run)
         if self._batches is not None:
@@ -220,8 +233,10 @@ class _Gateway:
         if admin_port is not None:
             admin_port.close()
 
-    def _request_serving(self, model: ServedModel, stream_record: StreamRecord) -> RequestServing:
-        config = self._config
+    def _request_serving(
+        self, models: Sequence[ServedModel], stream_record: StreamRecord
+    ) -> RequestServing:
+        config, policy = self._config, service_policy(self._config)
         idempotency_cache = IdempotencyCache[Any](
             config.idempotency_keep_s,
             config.idempotency_grace_s,
@@ -230,25 +245,18 @@ class _Gateway:
         )
         self._metrics.answer_bytes.set_function(lambda: idempotency_cache.bytes_held)
         return RequestServing(
-            preparer=Preparer(
-                model,
-                self._pool,
-                lambda: self._view.max_model_len or model.context_tokens,
-                self._checker,
-                self._prefix_block_size,
-                service_policy(config),
-                EarlyAsks(self._admission, config.model_name) if config.early_asks else None,
+            models=ModelRegistry(
+                [
+                    model_entry(
+                        *(config, model, checker, self._pool, policy),
+                        *(self._view.of(model.name), self._admission, self._workers),
+                        *(self._metrics, stream_record),
+                    )
+                    for model, checker in zip(models, self._checkers, strict=True)
+                ],
+                self._adapters,
             ),
-            choices=ChoiceRunner(
-                self._admission,
-                self._workers,
-                model.tokenizer,
-                self._pool,
-                self._metrics,
-                stream_record,
-                config.resume_streams,
-                self._view.resumes_grammars,
-            ),
+            policy=policy,
             drain=self._drain,
             bodies=self._bodies,
             running=self._running,
@@ -260,21 +268,13 @@ class _Gateway:
             refuse_unknown=config.unknown_fields == "refuse",
         )
 
-    def _prefix_block_size(self) -> int:
-        # 0 unless the scheduler ranks workers by cached prefixes: then no prompt is hashed.
-        heartbeat = self._admission.heartbeat
-        wanted = heartbeat is not None and heartbeat.wants_prefixes
-        return self._view.block_size if wanted else 0
-
     def _http_server(
         self,
-        model: ServedModel,
         serving: RequestServing,
         canceller: Canceller,
         recorder: RequestRecorder,
     ) -> HttpServer:
         app = build(
-            model,
             serving,
             canceller,
             self._pool,
@@ -293,7 +293,6 @@ class _Gateway:
 
     def _grpc_port(
         self,
-        model: ServedModel,
         serving: RequestServing,
         canceller: Canceller,
         recorder: RequestRecorder,
@@ -303,8 +302,8 @@ class _Gateway:
             return None
         return GrpcPort(
             (
-                GatewayService(model, serving, canceller, self._pool),
-                KserveService(model, serving, self._pool, self._probe, recorder),
+                GatewayService(serving, canceller, self._pool),
+                KserveService(serving, self._pool, self._probe, recorder),
             ),
             serving,
             self._probe,
@@ -333,9 +332,10 @@ class _Gateway:
             groups,
             self._probe,
             self._metrics,
+            adapter_loader(self._config, self._adapters, self._view),
             self._tls,
             self._batches,
-            model=self._config.model_name,
+            models=self._names,
             host=self._config.admin_host,
             names=self._config.admin_names,
             keep_alive_s=self._config.keep_alive_s,
@@ -364,12 +364,12 @@ class _Gateway:
             self._metrics.count_moved_stream,
             self._admission.forward_load,
             self._transport.dial,
+            self._view.loads_adapters,
         )
 
     def _make_metrics(self) -> Metrics:
-        metrics = Metrics(
-            self._config.model_name, service_registry("gateway", self._config, self._store.calls)
-        )
+        registry = service_registry("gateway", self._config, self._store.calls)
+        metrics = Metrics(self._names, registry)
         metrics.inflight.set_function(lambda: self._drain.inflight)
         metrics.admitting.set_function(lambda: self._admission.waiting)
         metrics.running.set_function(lambda: self._workers.running)
@@ -391,7 +391,12 @@ class _Gateway:
         self._metrics.quota_sharing.set_function(lambda: self._exchange.sharing)
         self._metrics.ready.set_function(self._probe.ready)
         self._metrics.export_connections(self._connections.count)
-        self._metrics.groups_serving.set_function(lambda: self._probe.evaluate().groups_serving)
+        for name in self._names:
+            self._metrics.export_readiness(
+                name,
+                partial(self._probe.model_ready, name),
+                partial(self._probe.groups_serving, name),
+            )
 
     def _members_changed(self) -> None:
         self._admission.notify_scheduler_change()

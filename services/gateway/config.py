@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from services.common.address import is_loopback
+from services.common.config import like
 from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.service import ServiceClass
 from services.core.setting import (
     choice,
     mapping,
+    mappings,
     nested,
     number,
     option,
@@ -20,18 +22,15 @@ from services.core.setting import (
 )
 from services.gateway.batches.settings import BatchSettings
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
-from services.gateway.tools.format import (
-    AUTO,
-    REASONING_FORMAT_ALIASES,
-    TOOL_FORMAT_ALIASES,
-    ReasoningFormat,
-    ToolFormat,
-)
+from services.gateway.model.settings import ModelSettings, models_of
 from services.gateway.vocabulary.class_targets import class_targets
 
 ADMIN_KEY_MIN = 16
-TOOL_FORMATS = (AUTO, *(form.value for form in ToolFormat), *TOOL_FORMAT_ALIASES)
-REASONING_FORMATS = (AUTO, *(form.value for form in ReasoningFormat), *REASONING_FORMAT_ALIASES)
+_MODEL_DEFAULTS = (
+    *("expected_workers", "generation_config"),
+    *("tool_format", "reasoning_format", "user_special_tokens"),
+)
+"""Keys that are defaults for each model."""
 
 
 def exposure_warning(http_host: str, grpc_host: str | None, keyed: bool) -> str | None:
@@ -54,15 +53,25 @@ def exposure_warning(http_host: str, grpc_host: str | None, keyed: bool) -> str 
 class GatewayConfig(ServiceConfig):
     """The settings of the gateway."""
 
-    model_name: str = served_name("Model name in requests.")
-    model_dir: Path = option(help="Folder with config.json and tokenizer.json.")
-    model_aliases: str = option("", "Further model names in requests, separated by commas.")
-    generation_config: str = choice(
-        "auto",
-        ("auto", "none"),
-        "Sampling defaults: auto uses the model's generation_config.json, none only the defaults of"
-        " the OpenAI API.",
+    model_name: str | None = served_name(
+        "Model name in requests. Required, with 'model_dir', unless 'models' is set.", None
     )
+    model_dir: Path | None = option(None, "Folder with config.json and tokenizer.json.")
+    model_aliases: str = option("", "Further model names in requests, separated by commas.")
+    models: tuple[dict[str, Any], ...] = mappings(
+        "Models to serve, instead of 'model_name' and 'model_dir'. Each is a mapping with name, dir"
+        " and optionally aliases (a list), quota_weight (tokens of a quota that a token of the"
+        " model costs, default 1), expected_workers, generation_config, tool_format,"
+        " reasoning_format and user_special_tokens. The keys outside 'models' are defaults of the"
+        " last five."
+    )
+    ready_models: str = choice(
+        "any",
+        ("any", "all"),
+        "Models of 'models' that must be ready before /ready succeeds; /ready?model=NAME asks for a"
+        " single model.",
+    )
+    generation_config: str = like(ModelSettings, "generation_config")
     host: str = option(
         "127.0.0.1", "Listening address for HTTP; 0.0.0.0 exposes it to the network."
     )
@@ -105,13 +114,7 @@ class GatewayConfig(ServiceConfig):
     public_grpc_reflection: bool = option(
         True, "Whether to serve gRPC server reflection, for tools such as grpcurl."
     )
-    expected_workers: int | None = number(
-        None,
-        "Number of workers required before /ready first succeeds (at most `expected_wait_s`)."
-        " Afterwards, or if unset, /ready succeeds whenever a request can be scheduled.",
-        minimum=1,
-        maximum=100_000,
-    )
+    expected_workers: int | None = like(ModelSettings, "expected_workers")
     expected_wait_s: float = number(
         60.0,
         "Maximum seconds that /ready waits for `expected_workers` once a request can be scheduled.",
@@ -131,6 +134,12 @@ class GatewayConfig(ServiceConfig):
         "",
         "Origins of web pages that may use the API (CORS), separated by commas, such as"
         " https://app.example; * for all.",
+    )
+    adapter_roots: tuple[str, ...] = option(
+        (),
+        "Folders below which LoRA adapters may lie, as the workers see them; none: the admin port"
+        " loads no adapters.",
+        default_text="none",
     )
     public_metrics: bool = option(
         True, "Whether the HTTP port also serves this gateway's /metrics."
@@ -155,21 +164,9 @@ class GatewayConfig(ServiceConfig):
         ("ignore", "refuse"),
         "Handling of unknown request fields: ignore with a warning header, or refuse with 400.",
     )
-    tool_format: str = choice(
-        AUTO,
-        TOOL_FORMATS,
-        "Format of the model's tool calls; auto: detect it from the template and tokenizer.",
-    )
-    reasoning_format: str = choice(
-        AUTO,
-        REASONING_FORMATS,
-        "Format of the model's reasoning; auto: detect it from the template and tokenizer.",
-    )
-    user_special_tokens: bool = option(
-        True,
-        "Whether special tokens in the text of users and tools become these tokens, as in vLLM;"
-        " otherwise chats encode them as text.",
-    )
+    tool_format: str = like(ModelSettings, "tool_format")
+    reasoning_format: str = like(ModelSettings, "reasoning_format")
+    user_special_tokens: bool = like(ModelSettings, "user_special_tokens")
     classes: dict[str, Any] = mapping(
         "Latency targets of the classes interactive and standard, each a mapping with ttft_ms,"
         " tpot_ms and token_group; see service-classes.md. Defaults: 500 ms and 100 ms for"
@@ -308,6 +305,40 @@ class GatewayConfig(ServiceConfig):
     )
 
     @property
+    def served_models(self) -> tuple[ModelSettings, ...]:
+        """The models to serve.
+
+        Raises:
+            ConfigError: if there are none, or two with the same name.
+        """
+        defaults = {key: getattr(self, key) for key in _MODEL_DEFAULTS}
+        single = {"model_name": self.model_name, "model_dir": self.model_dir}
+        if self.models:
+            if given := [key for key, value in single.items() if value is not None]:
+                raise ConfigError(f"'models' and '{given[0]}' are both set; remove either")
+            if self.model_aliases:
+                raise ConfigError(
+                    "'models' and 'model_aliases' are both set; add the 'aliases' to a model of"
+                    " 'models'"
+                )
+            return models_of(self.models, defaults)
+        if self.model_name is None or self.model_dir is None:
+            missing = next(key for key, value in single.items() if value is None)
+            raise ConfigError(
+                f"'{missing}' is missing; set 'model_name' and 'model_dir', or 'models' for several"
+                " models"
+            )
+        aliases = (name.strip() for name in self.model_aliases.split(","))
+        return (
+            ModelSettings(
+                name=self.model_name,
+                dir=self.model_dir,
+                aliases=tuple(filter(None, aliases)),
+                **defaults,
+            ),
+        )
+
+    @property
     def batch_inflight_max(self) -> int:
         """Maximum concurrent requests of class batch."""
         return max(1, int(self.inflight_max * self.batch_inflight_part))
@@ -328,6 +359,8 @@ class GatewayConfig(ServiceConfig):
         # Not `super()`, which fails here: with slots=True, dataclass replaces the class.
         ServiceConfig.__post_init__(self)
         class_targets(self.classes)
+        # Refuse invalid models when the configuration is loaded.
+        _ = self.served_models
         if self.admin_port is None:
             return
         keys = self.admin_key is not None or self.api_keys_file is not None

@@ -1,7 +1,8 @@
-"""Creates parts of the gateway from its configuration, such as the model and batches."""
+"""Creates parts of the gateway from its configuration, such as the models and batches."""
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -15,10 +16,14 @@ from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.service import BatchService
 from services.gateway.batches.store import BatchStore
+from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.adapter_directory import AdapterDirectory
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_metrics import ClusterMetrics
-from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.cluster.cluster_view import ClusterView, ModelView
+from services.gateway.cluster.readiness import GatewayReadiness, ReadinessProbe
+from services.gateway.cluster.worker_client import WorkerClient
 from services.gateway.config import GatewayConfig
 from services.gateway.http.line_door import LineDoor
 from services.gateway.http.openai import dialects_of
@@ -26,9 +31,17 @@ from services.gateway.keys.key_ring import KeyRing
 from services.gateway.keys.quotas import Quotas
 from services.gateway.model.sampling import PLAIN_DEFAULTS
 from services.gateway.model.served_model import ServedModel, load_model
+from services.gateway.model.settings import ModelSettings
+from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
+from services.gateway.serving.adapter_loader import AdapterLoader
+from services.gateway.serving.choice_runner import ChoiceRunner
+from services.gateway.serving.early_asks import EarlyAsks
+from services.gateway.serving.model_registry import ModelEntry
+from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.serving.serving import RequestServing
+from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.vocabulary.class_targets import class_targets
 from tideserve.common.v1 import record_pb2
@@ -36,19 +49,26 @@ from tideserve.common.v1 import record_pb2
 log = logging.getLogger(__name__)
 
 
-def open_model(config: GatewayConfig) -> ServedModel:
-    """Load the served model's metadata and tokenizer. Raises ConfigError."""
+def open_models(config: GatewayConfig) -> list[ServedModel]:
+    """Load the metadata and tokenizer of each served model, in parallel. Raises ConfigError."""
+    with ThreadPoolExecutor(config.tokenizer_threads) as threads:
+        return list(threads.map(_open_model, config.served_models))
+
+
+def _open_model(settings: ModelSettings) -> ServedModel:
     model = load_model(
-        config.model_name,
-        config.model_dir,
-        [name.strip() for name in config.model_aliases.split(",") if name.strip()],
-        own_defaults=config.generation_config == "auto",
-        tool_format=config.tool_format,
-        reasoning_format=config.reasoning_format,
-        user_tokens=config.user_special_tokens,
+        settings.name,
+        settings.dir,
+        settings.aliases,
+        own_defaults=settings.generation_config == "auto",
+        tool_format=settings.tool_format,
+        reasoning_format=settings.reasoning_format,
+        user_tokens=settings.user_special_tokens,
     )
     if model.defaults != PLAIN_DEFAULTS:
-        log.info("sampling defaults from generation_config.json: %s", model.defaults)
+        log.info(
+            "sampling defaults of %s from generation_config.json: %s", model.name, model.defaults
+        )
     return model
 
 
@@ -62,6 +82,78 @@ def service_policy(config: GatewayConfig) -> ServicePolicy:
     )
 
 
+def model_entry(
+    config: GatewayConfig,
+    model: ServedModel,
+    checker: GrammarChecker,
+    pool: TextPool,
+    policy: ServicePolicy,
+    view: ModelView,
+    admission: AdmissionClient,
+    workers: WorkerClient,
+    metrics: Metrics,
+    stream_record: StreamRecord,
+) -> ModelEntry:
+    """What prepares and runs the requests of a model."""
+
+    def prefix_block_size() -> int:
+        # 0 unless the scheduler ranks workers by cached prefixes: then no prompt is hashed.
+        heartbeat = admission.heartbeat
+        wanted = heartbeat is not None and heartbeat.wants_prefixes
+        return view.block_size if wanted else 0
+
+    preparer = Preparer(
+        model,
+        pool,
+        lambda: view.max_model_len or model.context_tokens,
+        checker,
+        prefix_block_size,
+        policy,
+        EarlyAsks(admission, model.name) if config.early_asks else None,
+    )
+    choices = ChoiceRunner(
+        admission,
+        workers,
+        model.tokenizer,
+        pool,
+        metrics,
+        metrics.of(model.name),
+        stream_record,
+        config.resume_streams,
+        view.resumes_grammars,
+    )
+    weight = next(m.quota_weight for m in config.served_models if m.name == model.name)
+    return ModelEntry(model, preparer, choices, weight)
+
+
+def adapter_loader(
+    config: GatewayConfig, adapters: AdapterDirectory, view: ClusterView
+) -> AdapterLoader:
+    """What loads adapters of the served models."""
+    models = config.served_models
+    return AdapterLoader(
+        adapters,
+        config.adapter_roots,
+        {model.name: model.dir for model in models},
+        {name: model.name for model in models for name in (model.name, *model.aliases)},
+        view.adapter_rank_max,
+    )
+
+
+def open_readiness(
+    config: GatewayConfig, view: ClusterView, admission: AdmissionClient, drain: Drain
+) -> GatewayReadiness:
+    """The readiness of each model, and of the gateway."""
+    probes = {
+        model.name: ReadinessProbe(
+            *(view.of(model.name), admission, drain),
+            *(model.expected_workers, config.expected_wait_s),
+        )
+        for model in config.served_models
+    }
+    return GatewayReadiness(probes, admission, needs_all=config.ready_models == "all")
+
+
 def open_cluster_metrics(
     config: GatewayConfig, view: ClusterView, admission: AdmissionClient, dial: Dial, store: Store
 ) -> ClusterMetrics | None:
@@ -69,12 +161,11 @@ def open_cluster_metrics(
     if not config.cluster_metrics:
         return None
     cluster = ClusterClient(view, dial, store).cluster
-    return ClusterMetrics(cluster, view, admission, config.model_name)
+    return ClusterMetrics(cluster, view, admission, [m.name for m in config.served_models])
 
 
 def open_batches(
     config: GatewayConfig,
-    model: ServedModel,
     serving: RequestServing,
     pool: TextPool,
     keys: KeyRing,
@@ -95,7 +186,7 @@ def open_batches(
     metrics = BatchMetrics(registry)
     store = BatchStore(settings.batch_store, metrics.observe_call, stream_record.log)
     files = ObjectFiles(files_url(settings.batch_store, settings.batch_files))
-    dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
+    dialects = dialects_of(pool, refuse_unknown=serving.refuse_unknown)
     return BatchService(
         settings,
         store,

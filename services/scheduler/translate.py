@@ -7,6 +7,7 @@ configurations of a group.
 from collections.abc import Iterable, Mapping
 
 from services.common import records
+from services.common.adapter_messages import to_adapter
 from services.common.report import InvalidReport, demand_message, to_load_report
 from services.common.slo import service_message, to_service
 from services.common.wire_enum import numbers
@@ -94,6 +95,7 @@ def _to_asked(ask: scheduler_pb2.Ask, stream_id: int, now_s: float) -> Asked:
         fingerprint=ask.fingerprint,
         choice=ask.choice,
         affinity=ask.affinity,
+        adapter=to_adapter(ask.adapter) if ask.HasField("adapter") else None,
         now_s=now_s,
         stream_id=stream_id,
         waited_s=ask.waited_s,
@@ -165,6 +167,7 @@ def to_group(
         max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
         cost_model=records.to_cost_model(leader),
         role=roles.get(leader.worker_id, Role.MIXED) if len(members) == 1 else Role.MIXED,
+        adapter_rank_max=leader.adapters.rank_max if leader.adapters.slots > 0 else 0,
     )
 
 
@@ -241,6 +244,14 @@ def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:
                     padding_share=stats.padding_share,
                 )
                 for stats in snapshot.buckets
+            ],
+            models=[
+                scheduler_pb2.ModelState(
+                    model=model,
+                    groups_serving=snapshot.serving_by_model.get(model, 0),
+                    queued=queued,
+                )
+                for model, queued in snapshot.queued_by_model.items()
             ],
         )
     )

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Collection
 
+from services.common.adapter_messages import to_adapter
 from services.common.slo import to_service
+from services.core.adapter import Adapter
 from services.core.destination import Destination
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
@@ -37,8 +39,16 @@ class InvalidStart(ValueError):
     """A field of a Start frame is invalid; the message names the field."""
 
 
-def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
+def to_request(
+    start: pb.Start,
+    vocab_size: int,
+    max_model_len: int,
+    now_s: float,
+    adapter_rank_max: int = 0,
+) -> Request:
     """The request in a Start frame; older gateways leave many fields unset.
+
+    `adapter_rank_max`: largest rank of an adapter, 0 if the worker loads none.
 
     Raises:
         InvalidStart: if a field is invalid, so that the engine never gets such a value.
@@ -65,6 +75,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         output_ids=output,
         server_losses=start.server_losses,
         hand_to=_destination(start.hand_to) if start.HasField("hand_to") else None,
+        adapter=_adapter(start, adapter_rank_max),
     )
 
 
@@ -98,6 +109,21 @@ def _check_fields(
 def _destination(place: pb.GoTo) -> Destination:
     _require(bool(place.worker_id and place.address), "hand_to must name a worker and its address")
     return Destination(place.worker_id, place.address, place.group_id, place.epoch)
+
+
+def _adapter(start: pb.Start, rank_max: int) -> Adapter | None:
+    if not start.HasField("adapter"):
+        return None
+    # An engine without adapters would ignore it, and answer with the model alone.
+    _require(rank_max > 0, "this worker loads no adapters; it needs `adapter_slots`")
+    adapter = to_adapter(start.adapter)
+    fault = adapter.fault()
+    _require(fault is None, fault or "")
+    _require(
+        adapter.rank <= rank_max,
+        f"the adapter has rank {adapter.rank}, but this worker's `adapter_rank_max` is {rank_max}",
+    )
+    return adapter
 
 
 def _limits(limits: pb.Limits, prompt_tokens: int, vocab_size: int, max_model_len: int) -> Limits:

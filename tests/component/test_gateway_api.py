@@ -373,7 +373,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         'vllm:request_success_total{finished_reason="error",model_name="m"} 0.0',
         'vllm:admission_rejections_total{class="batch",model_name="m",reason="queue_full"} 0.0',
         "tideserve_gateway_ready 1.0",
-        "tideserve_gateway_output_tokens_total 4.0",
+        'tideserve_gateway_model_ready{model_name="m"} 1.0',
+        'tideserve_gateway_output_tokens_total{model_name="m"} 4.0',
         "tideserve_gateway_requests_inflight 0.0",
     ):
         assert line in metrics.splitlines()

@@ -48,7 +48,7 @@ async def events_of(answer: httpx.Response) -> list[str]:
 
 
 async def gauge(case: Case, name: str) -> float:
-    """A metric without labels."""
+    """A metric; `name` includes its labels."""
     text = (await case.http.get("/metrics")).text
     return float(next(line.split()[1] for line in text.splitlines() if line.startswith(name + " ")))
 
@@ -247,7 +247,9 @@ async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_
     body = {"model": "m", "messages": HI, "stream": True}
     async with case.http.stream("POST", "/v1/chat/completions", json=body) as answer:
         events = asyncio.create_task(events_of(answer))
-        await eventually(lambda: gauge(case, "tideserve_gateway_output_tokens_total"))
+        await eventually(
+            lambda: gauge(case, 'tideserve_gateway_output_tokens_total{model_name="m"}')
+        )
         worker.hang_up()
         data = await events
     assert "[DONE]" not in data

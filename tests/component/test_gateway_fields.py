@@ -113,7 +113,8 @@ async def test_choices_of_one_prompt_differ_in_their_seeds_only(case: Case) -> N
     assert usage["completion_tokens"] == 15
     metrics = (await case.http.get("/metrics")).text.splitlines()
     assert 'vllm:request_params_n_sum{model_name="m"} 9.0' in metrics
-    assert "tideserve_gateway_prompt_tokens_total " + f"{usage['prompt_tokens']}.0" in metrics
+    name = 'tideserve_gateway_prompt_tokens_total{model_name="m"}'
+    assert f"{name} {usage['prompt_tokens']}.0" in metrics
 
 
 async def test_as_many_choices_and_stop_strings_as_allowed(case: Case) -> None:

@@ -36,7 +36,7 @@ async def lose(case: Case, worker: int, at: int) -> None:
     await eventually(lambda: dying.emitted >= at)
 
     async def has_come() -> bool:
-        return await metric(case, "tideserve_gateway_output_tokens_total") >= at
+        return await metric(case, 'tideserve_gateway_output_tokens_total{model_name="m"}') >= at
 
     await eventually(has_come)  # what is on its way gets lost with the connection
     dying.pause_at = None  # in case that requests come back

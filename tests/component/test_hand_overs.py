@@ -20,7 +20,7 @@ from tests.support.undisturbed import Oracle, tight_config
 
 BLOCK = 4
 EVENTS = 40
-SEEDS = int(os.environ.get("TIDESERVE_HAND_OVER_SEEDS", "12"))
+SEEDS = int(os.environ.get("TIDESERVE_HAND_OVER_SEEDS", "6"))
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,15 @@ def test_no_answer_shows_that_another_worker_computed_the_prompt(
     assert counts["prefill"] >= moved and counts["decode"] == 0
 
 
-@pytest.mark.parametrize(("role", "at"), [("decode", 1), ("prefill", 1), ("decode", 60)])
+@pytest.mark.parametrize(
+    ("role", "at"),
+    [
+        ("decode", 1),
+        ("prefill", 1),
+        pytest.param("decode", 60, marks=pytest.mark.slow),
+        pytest.param("prefill", 60, marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_may_die_meanwhile(
     role: str, at: int, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:

@@ -1,4 +1,4 @@
-"""A model folder without weights: a byte-level tokenizer whose ids tests can compute.
+"""Model folders without weights: byte-level tokenizers whose ids tests can compute.
 
 For tests of the gateway, which must pass without torch.
 """
@@ -21,14 +21,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token for each byte."""
-    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+OTHER_SPECIAL_TOKENS = (*SPECIAL_TOKENS, "<|turn|>")
+OTHER_VOCAB_SIZE = 320
+OTHER_TEMPLATE = (
+    "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+)
+
+
+def byte_tokenizer(*, other: bool = False) -> Tokenizer:
+    """One token for each byte; that of `other` has other ids."""
+    special = OTHER_SPECIAL_TOKENS if other else SPECIAL_TOKENS
+    tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=other)]
     ids = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token=SPECIAL_TOKENS[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
@@ -46,4 +55,13 @@ def write_model_folder(model_dir: Path, *, template: str | None = CHAT_TEMPLATE)
     if template is not None:
         settings["chat_template"] = template  # type: ignore[assignment]
     (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model_dir
+
+
+def write_other_model_folder(model_dir: Path) -> Path:
+    """A model with another tokenizer, template and vocabulary size; returns `model_dir`."""
+    write_model_folder(model_dir, template=OTHER_TEMPLATE)
+    byte_tokenizer(other=True).save(str(model_dir / "tokenizer.json"))
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": OTHER_VOCAB_SIZE}))
     return model_dir

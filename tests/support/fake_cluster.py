@@ -1,6 +1,7 @@
 """Everything behind a gateway, faked: scheduler, workers and memory manager over real gRPC."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 queued=self.queued,
                 class_waits=self.class_waits,
                 wants_outcomes=self.wants_outcomes,
+                models=[
+                    scheduler_pb2.ModelState(model=model, groups_serving=count)
+                    for model, count in Counter(w.model for w in self.workers).items()
+                ],
             )
             answers.put_nowait(scheduler_pb2.AdmitResponse(heartbeat=beat))
             await asyncio.sleep(0.2)
@@ -118,7 +123,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         ticket = scheduler_pb2.Ticket(request_id=ask.request_id)
         if self.holding:
             return [scheduler_pb2.AdmitResponse(ticket=ticket)]
-        worker = self.workers[len(self.asks) % len(self.workers)]
+        serving = [w for w in self.workers if w.model == ask.model] or self.workers
+        worker = serving[len(self.asks) % len(serving)]
         assignment = scheduler_pb2.Assignment(
             request_id=ask.request_id,
             group_id=f"group-{worker.worker_id}",
@@ -140,6 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     worker_id: str
     script: Callable[[Sequence[int]], Sequence[int]]
+    model: str = "m"
     step_s: float = 0.002
     tokens_per_event: int = 1
     epoch: int = 1
@@ -179,6 +186,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     adopted: dict[str, worker_pb2.Start] = field(default_factory=dict)
     attaches: list[worker_pb2.Attach] = field(default_factory=list)
     address: str = ""
+    # Further fields of its registration.
+    record: dict[str, Any] = field(default_factory=dict)
     calls: set["asyncio.Task[None]"] = field(default_factory=set)
 
     async def Generate(
@@ -404,7 +413,7 @@ class FakeMemmgr(memmgr_pb2_grpc.MemmgrServiceServicer):
                 pids=[1, 2],
             )
             group_id = f"group-{worker.worker_id}"
-            group = response.groups.add(group_id=group_id, epoch=worker.epoch, model="m")
+            group = response.groups.add(group_id=group_id, epoch=worker.epoch, model=worker.model)
             group.phase = record_pb2.GROUP_PHASE_STABLE
             group.members.add(worker_id=worker.worker_id)
         return response
@@ -420,7 +429,8 @@ async def running_worker(
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server.services)
     await server.start()
     worker.address = server.address
-    fields = worker_record(worker.worker_id, address=server.address, **record)
+    own = {"address": server.address, "model": worker.model}
+    fields = worker_record(worker.worker_id, **own | record | worker.record)
     try:
         async with worker_in_group(store, fields, worker.epoch):
             yield worker
@@ -501,11 +511,12 @@ async def fake_cluster(
     store: Store,
     script: Callable[[Sequence[int]], Sequence[int]],
     workers: int = 1,
+    others: Sequence[FakeWorker] = (),
     **record: Any,
 ) -> AsyncIterator[FakeCluster]:
-    """Scheduler, memory manager and workers during the body."""
+    """Scheduler, memory manager and workers during the body; `others`: of further models."""
     async with AsyncExitStack() as stack:
-        fakes = [FakeWorker(f"w{number}", script) for number in range(workers)]
+        fakes = [*(FakeWorker(f"w{number}", script) for number in range(workers)), *others]
         for fake in fakes:
             await stack.enter_async_context(running_worker(store, fake, **record))
         cluster = FakeCluster(store, FakeScheduler(fakes), fakes)

@@ -26,12 +26,14 @@ from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.common.setting import settings_of
 from services.core.engine_kind import EngineKind
-from services.core.setting import mapping, number, option
+from services.core.setting import computed, mapping, number, option
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
-from services.worker.config import WorkerConfig, cpu_only_torch_error
+from services.worker.config import WorkerConfig
+from services.worker.errors import cpu_only_torch_error
 from tideserve.cli.default import DEFAULT_WORKERS
+from tideserve.cli.model_list import ListedModel, read_model_list
 from tideserve.cli.option_types import (
     API_KEY_HELP,
     API_KEYS_HELP,
@@ -67,6 +69,7 @@ SETTLED_KEYS = frozenset(
         "host",
         "model_dir",
         "model_name",
+        "models",
         "port",
         "run_dir",
         "worker_id",
@@ -105,6 +108,14 @@ class ClusterOptions:
     model_name: str | None = _of(
         "model_name", MODEL, default_text="the hub id or the folder's name"
     )
+    models: Path | None = option(
+        None,
+        "YAML file with several models, instead of --model and --workers: each with its workers,"
+        " memory and aliases. See docs/models.md.",
+        default_text="none",
+        panel=MODEL,
+    )
+    listed_models: tuple[ListedModel, ...] = computed(())
     dtype: str = _of("dtype", MODEL, default=KEPT)
     load_format: str = _of("load_format", MODEL, default=KEPT)
     engine: str = _of("engine", MODEL, default=KEPT)
@@ -240,6 +251,8 @@ def read_options(
     options = build(ClusterOptions, given, lambda key: f"missing in {path or COMMAND_LINE}")
     if options.upstream:
         options = _with_upstreams(options, given)
+    if options.models is not None:
+        options = _with_models(options, options.models, given)
     if options.paced is not None:
         options = replace(options, paced=profile_name(options.paced))
     if options.etcd is None and options.etcd_access("").keys() - {"etcd_url", "etcd_prefix"}:
@@ -251,6 +264,23 @@ def read_options(
         _check_section(getattr(options, section), section, path)
     _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
     return options
+
+
+def _with_models(
+    options: ClusterOptions, path: Path, given: Mapping[str, SourcedValue]
+) -> ClusterOptions:
+    """The options with the models of the file at `path`. Raises ConfigError."""
+    for key in ("model", "model_name", "upstream", "upstream_model"):
+        if getattr(options, key):
+            raise ConfigError(f"'models' and '{key}' are both set; remove either")
+    listed = read_model_list(path.expanduser())
+    workers = sum(model.workers for model in listed)
+    if "workers" in given and options.workers != workers:
+        raise ConfigError(
+            f"'workers' is {options.workers}, but the models of {path} have {workers} workers;"
+            " remove it"
+        )
+    return replace(options, listed_models=listed, workers=workers)
 
 
 def _with_upstreams(options: ClusterOptions, given: Mapping[str, SourcedValue]) -> ClusterOptions:

@@ -44,7 +44,7 @@ async def _ask(config: GatewayConfig) -> dict[str, Any]:
     """Raises ConfigError, StoreError, TimeoutError."""
     store = open_store(config)
     await store.connect(CONNECT_TIMEOUT_S)
-    view = ClusterView(store, config.model_name, lambda: None)
+    view = ClusterView(store, lambda: None)
     following = asyncio.create_task(view.run())
     try:
         async with timeout(READ_TIMEOUT_S):

@@ -64,7 +64,7 @@ class SimulationOptions:
     delays: Delays = field(default_factory=Delays)
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
     # When running requests move to other instances with their KV.
-    rebalance: Rebalance = choice(Rebalance.OFF, Rebalance)
+    rebalance: Rebalance | None = choice(None, Rebalance)  # None: the default of the policy
     # mixed, auto, or prefill=N,decode=M: which instances compute prompts and which decode.
     roles: str = "mixed"
     # When groups merge and split, the protocol, and the costs of a change.
@@ -173,7 +173,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     for policy in _policies(options.overload_policy, path):
         spec = plain
         roles = _roles(options.roles, path)
-        moves = options.rebalance is not Rebalance.OFF or not roles.off
+        moves = options.rebalance not in (None, Rebalance.OFF) or not roles.off
         if policy is not OverloadPolicy.RECOMPUTE or moves:
             change = _change(options, policy, profile, blocks, path)
             spec = replace(plain, change=replace(change, roles=roles))
@@ -249,11 +249,14 @@ def _change(
     if profile.network_bytes_per_s is not None:
         link.setdefault("bytes_per_s", profile.network_bytes_per_s)
     kv_bytes = blocks * options.planner.block_size * shape.num_layers * shape.kv_bytes
+    rebalance = options.rebalance
+    if rebalance is None and not options.planner.prefix_caching:
+        rebalance = Rebalance.OFF  # as workers refuse moves then
     return ChangeSpec(
         shape=shape,
         arena_bytes=shape.parameter_bytes(1) + kv_bytes,
         hidden_bytes=hidden_bytes,
-        monitor=replace(options.monitor, policy=policy, rebalance=options.rebalance),
+        monitor=replace(options.monitor, policy=policy, rebalance=rebalance),
         protocol=options.protocol,
         link=from_mapping(LinkSpec, link, f"section 'link' of {path}"),
         costs=options.change,

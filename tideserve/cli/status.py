@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.core.engine_kind import EngineKind
+from tideserve.cli.adapter_status import adapter_lines
 from tideserve.cli.client import AdminClient
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import CommandError, Unreachable
@@ -280,11 +281,14 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     has_roles = any(row.get("role", MIXED) != MIXED for row in rows)
     if has_roles:
         columns += ["role", "handed over>"]
+    if several := _has_several_models(rows):
+        columns.insert(1, "model")
     table = _table("Workers", *columns)
     for row in rows:
         total = row["kv_blocks_total"]
         table.add_row(
             escape(row["id"]),
+            *([escape(row.get("model") or "–")] if several else []),
             " ".join(map(str, row["pids"])),
             size_text(row["parameter_bytes"]),
             usage_bar(total - row["kv_blocks_free"], total),
@@ -356,12 +360,12 @@ def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def engine_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for each other engine, and for each worker in front of an upstream server."""
+    """A sentence for each other engine, upstream server, and worker with adapters."""
     others = [
         f"{engine} runs the model of {workers}, which never merge or drop layers"
         for engine, workers in foreign_engines(status).items()
     ]
-    return [*upstream_lines(status), *others]
+    return [*upstream_lines(status), *others, *adapter_lines(status)]
 
 
 def foreign_engines(status: Mapping[str, Any]) -> dict[str, str]:
@@ -385,8 +389,10 @@ def groups_table(status: Mapping[str, Any]) -> Table:
 
     A degraded group has lost a member and serves no requests.
     """
-    table = _table("Groups", "id", "epoch>", "members")
-    for row in status.get("groups", []):
+    groups = status.get("groups", [])
+    several = _has_several_models(groups)
+    table = _table("Groups", "id", *(["model"] if several else []), "epoch>", "members")
+    for row in groups:
         members, runs = row["members"], row.get("layers") or []
         if len(members) > 1 and len(runs) == len(members):
             members = [
@@ -394,8 +400,17 @@ def groups_table(status: Mapping[str, Any]) -> Table:
                 for name, (first, end) in zip(members, runs, strict=True)
             ]
         state = " [red](degraded)[/]" if row.get("degraded") else ""
-        table.add_row(escape(row["id"]), str(row["epoch"]), escape(", ".join(members)) + state)
+        table.add_row(
+            escape(row["id"]),
+            *([escape(row["model"])] if several else []),
+            str(row["epoch"]),
+            escape(", ".join(members)) + state,
+        )
     return table
+
+
+def _has_several_models(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return len({row["model"] for row in rows if row.get("model")}) > 1
 
 
 def size_text(size_bytes: int) -> str:

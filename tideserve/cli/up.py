@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlencode
 
 from services.common.address import is_loopback
 from services.common.clock import monotonic_s
@@ -20,6 +21,7 @@ from services.common.setting import settings_of
 from services.common.size import format_size
 from services.gateway.config import GatewayConfig, exposure_warning
 from services.gateway.keys.key_file import read_keys
+from services.gateway.model.settings import models_of
 from services.worker.config import WorkerConfig
 from tideserve.cli.cache import PROFILES, cache_root
 from tideserve.cli.cluster import TICK_S, ClusterProcesses
@@ -49,6 +51,7 @@ from tideserve.cli.host import (
 )
 from tideserve.cli.metrics_ports import MetricsPorts, targets_json
 from tideserve.cli.model_folder import DUMMY, check_memory
+from tideserve.cli.model_list import PlacedModel
 from tideserve.cli.model_store import ModelUnavailable, resolve_model
 from tideserve.cli.process import Program, child_environment, service_command
 from tideserve.cli.report import Report
@@ -114,9 +117,9 @@ class Up:
             with self.signals.interrupting():
                 self.engine_python = chosen_python(self.options)
                 self._check_machine(left_behind)
-                model_dir = self._resolve_model()
+                model_dir, models = self._resolve_models()
             try:
-                self._start(model_dir)
+                self._start(model_dir, models)
             except OSError as error:
                 raise CommandError(
                     f"cannot write the files of the cluster ({error}); free some disk space, or"
@@ -140,13 +143,20 @@ class Up:
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
-        memory_bytes = 0 if self.options.upstream else self.options.memory * self.options.workers
+        memory_bytes = self._memory_bytes()
         warnings = shortages(self.options.device, memory_bytes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
         raise_open_files_limit()
         self._choose_admin_port()
         self._choose_grpc_port()
+
+    def _memory_bytes(self) -> int:
+        """Memory of all workers."""
+        options = self.options
+        if options.listed_models:
+            return sum(m.workers * (m.memory or options.memory) for m in options.listed_models)
+        return 0 if options.upstream else options.memory * options.workers
 
     def _exposure(self) -> list[str]:
         """A warning if the network can use the gateway without a key."""
@@ -210,17 +220,29 @@ class Up:
         tls = self.secure and not is_loopback(self._admin_host)
         return url_of(self._admin_host, self.admin_port, tls)
 
-    def _resolve_model(self) -> Path:
+    def _resolve_models(self) -> tuple[Path, tuple[PlacedModel, ...]]:
+        """The folder of the model, and all models of the option `models`."""
         options = self.options
         if options.upstream:
-            return self._resolve_upstream_model()
-        title = f"Model {options.model or '(default)'}"
+            return self._resolve_upstream_model(), ()
+        if not options.listed_models:
+            return self._resolve_model(options.model, options.memory, options.dtype), ()
+        placed = []
+        for model in options.listed_models:
+            memory, dtype = model.memory or options.memory, model.dtype or options.dtype
+            folder = self._resolve_model(model.model, memory, dtype)
+            placed.append(PlacedModel(model, model.name or name_of(model.model, folder), folder))
+        with unusable(ConfigError):
+            models_of([model.gateway_entry() for model in placed], {})
+        return placed[0].dir, tuple(placed)
+
+    def _resolve_model(self, model: str | None, memory_bytes: int, dtype: str) -> Path:
+        load_format = self.options.load_format
+        title = f"Model {model or '(default)'}"
         with self.report.step(title), unusable(ModelUnavailable):
-            model_dir = resolve_model(
-                options.model, cache_root(), self.report.line, options.load_format
-            )
-            if options.load_format != DUMMY:
-                check_memory(model_dir, options.memory, options.dtype)
+            model_dir = resolve_model(model, cache_root(), self.report.line, load_format)
+            if load_format != DUMMY:
+                check_memory(model_dir, memory_bytes, dtype)
         return model_dir
 
     def _resolve_upstream_model(self) -> Path:
@@ -236,7 +258,7 @@ class Up:
                 return resolve_model(options.model, cache_root(), self.report.line, DUMMY)
             return model_folder(model, self.report.line)
 
-    def _start(self, model_dir: Path) -> None:
+    def _start(self, model_dir: Path, models: tuple[PlacedModel, ...]) -> None:
         self.folder.rotate_logs()
         self.run_dir = create_run_folder()
         if self.options.etcd:
@@ -258,8 +280,9 @@ class Up:
             grpc_port=self.grpc_port,
             engine_python=self.engine_python,
             batch_dir=self.folder.batches,
+            models=models,
         )
-        self.model_name = placement.model_name
+        self.model_names = [model.name for model in models] or [placement.model_name]
         configs = service_configs(self.options, placement)
         self.folder.write_targets(targets_json(configs))
         self._gateway_config = configs["gateway"]
@@ -345,7 +368,7 @@ class Up:
         ):
             while not self.signals.stopping:
                 self.cluster.tick()
-                missing = readiness_gap(client, bool(self.options.upstream))
+                missing = self._readiness_gap(client)
                 if missing is None:
                     self.cluster.mark_ready()
                     self._release_etcd()
@@ -367,6 +390,12 @@ class Up:
                 time.sleep(READY_POLL_S)
         return False
 
+    def _readiness_gap(self, client: "HttpClient") -> "Missing | None":
+        """What the gateway still waits for, of all models; None when the cluster is ready."""
+        names = self.model_names if self.options.listed_models else [None]
+        gaps = (readiness_gap(client, bool(self.options.upstream), name) for name in names)
+        return next((gap for gap in gaps if gap is not None), None)
+
     @property
     def _needs_key(self) -> bool:
         options = self.options
@@ -375,7 +404,7 @@ class Up:
     def _print_summary(self) -> None:
         key = " -H 'Authorization: Bearer '$TIDESERVE_API_KEY" if self._needs_key else ""
         body = (
-            f'{{"model": "{self.model_name}", "temperature": 0, "messages":'
+            f'{{"model": "{self.model_names[0]}", "temperature": 0, "messages":'
             ' [{"role": "user", "content": "What is the capital of France?"}]}'
         )
         at = "" if self.url == DEFAULT_URL else f" --url {self.url}"
@@ -388,7 +417,7 @@ class Up:
             [
                 ("URL", f"{self.url}/v1"),
                 *([("gRPC", self.grpc_target)] if self.grpc_target else []),
-                ("Model", self.model_name),
+                *(("Model", name) for name in self.model_names),
                 *self._engine_rows(),
                 *self._pace(),
                 *([("Live page", self.admin_url)] if self.admin_url else []),
@@ -409,7 +438,12 @@ class Up:
         if options.upstream:
             return [("Upstreams", ", ".join(options.upstream))]
         memory = format_size(options.memory)
-        rows = [("Workers", f"{options.workers}, {memory} each, {options.dtype}")]
+        if options.listed_models:
+            counts = zip(self.model_names, options.listed_models, strict=True)
+            workers = ", ".join(f"{model.workers} of {name}" for name, model in counts)
+            rows = [("Workers", workers)]
+        else:
+            rows = [("Workers", f"{options.workers}, {memory} each, {options.dtype}")]
         return [*rows, *([("Engine", "vLLM: groups never merge")] if self.engine_python else [])]
 
     def _pace(self) -> list[tuple[str, str]]:
@@ -499,12 +533,13 @@ class Missing(NamedTuple):
     line: str
 
 
-def readiness_gap(client: "HttpClient", in_front: bool) -> Missing | None:
+def readiness_gap(client: "HttpClient", in_front: bool, model: str | None = None) -> Missing | None:
     """What the gateway still waits for; None when the cluster is ready.
 
-    `in_front`: the workers are in front of upstream servers.
+    `in_front`: the workers are in front of upstream servers. `model`: of several.
     """
-    response = client.probe("/ready")
+    query = "" if model is None else "?" + urlencode({"model": model})
+    response = client.probe(f"/ready{query}")
     if response is None:
         return Missing("the gateway does not answer", "the gateway is starting")
     if response.is_success:

@@ -237,7 +237,7 @@ class PrefixRanking:
         if len(steady) < 2:
             return steady[0] if steady else None
         has_target = self.target(groups, ask, now_s) is not None
-        ttft_s = {load.group.group_id: self._ttft_s(load, ask, has_target) for load in steady}
+        ttft_s = {load.group.group_id: self.ttft_s(load, ask, has_target) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), _rank(load, ask.affinity)))
@@ -291,7 +291,11 @@ class PrefixRanking:
             yield from groups.best(*arguments, limit=CANDIDATES, role=role)
         yield from self.roles.busy(ask, *arguments[2:])
 
-    def _ttft_s(self, load: GroupLoad, ask: Ask, has_target: bool) -> float:
+    def ttft_s(self, load: GroupLoad, ask: Ask, has_target: bool = False) -> float:
+        """Predicted seconds until the first token of a request at a group, as dispatch counts them.
+
+        `has_target`: a decode group could take the request over.
+        """
         hit_tokens = self.hit_tokens(load, ask)
         costs = self.costs(load)
         ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)

@@ -1,5 +1,6 @@
 """What the scheduler reports about its state: metrics, demand for memory, and latest refusals."""
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class StateReports:
     def snapshot(self, now_s: float) -> Snapshot:
         """Counters and gauges for metrics and heartbeats."""
         loads, totals = list(self.groups.loads), self.admission.totals
+        models = sorted({*self.groups.models, *self.queue.models()})
+        serving = Counter(load.group.model for load in loads if load.is_fresh(now_s))
         # Metrics need an entry for every model and class, so that absent series read as 0.
         return Snapshot(
             queued=len(self.queue),
@@ -43,10 +46,8 @@ class StateReports:
             cached_tokens_total=totals.cached_tokens,
             queue_deadline_s=self.admission.queue_deadline_s,
             wants_prefixes=self.groups.ttft is not None,
-            queued_by_model={
-                model: self.queue.demand(model)[0]
-                for model in sorted({*self.groups.models, *self.queue.models()})
-            },
+            queued_by_model={model: self.queue.demand(model)[0] for model in models},
+            serving_by_model={model: serving[model] for model in models},
             queued_by_class={cls: self.queue.count((cls,)) for cls in ALL},
             oldest_wait_s_by_class={cls: self._oldest_wait_s((cls,), now_s) for cls in ALL},
             refused_total_by_class=dict(totals.refused_of_class),

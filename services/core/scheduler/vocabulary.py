@@ -46,6 +46,8 @@ class ServingGroup:
     cost_model: CostModel | None = None
     # What the leader does best; a group of several workers is mixed.
     role: Role = Role.MIXED
+    # Largest rank of an adapter that the leader loads; 0: it loads none.
+    adapter_rank_max: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,3 +299,5 @@ class Snapshot:
     )
     # Buckets of the models with waiting requests.
     buckets: tuple[BucketStats, ...] = ()
+    # Groups with a fresh load report, by model; 0 for a model of `queued_by_model` without any.
+    serving_by_model: dict[str, int] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 from services.common.clock import monotonic_s, unix_s
 from services.gateway.batches.rows import BatchRow
 from services.gateway.cluster.cluster_client import ClusterClient
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness
 from services.gateway.http.batch_api import progress_of
 from services.gateway.records.metrics import EndpointTotals, Metrics
 
@@ -120,20 +120,21 @@ class LiveState:
 
     def __init__(
         self,
-        model: str,
+        models: Sequence[str],
         cluster: ClusterClient,
-        probe: ReadinessProbe,
+        probe: GatewayReadiness,
         metrics: Metrics,
         open_batches: Callable[[], Awaitable[Sequence[BatchRow]]] = no_batches,
     ) -> None:
         """`open_batches` returns the batches that have not ended."""
         self._open_batches = open_batches
         self._batches: list[dict[str, Any]] = []
-        self._model = model
+        self._models = models
         self._cluster = cluster
         self._probe = probe
         self._metrics = metrics
-        self._rates = RateWindow()
+        self._rates = {model: RateWindow() for model in models}
+        self._all_rates = RateWindow()
         self._services: list[dict[str, Any]] = []
         self._services_s = -SERVICES_PERIOD_S
 
@@ -145,19 +146,44 @@ class LiveState:
             self._services_s = now_s
             self._services = await self._cluster.services()
             self._batches = [_batch(row) for row in (await self._open_batches())[:BATCHES_SHOWN]]
-        self._rates.add(monotonic_s(), self._metrics.totals())
+        self._add_rates(monotonic_s())
         decisions = [_decision(row) for row in rows["decisions"][-DECISIONS_SHOWN:]]
         return rows | {
-            "model": self._model,
+            "model": ", ".join(self._models),
+            "models": self._model_rows(),
             "services": self._services,
             "batches": self._batches,
             "decisions": decisions,
             "missing": list(self._probe.evaluate().missing),
             "queued": self._probe.queued(),
-            "lengths": self._probe.buckets(self._model),
-            "tokens_per_s": round(self._rates.tokens_per_s, 1),
-            "ttft_s": self._rates.ttft_s,
+            "lengths": self._probe.buckets(self._models[0]) if len(self._models) == 1 else None,
+            "tokens_per_s": round(self._all_rates.tokens_per_s, 1),
+            "ttft_s": self._all_rates.ttft_s,
         }
+
+    def _add_rates(self, now_s: float) -> None:
+        totals = self._metrics.totals()
+        for model, rates in self._rates.items():
+            rates.add(now_s, totals[model])
+        self._all_rates.add(now_s, sum(totals.values(), EndpointTotals(0, 0, 0.0)))
+
+    def _model_rows(self) -> list[dict[str, Any]]:
+        """A row per model, for the page's table of several models."""
+        states = self._probe.by_model()
+        return [
+            {
+                "name": model,
+                "ready": states[model].ready,
+                "missing": list(states[model].missing),
+                "workers": states[model].workers_registered,
+                "groups": states[model].groups_serving,
+                "queued": self._probe.queued(model),
+                "lengths": self._probe.buckets(model),
+                "tokens_per_s": round(rates.tokens_per_s, 1),
+                "ttft_s": rates.ttft_s,
+            }
+            for model, rates in self._rates.items()
+        ]
 
 
 def _batch(batch: BatchRow) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class Detokenize:
 
 
 def parse_tokenize(
-    data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
+    data: Mapping[str, Any], served: str | None, *, refuse_unknown: bool = False
 ) -> Tokenize:
-    """Parse a body of /tokenize; `served` is the default model.
+    """Parse a body of /tokenize; `served` is the default model, None: the body must name it.
 
     Raises:
         BadRequest: if a field is invalid.
@@ -92,7 +92,10 @@ def parse_tokenize(
     request = validated(TokenizeRequest, own)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("send either 'prompt' or 'messages', not both", param="prompt")
-    shared = {"model": request.model or served, "add_special_tokens": request.add_special_tokens}
+    shared = {
+        "model": _named(request.model, served),
+        "add_special_tokens": request.add_special_tokens,
+    }
     # Parse as a generation request, so that the prompt is built exactly as for generation.
     if request.prompt is not None:
         body: GenerationRequest = parse_completion(shared | {"prompt": request.prompt})
@@ -103,9 +106,9 @@ def parse_tokenize(
 
 
 def parse_detokenize(
-    data: Mapping[str, Any], served: str, *, refuse_unknown: bool = False
+    data: Mapping[str, Any], served: str | None, *, refuse_unknown: bool = False
 ) -> Detokenize:
-    """Parse a body of /detokenize; `served` is the default model.
+    """Parse a body of /detokenize; `served` is the default model, None: the body must name it.
 
     Raises:
         BadRequest: if a field is invalid.
@@ -113,4 +116,12 @@ def parse_detokenize(
     unknown = UnknownFields(refuse_unknown)
     fields = known_fields(data, DetokenizeRequest.model_fields, Policy(), unknown)
     request = validated(DetokenizeRequest, fields)
-    return Detokenize(request.model or served, request.tokens, unknown.warnings)
+    return Detokenize(_named(request.model, served), request.tokens, unknown.warnings)
+
+
+def _named(model: str | None, served: str | None) -> str:
+    """The model of a body. Raises BadRequest if neither is given."""
+    name = model or served
+    if name is None:
+        raise BadRequest("'model' is missing; name a model of /v1/models", param="model")
+    return name

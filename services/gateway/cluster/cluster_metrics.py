@@ -1,8 +1,9 @@
-"""Sums over the workers of the gateway's model, with vLLM's names, for scrapers of one port."""
+"""Sums over the workers of each served model, with vLLM's names, for scrapers of one port."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -60,14 +61,14 @@ class ClusterMetrics:
         cluster: Callable[[], Awaitable[ClusterStatus | None]],
         view: ClusterView,
         admission: AdmissionClient,
-        model_name: str,
+        model_names: Sequence[str],
         clock: Callable[[], float] = monotonic_s,
     ) -> None:
         """`cluster` queries the memory manager within a deadline; None: it does not answer."""
         self._cluster = cluster
         self._view = view
         self._admission = admission
-        self._model_name = model_name
+        self._views = [view.of(name) for name in model_names]
         self._clock = clock
         self._lock = asyncio.Lock()
         self._text = b""
@@ -84,12 +85,14 @@ class ClusterMetrics:
             return self._text
 
     def _rendered(self, cluster: ClusterStatus) -> bytes:
-        heartbeat, name = self._admission.heartbeat, self._model_name
-        queued = 0 if heartbeat is None else heartbeat.queued
+        heartbeat = self._admission.heartbeat
         models = {worker.worker_id: worker.model for worker in self._view.workers()}
-        load = cluster_load(cluster, models, name, queued, self._view.block_size)
+        loads = {}
+        for view in self._views:
+            queued = 0 if heartbeat is None else heartbeat.of(view.model).queued
+            loads[view.model] = cluster_load(cluster, models, view.model, queued, view.block_size)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(families(load, name)))
+        registry.register(_Families(families(loads)))
         return generate_latest(registry)
 
 
@@ -104,22 +107,34 @@ class _Families(Collector):
         return self._metrics
 
 
-def families(load: ClusterLoad, model_name: str) -> Iterable[Metric]:
-    """The metrics of a load."""
-    labels = (model_name, CLUSTER_ENGINE)
-    gauges = (
-        ("vllm:num_requests_running", "Running requests of all workers.", load.running),
-        (WAITING, "Requests that wait in the scheduler's queue or at a worker.", load.waiting),
-        ("vllm:kv_cache_usage_perc", "Fraction of all KV blocks in use, 0 to 1.", load.kv_usage),
-    )
-    for name, text, value in gauges:
+GAUGES = (
+    ("vllm:num_requests_running", "Running requests of all workers.", attrgetter("running")),
+    (
+        WAITING,
+        "Requests that wait in the scheduler's queue or at a worker.",
+        attrgetter("waiting"),
+    ),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Fraction of all KV blocks in use, 0 to 1.",
+        attrgetter("kv_usage"),
+    ),
+)
+
+
+def families(loads: Mapping[str, ClusterLoad]) -> Iterable[Metric]:
+    """The metrics of the loads; keys are models."""
+    for name, text, value in GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=LABELS)
-        gauge.add_metric(labels, value)
+        for model_name, load in loads.items():
+            gauge.add_metric((model_name, CLUSTER_ENGINE), value(load))
         yield gauge
     cache = GaugeMetricFamily(
         "vllm:cache_config_info",
         "Sizes of the KV caches together, as labels; the value is always 1.",
         labels=(*LABELS, "block_size", "num_gpu_blocks"),
     )
-    cache.add_metric((*labels, str(load.block_size), str(load.kv_blocks_total)), 1)
+    for model_name, load in loads.items():
+        sizes = str(load.block_size), str(load.kv_blocks_total)
+        cache.add_metric((model_name, CLUSTER_ENGINE, *sizes), 1)
     yield cache

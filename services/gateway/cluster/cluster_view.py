@@ -6,6 +6,7 @@ members, each with a part of the layers. Stable: the group is formed and not in 
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.etcd import Store
@@ -17,12 +18,25 @@ from services.core.role import Role
 from tideserve.common.v1 import record_pb2
 
 
-class ClusterView:
-    """Follows the etcd records of services, workers and groups; `model` is this gateway's."""
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes that the workers of a model report, as last seen; 0 before the first worker.
 
-    def __init__(self, store: Store, model: str, on_change: Callable[[], None]) -> None:
-        self._model = model
-        self._max_model_len = self._block_size = 0
+    `max_model_len`: longest sequence in tokens of any worker; `block_size`: tokens per KV block.
+    """
+
+    max_model_len: int = 0
+    block_size: int = 0
+
+
+NO_SIZES = ModelSizes()
+
+
+class ClusterView:
+    """Follows the etcd records of services, workers and groups of all models."""
+
+    def __init__(self, store: Store, on_change: Callable[[], None]) -> None:
+        self._sizes: dict[str, ModelSizes] = {}
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord, on_change)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._note_workers)
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord)
@@ -77,57 +91,90 @@ class ClusterView:
         """Addresses (host:port) of the registered workers."""
         return frozenset(record.address for record in self._workers.records.values())
 
-    @property
-    def max_model_len(self) -> int | None:
-        """Longest sequence in tokens of any worker, as last seen; None before the first worker."""
-        return self._max_model_len or None
+    def loads_adapters(self, address: str) -> bool:
+        """Whether the worker at an address loads adapters."""
+        return any(w.adapters.slots > 0 for w in self.workers() if w.address == address)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block of the model's workers, as last seen; 0 before the first worker."""
-        return self._block_size
+    def adapter_rank_max(self, model: str) -> int:
+        """Largest rank of an adapter that a worker of a model loads; 0 if none loads adapters."""
+        limits = [worker.adapters for worker in self.workers_of(model)]
+        return max((limit.rank_max for limit in limits if limit.slots > 0), default=0)
 
-    def serving_workers(self) -> int:
-        """Number of registered workers of the model that are members of a stable group."""
-        # Compare incarnations (ids of a process run): a restarted worker must join a new group.
-        members = {
-            (member.worker_id, member.incarnation)
-            for group in self._stable_groups()
-            for member in group.members
-        }
-        return sum((w.worker_id, w.incarnation) in members for w in self._model_workers())
+    def of(self, model: str) -> "ModelView":
+        """The view of a model's workers and groups."""
+        self._sizes.setdefault(model, NO_SIZES)
+        return ModelView(self, model)
 
-    def serving_groups(self) -> int:
-        """Number of stable groups of the model; merged workers count as a single group."""
-        return sum(group.model == self._model for group in self._stable_groups())
-
-    def registered_workers(self) -> int:
-        """Number of registered workers of the model."""
-        return len(self._model_workers())
-
-    def without_drops(self) -> dict[str, str]:
-        """Why workers of the model cannot drop layers, by worker id."""
-        return {w.worker_id: w.no_drops for w in self._model_workers() if w.no_drops}
-
-    def resumes_grammars(self) -> bool:
-        """Whether all workers of the model can resume an output in the middle of a grammar."""
-        return all(engine_of(worker) == EngineKind.TIDESERVE for worker in self._model_workers())
+    def sizes_of(self, model: str) -> ModelSizes:
+        """Sizes of the workers of a model of which a view exists, as last seen."""
+        return self._sizes[model]
 
     @property
     def _directories(self) -> tuple[Directory[Any], ...]:
         return (self._services, self._workers, self._groups, self._roles)
 
-    def _stable_groups(self) -> list[Group]:
+    def stable_groups(self) -> list[Group]:
+        """The stable groups of all models."""
         groups = map(to_group, self._groups.records.values())
         return [group for group in groups if group is not None and group.phase is GroupPhase.STABLE]
 
-    def _model_workers(self) -> list[record_pb2.WorkerRecord]:
-        return [w for w in self._workers.records.values() if w.model == self._model]
+    def workers_of(self, model: str) -> list[record_pb2.WorkerRecord]:
+        """The registered workers of a model."""
+        return [w for w in self._workers.records.values() if w.model == model]
 
     def _note_workers(self) -> None:
-        workers = self._model_workers()
-        longest = max((w.max_model_len for w in workers), default=0)
-        # Keep the last known values while no worker is registered.
-        self._max_model_len = longest or self._max_model_len
-        self._block_size = max((w.block_size for w in workers), default=0) or self._block_size
+        for model, last in self._sizes.items():
+            workers = self.workers_of(model)
+            # Keep the last known values while no worker is registered.
+            self._sizes[model] = ModelSizes(
+                max((w.max_model_len for w in workers), default=0) or last.max_model_len,
+                max((w.block_size for w in workers), default=0) or last.block_size,
+            )
         self._on_change()
+
+
+class ModelView:
+    """A live view of the workers and groups of a model."""
+
+    def __init__(self, cluster: ClusterView, model: str) -> None:
+        self.model = model
+        self._cluster = cluster
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest sequence in tokens of any worker, as last seen; None before the first worker."""
+        return self._cluster.sizes_of(self.model).max_model_len or None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block of the workers, as last seen; 0 before the first worker."""
+        return self._cluster.sizes_of(self.model).block_size
+
+    def serving_workers(self) -> int:
+        """Number of registered workers that are members of a stable group."""
+        # Compare incarnations (ids of a process run): a restarted worker must join a new group.
+        members = {
+            (member.worker_id, member.incarnation)
+            for group in self._cluster.stable_groups()
+            for member in group.members
+        }
+        return sum((w.worker_id, w.incarnation) in members for w in self._workers())
+
+    def serving_groups(self) -> int:
+        """Number of stable groups; merged workers count as a single group."""
+        return sum(group.model == self.model for group in self._cluster.stable_groups())
+
+    def registered_workers(self) -> int:
+        """Number of registered workers."""
+        return len(self._workers())
+
+    def without_drops(self) -> dict[str, str]:
+        """Why workers cannot drop layers, by worker id."""
+        return {w.worker_id: w.no_drops for w in self._workers() if w.no_drops}
+
+    def resumes_grammars(self) -> bool:
+        """Whether all workers can resume an output in the middle of a grammar."""
+        return all(engine_of(worker) == EngineKind.TIDESERVE for worker in self._workers())
+
+    def _workers(self) -> list[record_pb2.WorkerRecord]:
+        return self._cluster.workers_of(self.model)

@@ -1,4 +1,4 @@
-"""Computes whether this gateway and the cluster behind it can serve requests, for /ready.
+"""Computes whether this gateway and the workers behind it can serve requests, for /ready.
 
 A group is a set of workers that runs a copy of the model together; it is stable while it is not
 in a change of its members or layers.
@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from services.common.clock import monotonic_s
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.admission_client import AdmissionClient
-from services.gateway.cluster.cluster_view import ClusterView
+from services.gateway.cluster.cluster_view import ModelView
 from services.gateway.vocabulary.message import WaitingBuckets
 
 POLL_INTERVAL_S = 1.0
+NO_GROUP = "no group of the model is stable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Readiness:
 
 
 class ReadinessProbe:
-    """Computes readiness from local state, without calls to other services.
+    """Computes the readiness of a model from local state, without calls to other services.
 
     Start-up ends when `workers_expected` workers serve. It also ends `wait_s` seconds after a
     request could first be scheduled, since a worker may never start. Without `workers_expected`
@@ -46,7 +47,7 @@ class ReadinessProbe:
 
     def __init__(
         self,
-        view: ClusterView,
+        view: ModelView,
         admission: AdmissionClient,
         drain: Drain,
         workers_expected: int | None,
@@ -71,9 +72,10 @@ class ReadinessProbe:
     def evaluate(self) -> Readiness:
         """Compute the readiness and update the start-up state."""
         heartbeat = self._admission.heartbeat
-        # The scheduler counts groups of all models, the view only groups of this gateway's model.
         stable_groups = self._view.serving_groups()
-        serving = min(heartbeat.groups_serving, stable_groups) if heartbeat is not None else 0
+        # Older schedulers count the groups of all models together.
+        counted = heartbeat.of(self._view.model).groups_serving if heartbeat is not None else 0
+        serving = min(counted, stable_groups)
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
         missing = []
         if self._drain.leaving:
@@ -85,7 +87,7 @@ class ReadinessProbe:
         if heartbeat is None:
             missing.append("the scheduler does not answer")
         elif not stable_groups:
-            missing.append("no group of the model is stable")
+            missing.append(NO_GROUP)
         elif serving < groups:
             missing.append(f"the scheduler sees {serving} of {groups} groups serving")
         # End start-up for good: a worker that is lost later must not make the gateway unready.
@@ -113,17 +115,79 @@ class ReadinessProbe:
         return []
 
     def ready(self) -> bool:
-        """Whether /ready succeeds; see `Readiness.ready`."""
+        """Whether a request can be scheduled now; see `Readiness.ready`."""
         return self.evaluate().ready
 
     def healthy(self) -> bool:
         """Whether a group serves and this gateway is not shutting down."""
         return self.evaluate().groups_serving > 0 and not self._drain.leaving
 
-    def queued(self) -> int | None:
-        """Requests in the scheduler's queue; None while no scheduler responds."""
+
+class GatewayReadiness:
+    """The readiness of a gateway with several models; with a single model, that of the model."""
+
+    def __init__(
+        self, probes: Mapping[str, ReadinessProbe], admission: AdmissionClient, *, needs_all: bool
+    ) -> None:
+        """`probes`: by model. `needs_all`: the gateway is ready once all models are, else once any
+        model is."""
+        self._probes = dict(probes)
+        self._admission = admission
+        self._needs_all = needs_all
+
+    async def run(self) -> None:
+        """Poll until the start-up of all models is over."""
+        async with asyncio.TaskGroup() as tasks:
+            for probe in self._probes.values():
+                tasks.create_task(probe.run())
+
+    def evaluate(self) -> Readiness:
+        """The readiness of all models together."""
+        states = self.by_model().values()
+        ready = (all if self._needs_all else any)(state.ready for state in states)
+        expected = [s.workers_expected for s in states if s.workers_expected is not None]
+        # Without names: clients without a key may read it.
+        missing = dict.fromkeys(text for state in states for text in state.missing)
+        return Readiness(
+            sum(expected) if expected else None,
+            sum(state.workers_registered for state in states),
+            sum(state.groups_serving for state in states),
+            () if ready else tuple(missing),
+            {worker: why for state in states for worker, why in state.without_drops.items()},
+        )
+
+    def by_model(self) -> dict[str, Readiness]:
+        """The readiness of each model."""
+        return {name: probe.evaluate() for name, probe in self._probes.items()}
+
+    def of(self, model: str) -> Readiness | None:
+        """The readiness of a model; None if the gateway does not serve it."""
+        probe = self._probes.get(model)
+        return None if probe is None else probe.evaluate()
+
+    def model_ready(self, model: str) -> bool:
+        """Whether requests for a model can be scheduled."""
+        state = self.of(model)
+        return state is not None and state.ready
+
+    def groups_serving(self, model: str) -> int:
+        """Number of groups that serve a model."""
+        return self._probes[model].evaluate().groups_serving
+
+    def ready(self) -> bool:
+        """Whether /ready succeeds."""
+        return self.evaluate().ready
+
+    def healthy(self) -> bool:
+        """Whether a group of any model serves and this gateway is not shutting down."""
+        return any(probe.healthy() for probe in self._probes.values())
+
+    def queued(self, model: str | None = None) -> int | None:
+        """Queued requests of a model, or of all; None while no scheduler responds."""
         heartbeat = self._admission.heartbeat
-        return heartbeat.queued if heartbeat is not None else None
+        if heartbeat is None:
+            return None
+        return heartbeat.queued if model is None else heartbeat.of(model).queued
 
     def buckets(self, model: str) -> WaitingBuckets | None:
         """Waiting requests of a model by length; None if the scheduler does not order by length."""

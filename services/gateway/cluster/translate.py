@@ -4,6 +4,7 @@ from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
 
+from services.common.adapter_messages import adapter_message
 from services.common.address import host_of
 from services.common.records import CAN_DROP, engine_of, paced_of, to_group
 from services.common.report import unchecked_memory_report
@@ -17,6 +18,7 @@ from services.gateway.vocabulary.message import (
     ClusterStatus,
     GroupStep,
     Heartbeat,
+    ModelBeat,
     ProcessState,
     SchedulerMessage,
     Ticket,
@@ -62,6 +64,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             fingerprint=ask.fingerprint,
             choice=ask.choice,
             affinity=ask.affinity,
+            adapter=adapter_message(ask.adapter),
         )
     )
 
@@ -127,6 +130,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
                 *(beat.groups_serving, beat.queued, beat.wants_prefixes, waits),
                 beat.wants_outcomes,
                 {row.model: _buckets(row) for row in beat.buckets},
+                {row.model: ModelBeat(row.groups_serving, row.queued) for row in beat.models},
             )
         case _:
             return None
@@ -186,9 +190,10 @@ def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
     """The fields of a worker's status row that come from its registration, if it has one."""
     if record is None:
-        return {"paced": None, "engine": None}
+        return {"model": None, "paced": None, "engine": None}
     has_shape = record.HasField("shape")
     return {
+        "model": record.model,
         "paced": paced_of(record),
         "engine": engine_of(record),
         "can_merge": CAN_DROP in record.capabilities,

@@ -17,7 +17,6 @@ from services.gateway.grpc.call import Call, parsed
 from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.grpc.writers import ChatWriter, CompletionWriter, MessageStreamWriter
-from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import fingerprint_of
 from services.gateway.serving.canceller import Canceller
 from services.gateway.serving.serving import RequestServing, Writer
@@ -34,15 +33,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 class GatewayService:
     """The methods have the names and messages of the service definition in gateway.proto."""
 
-    def __init__(
-        self, model: ServedModel, serving: RequestServing, canceller: Canceller, pool: TextPool
-    ) -> None:
-        self._model = model
+    def __init__(self, serving: RequestServing, canceller: Canceller, pool: TextPool) -> None:
         self._serving = serving
         self._canceller = canceller
         self._pool = pool
         self._created = unix_s()
-        self._texts = model.tokenizer.texts
 
     def methods(self) -> dict[str, Method]:
         """All methods of the service definition, by full name."""
@@ -54,36 +49,33 @@ class GatewayService:
         }
 
     async def Chat(self, call: Call) -> None:
-        await self._generate(call, _chat_body, ChatWriter(call, self._texts, self._pool))
+        await self._generate(call, _chat_body, ChatWriter(call, self._pool))
 
     async def StreamChat(self, call: Call) -> None:
         await self._generate(
             call,
             _stream_chat_body,
-            MessageStreamWriter(call, self._texts, pb.StreamChatResponse, self._pool),
+            MessageStreamWriter(call, pb.StreamChatResponse, self._pool),
         )
 
     async def Complete(self, call: Call) -> None:
-        await self._generate(
-            call, _completion_body, CompletionWriter(call, self._texts, self._pool)
-        )
+        await self._generate(call, _completion_body, CompletionWriter(call, self._pool))
 
     async def StreamComplete(self, call: Call) -> None:
-        writer = MessageStreamWriter(call, self._texts, pb.StreamCompleteResponse, self._pool)
+        writer = MessageStreamWriter(call, pb.StreamCompleteResponse, self._pool)
         await self._generate(call, _stream_completion_body, writer)
 
     async def Tokenize(self, call: Call) -> None:
-        serving = self._serving
         async with self._request(call, _tokenize_body) as body:
-            token_ids = await serving.preparer.token_ids(body, call.record)
-            max_model_len = serving.preparer.max_model_len()
-            response = pb.TokenizeResponse(token_ids=token_ids, max_model_len=max_model_len)
+            entry = self._serving.models.entry(body.model, call.record.principal)
+            token_ids = await entry.preparer.token_ids(body, call.record)
+            response = pb.TokenizeResponse(token_ids=token_ids, max_model_len=entry.max_model_len)
             await call.client.send(response)
 
     async def Detokenize(self, call: Call) -> None:
         async with self._request(call, _detokenize_body) as body:
-            preparer = self._serving.preparer
-            text = await preparer.text_of(body.model, body.token_ids, call.record)
+            entry = self._serving.models.entry(body.model, call.record.principal)
+            text = await entry.preparer.text_of(body.token_ids)
             await call.client.send(pb.DetokenizeResponse(text=text))
 
     async def ListModels(self, call: Call) -> None:
@@ -93,10 +85,10 @@ class GatewayService:
                 id=name,
                 created=self._created,
                 owned_by="tideserve",
-                max_model_len=self._serving.preparer.max_model_len(),
-                root=self._model.name,
+                max_model_len=entry.max_model_len,
+                root=entry.root,
             )
-            for name in self._model.allowed_names(call.record.principal)
+            for name, entry in self._serving.models.allowed(call.record.principal)
         ]
         await call.client.send(pb.ListModelsResponse(models=models))
 

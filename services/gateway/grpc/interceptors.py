@@ -205,7 +205,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if begun:
             self._metrics.count_failed_stream(error.code or "error")
         else:
-            self._metrics.count_refusal(error, record.service_class)
+            self._metrics.count_refusal(error, record.service_class, record.model)
         return status
 
     async def _fail(

@@ -15,7 +15,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.parameters import UnknownFields
 from services.gateway.bounds.body_budget import TakenOnce
 from services.gateway.bounds.cancel_scope import CancelScope
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness
 from services.gateway.grpc import kserve_translate as translate
 from services.gateway.grpc.call import STREAM_IDLE_S, Call, decoded, parsed
 from services.gateway.grpc.errors import status_of
@@ -23,9 +23,9 @@ from services.gateway.grpc.interceptors import Method
 from services.gateway.grpc.kserve_translate import Inference
 from services.gateway.grpc.unknown_fields import decoded_known
 from services.gateway.keys.principal import Principal
-from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import RequestRecord, fingerprint_of
 from services.gateway.records.request_recorder import RequestRecorder
+from services.gateway.serving.model_registry import ModelEntry
 from services.gateway.serving.output import OutputPiece, Outputs, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing
@@ -52,13 +52,11 @@ class KserveService:
 
     def __init__(
         self,
-        model: ServedModel,
         serving: RequestServing,
         pool: TextPool,
-        probe: ReadinessProbe,
+        probe: GatewayReadiness,
         recorder: RequestRecorder,
     ) -> None:
-        self._model = model
         self._serving = serving
         self._pool = pool
         self._probe = probe
@@ -85,8 +83,10 @@ class KserveService:
 
     async def ModelReady(self, call: Call) -> None:
         request = await call.read_small(pb.ModelReadyRequest)
-        known = request.name in self._names(call) and request.version in ("", translate.VERSION)
-        await call.client.send(pb.ModelReadyResponse(ready=known and self._probe.ready()))
+        entry = self._names(call).get(request.name)
+        ready = entry is not None and self._probe.model_ready(entry.name)
+        known = request.version in ("", translate.VERSION)
+        await call.client.send(pb.ModelReadyResponse(ready=known and ready))
 
     async def ServerMetadata(self, call: Call) -> None:
         await call.read_small(pb.ServerMetadataRequest)
@@ -250,10 +250,11 @@ class KserveService:
         record.fail(error)
         status = status_of(error, record.client_request_id, names=translate.NAMES)
         record.grpc_code = next(c.name for c in grpc.StatusCode if c.value[0] == status.code)
+        metrics = self._serving.metrics
         if record.first_token_s is None:
-            self._serving.metrics.count_refusal(error, record.service_class)
+            metrics.count_refusal(error, record.service_class, record.model)
         else:
-            self._serving.metrics.count_failed_stream(error.code or "error")
+            metrics.count_failed_stream(error.code or "error")
         await call.client.send(translate.error_response(status.message, request_id))
 
     def _parse(self, data: bytes) -> tuple[Inference, TakenOnce[GenerationRequest]]:
@@ -265,11 +266,11 @@ class KserveService:
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless the model exists and the caller may use it."""
         if name not in self._names(call):
-            raise no_such_model(name, self._model.name)
+            raise no_such_model(name, *self._serving.models.listed(call.record.principal))
         translate.check_version(version)
 
-    def _names(self, call: Call) -> tuple[str, ...]:
-        return self._model.allowed_names(call.record.principal)
+    def _names(self, call: Call) -> dict[str, ModelEntry]:
+        return dict(self._serving.models.allowed(call.record.principal))
 
 
 class _StreamedMessage:

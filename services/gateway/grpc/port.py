@@ -19,7 +19,7 @@ from services.common.tls import CertificateFiles, ServerTls
 from services.gateway.bounds.body_budget import BODY_BYTES_MAX
 from services.gateway.bounds.connections import ClientConnections
 from services.gateway.bounds.listener import BACKLOG
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness
 from services.gateway.grpc.call import Call, decoded
 from services.gateway.grpc.health import SERVICE as HEALTH
 from services.gateway.grpc.health import health_methods
@@ -141,7 +141,7 @@ class GrpcPort:
         self,
         providers: Sequence[MethodProvider],
         serving: RequestServing,
-        probe: ReadinessProbe,
+        probe: GatewayReadiness,
         keys: KeyRing,
         recorder: RequestRecorder,
         connections: ClientConnections,

@@ -19,7 +19,6 @@ from services.gateway.serving.output import (
     with_top,
 )
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
-from services.gateway.text.token_text import TokenTexts
 from services.gateway.text.tokenizer import TextPool
 from tideserve.gateway.v1 import gateway_pb2 as pb
 
@@ -27,15 +26,14 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 class _WholeWriter:
     """A Writer that sends the response once all choices are complete."""
 
-    def __init__(self, call: Call, texts: TokenTexts, pool: TextPool) -> None:
+    def __init__(self, call: Call, pool: TextPool) -> None:
         """`pool` builds long responses."""
         self._call = call
-        self._texts = texts
         self._pool = pool
         self._choices: Sequence[PreparedChoice] = ()
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._head = _head(prepared)
+        self._head, self._texts = _head(prepared), prepared.texts
         self._choices = prepared.choices
         self._outputs = Outputs(len(prepared.choices))
 
@@ -113,10 +111,9 @@ class MessageStreamWriter:
     The last choice's final message waits for the usage, which `finish` merges into it.
     """
 
-    def __init__(self, call: Call, texts: TokenTexts, kind: StreamResponse, pool: TextPool) -> None:
+    def __init__(self, call: Call, kind: StreamResponse, pool: TextPool) -> None:
         """`pool` builds long messages."""
         self._call = call
-        self._texts = texts
         self._pool = pool
         self._kind = kind
         self._head: dict[str, Any] = {}
@@ -126,7 +123,7 @@ class MessageStreamWriter:
         self._write_lock = asyncio.Lock()
 
     def begin(self, prepared: PreparedRequest) -> None:
-        self._head = _head(prepared)
+        self._head, self._texts = _head(prepared), prepared.texts
         self._running = len(prepared.choices)
         self._sent = [0] * self._running
 

@@ -12,13 +12,12 @@ from services.common.version import installed_version
 from services.gateway.batches.service import BatchService
 from services.gateway.bounds.drain import Drain
 from services.gateway.cluster.cluster_metrics import ClusterMetrics
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness
 from services.gateway.http import batches_routes, messages, openai, operations, tokens
 from services.gateway.http.cors import with_cors
 from services.gateway.http.errors import add_handlers
 from services.gateway.http.request_middleware import RequestMiddleware
 from services.gateway.keys.key_ring import KeyRing
-from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import OPERATIONS
 from services.gateway.records.request_recorder import RequestRecorder
 from services.gateway.serving.canceller import Canceller
@@ -96,11 +95,10 @@ def include_with_head(app: FastAPI, router: APIRouter) -> None:
 
 
 def build(
-    model: ServedModel,
     serving: RequestServing,
     canceller: Canceller,
     pool: TextPool,
-    probe: ReadinessProbe,
+    probe: GatewayReadiness,
     keys: KeyRing,
     recorder: RequestRecorder,
     public_metrics: bool,
@@ -123,12 +121,12 @@ def build(
     )
     add_handlers(app)
     routers = (
-        openai.router(model, serving, pool),
+        openai.router(serving, pool),
         messages.router(serving, pool),
-        tokens.router(model, serving, pool),
+        tokens.router(serving, pool),
         *batches_routes.routers(batches, serving, pool),
         operations.router(
-            *(canceller, probe, serving.metrics, public_metrics),
+            *(canceller, probe, serving.models, serving.metrics, public_metrics),
             lambda: serving.drain.inflight,
             cluster_metrics,
         ),

@@ -10,7 +10,6 @@ from services.gateway.api.completion import CompletionRequest
 from services.gateway.http.logprobs import LogprobFormat
 from services.gateway.serving.output import Output, OutputPiece, Usage, with_top
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
-from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import AnswerAccumulator, Delta, ToolCallDelta
 
 TIERS = {
@@ -63,6 +62,9 @@ class Format(Protocol):
     chunk_kind: str
     whole_kind: str
 
+    def begin(self, prepared: PreparedRequest) -> None:
+        """Set the prepared request, before all other calls."""
+
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The choice object of the first event; None if the stream starts with the output."""
 
@@ -88,12 +90,15 @@ class ChatFormat:
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
 
-    def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
+    def __init__(self, body: ChatRequest) -> None:
         """`body` has the options of the response."""
-        self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
+        self._by_id = bool(body.return_tokens_as_token_ids)
         self._wants_logprobs = body.output_logprobs is not None
         self._wants_ids = bool(body.return_token_ids)
         self._hides_reasoning = body.include_reasoning is False
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        self._logprobs = LogprobFormat(prepared.texts, self._by_id)
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """The event with the role."""
@@ -207,14 +212,17 @@ class CompletionFormat:
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
 
-    def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
+    def __init__(self, body: CompletionRequest) -> None:
         """`body` has the options of the response."""
-        self._logprobs = LogprobFormat(texts, bool(body.return_tokens_as_token_ids))
+        self._by_id = bool(body.return_tokens_as_token_ids)
         self._wants_logprobs = body.output_logprobs is not None
         self._top = body.output_logprobs
         self._prompt_top = body.prompt_logprobs
         self._wants_ids = bool(body.return_token_ids)
         self._echo = bool(body.echo)
+
+    def begin(self, prepared: PreparedRequest) -> None:
+        self._logprobs = LogprobFormat(prepared.texts, self._by_id)
 
     def opening(self, index: int, choice: PreparedChoice) -> dict[str, Any] | None:
         """None, or the prompt's token ids if requested: completions start with their text."""

@@ -273,7 +273,9 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         """Count the input tokens of a message."""
 
         async def compute(body: ChatRequest) -> tuple[Content, int]:
-            ids = await serving.preparer.token_ids(body, record_of(request.scope))
+            record = record_of(request.scope)
+            entry = serving.models.entry(body.model, record.principal)
+            ids = await entry.preparer.token_ids(body, record)
             return lambda: {"input_tokens": len(ids)}, 1
 
         parse = partial(parse_count, refuse_unknown=strict)

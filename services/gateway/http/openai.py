@@ -30,8 +30,8 @@ from services.gateway.http.format import (
 from services.gateway.http.response import GenerationResponse
 from services.gateway.http.responses import ResponsesDialect
 from services.gateway.http.sse import EventStream
-from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
+from services.gateway.serving.model_registry import ModelEntry, ModelRegistry
 from services.gateway.serving.output import OutputPiece, Outputs, Usage, count_logprobs
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import RequestServing, Writer
@@ -85,6 +85,7 @@ class WholeWriter:
 
     def begin(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
+        self._layout.begin(prepared)
         self._outputs = Outputs(len(prepared.choices))
 
     async def piece(self, index: int, piece: OutputPiece) -> None:
@@ -103,28 +104,23 @@ class WholeWriter:
         return msgspec.json.encode(whole)
 
 
-def dialects_of(
-    model: ServedModel, pool: TextPool, *, refuse_unknown: bool
-) -> dict[str, Callable[[], Dialect]]:
+def dialects_of(pool: TextPool, *, refuse_unknown: bool) -> dict[str, Callable[[], Dialect]]:
     """Makers of dialects by path; `refuse_unknown`: refuse bodies with unknown fields."""
-    texts = model.tokenizer.texts
     chat = partial(parse_chat, refuse_unknown=refuse_unknown)
     completion = partial(parse_completion, refuse_unknown=refuse_unknown)
     response = partial(parse_responses, refuse_unknown=refuse_unknown)
     return {
-        CHAT_PATH: lambda: OpenAIDialect(chat, partial(ChatFormat, texts=texts), pool),
-        COMPLETION_PATH: lambda: OpenAIDialect(
-            completion, partial(CompletionFormat, texts=texts), pool
-        ),
-        RESPONSES_PATH: lambda: ResponsesDialect(response, texts),
+        CHAT_PATH: lambda: OpenAIDialect(chat, ChatFormat, pool),
+        COMPLETION_PATH: lambda: OpenAIDialect(completion, CompletionFormat, pool),
+        RESPONSES_PATH: lambda: ResponsesDialect(response),
     }
 
 
-def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
+def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/v1")
-    _add_models(routes, model, serving)
-    dialects = dialects_of(model, pool, refuse_unknown=serving.refuse_unknown)
+    _add_models(routes, serving.models)
+    dialects = dialects_of(pool, refuse_unknown=serving.refuse_unknown)
 
     @routes.post(
         "/chat/completions",
@@ -147,9 +143,10 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
     @routes.post("/embeddings", response_class=JSONResponse)
     async def embeddings() -> Response:
         """Embeddings are not supported."""
+        only = serving.models.only
+        subject = f"the model '{only.name}' does" if only is not None else "the models do"
         raise NotSupported(
-            f"the model '{model.name}' does not support embeddings; use the server of an"
-            " embedding model",
+            f"{subject} not support embeddings; use the server of an embedding model",
             param="model",
             code="unsupported",
         )
@@ -182,19 +179,19 @@ def _add_responses(
         raise NoSuchRoute("responses are not stored; keep the response of /v1/responses")
 
 
-def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) -> None:
+def _add_models(routes: APIRouter, models: ModelRegistry) -> None:
     """Add the routes that list the models."""
     created = unix_s()
 
-    def describe(name: str) -> dict[str, Any]:
+    def describe(name: str, entry: ModelEntry) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "tideserve",
-            "root": model.name,
-            "parent": None,
-            "max_model_len": serving.preparer.max_model_len(),
+            "root": entry.root,
+            "parent": entry.parent,
+            "max_model_len": entry.max_model_len,
             # Fields that clients of Anthropic's API read.
             "type": "model",
             "display_name": name,
@@ -202,13 +199,13 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
             "lifecycle": "active",
         }
 
-    def allowed(request: Request) -> tuple[str, ...]:
-        return model.allowed_names(record_of(request.scope).principal)
+    def allowed(request: Request) -> dict[str, ModelEntry]:
+        return dict(models.allowed(record_of(request.scope).principal))
 
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
-        """List the names of the served model that the key may use."""
-        data = [describe(name) for name in allowed(request)]
+        """List the names of the served models that the key may use."""
+        data = [describe(name, entry) for name, entry in allowed(request).items()]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
@@ -216,9 +213,9 @@ def _add_models(routes: APIRouter, model: ServedModel, serving: RequestServing) 
     async def get_model(request: Request, model_id: str) -> Response:
         """Describe a model that the key may use."""
         # Report forbidden models as unknown: a key must not reveal other models.
-        if model_id not in allowed(request):
+        if (entry := allowed(request).get(model_id)) is None:
             raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",
                 param="model",
             )
-        return JSONResponse(describe(model_id))
+        return JSONResponse(describe(model_id, entry))

@@ -1,23 +1,28 @@
 """Routes for operations: cancellation, probes, load, version and metrics."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.metrics_server import CONTENT_TYPE
 from services.common.version import installed_version
+from services.core.ids import NAME_LENGTH_MAX
 from services.gateway.cluster.cluster_metrics import ClusterMetrics
-from services.gateway.cluster.readiness import Readiness, ReadinessProbe
+from services.gateway.cluster.readiness import NO_GROUP, GatewayReadiness, Readiness
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.canceller import Canceller
+from services.gateway.serving.model_registry import ModelRegistry
+
+ModelName = Annotated[str | None, Query(max_length=NAME_LENGTH_MAX)]
 
 
 def router(
     canceller: Canceller,
-    probe: ReadinessProbe,
+    probe: GatewayReadiness,
+    models: ModelRegistry,
     metrics: Metrics,
     public_metrics: bool,
     inflight: Callable[[], int],
@@ -36,7 +41,7 @@ def router(
         cancelled = await canceller.cancel(record_of(request.scope).principal.owner, request_id)
         return JSONResponse({"id": request_id, "object": "request.cancelled", "found": cancelled})
 
-    _add_probes(routes, probe)
+    _add_probes(routes, probe, models)
 
     @routes.get("/load", response_class=JSONResponse)
     async def load() -> Response:
@@ -61,7 +66,7 @@ def router(
     return routes
 
 
-def _add_probes(routes: APIRouter, probe: ReadinessProbe) -> None:
+def _add_probes(routes: APIRouter, probe: GatewayReadiness, models: ModelRegistry) -> None:
     """Add the routes that need no key."""
 
     @routes.get("/live", response_class=JSONResponse)
@@ -70,10 +75,18 @@ def _add_probes(routes: APIRouter, probe: ReadinessProbe) -> None:
         return JSONResponse({"status": "live"})
 
     @routes.get("/ready", response_class=JSONResponse)
-    async def ready() -> Response:
-        """Readiness: 200 while a request can be scheduled and the expected workers are ready."""
-        state = probe.evaluate()
+    async def ready(model: ModelName = None) -> Response:
+        """Readiness: 200 while a request can be scheduled and the expected workers are ready.
+
+        With `model`, for requests that name this model."""
+        state = probe.evaluate() if model is None else _state_of(model)
         return JSONResponse(_body(state, state.ready), 200 if state.ready else 503)
+
+    def _state_of(name: str) -> Readiness:
+        entry = models.find(name)
+        state = probe.of(entry.name) if entry is not None else None
+        # Like a model without workers: clients without a key must not learn names.
+        return state or Readiness(None, 0, 0, (NO_GROUP,))
 
     @routes.get("/health", response_class=JSONResponse)
     async def health() -> Response:

@@ -5,8 +5,9 @@ With an Idempotency-Key the response is shared: cached, and sent to all requests
 
 import asyncio
 import hashlib
+import json
 import re
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -213,23 +214,33 @@ class GenerationResponse(Response):
             record.note_disconnect()
             serving.metrics.count_failed_stream("client_gone")
         except GatewayError as error:
-            serving.metrics.count_refusal(error, record.service_class)
+            serving.metrics.count_refusal(error, record.service_class, record.model)
             await error_response(error, scope)(scope, receive, send)
             record.fail(error, status_of(error, scope))
 
     async def _read(
         self, lease: BodyLease, record: RequestRecord, idempotent: bool
     ) -> tuple[TakenOnce[GenerationRequest], bytes]:
-        """The parsed body and, if `idempotent`, the digest of its bytes."""
+        """The parsed body and, if `idempotent`, its digest."""
 
         def parse(data: bytearray) -> tuple[TakenOnce[GenerationRequest], bytes]:
             record.fingerprint = fingerprint_of(data)
-            parsed = self._dialect.parse(parse_object(data))
-            return TakenOnce(parsed), hashlib.sha256(data).digest() if idempotent else b""
+            fields = parse_object(data)
+            digest = self._digest(data, fields) if idempotent else b""
+            return TakenOnce(self._dialect.parse(fields)), digest
 
         body_and_digest = await read_body(self._request, lease, self._pool, parse)
         lease.keep(self._dialect.kept_bytes)
         return body_and_digest
+
+    def _digest(self, data: bytearray, fields: Mapping[str, Any]) -> bytes:
+        """A digest that is equal for bodies that differ only in the name of the same model."""
+        name = fields.get("model")
+        entry = self._serving.models.find(name) if isinstance(name, str) else None
+        if entry is None or not entry.served.aliases:
+            return hashlib.sha256(data).digest()
+        resolved = json.dumps({**fields, "model": entry.name})
+        return hashlib.sha256(resolved.encode()).digest()
 
     async def _generate(
         self,

@@ -18,7 +18,6 @@ from services.gateway.http.sse import EventChannel, typed_event
 from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
 from services.gateway.serving.serving import Writer
-from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.errors import GatewayError
 
 Event = dict[str, Any]
@@ -27,12 +26,9 @@ Event = dict[str, Any]
 class ResponsesDialect:
     """The Dialect of /v1/responses."""
 
-    def __init__(
-        self, parse: Callable[[dict[str, Any]], PreparedResponse], texts: TokenTexts
-    ) -> None:
+    def __init__(self, parse: Callable[[dict[str, Any]], PreparedResponse]) -> None:
         self.kept_bytes = 0
         self._parse = parse
-        self._logprobs = LogprobFormat(texts, by_id=False)
 
     def parse(self, data: dict[str, Any]) -> GenerationRequest:
         body = self._parse(data)
@@ -40,18 +36,16 @@ class ResponsesDialect:
         return body.chat
 
     def whole(self, client: WatchedClient[Message], body: GenerationRequest) -> Writer:
-        return WholeResponse(client, ResponseBuilder(self._echoed, body, self._logprobs))
+        return WholeResponse(client, ResponseBuilder(self._echoed, body))
 
     def stream(self, client: WatchedClient[Message], body: GenerationRequest) -> StreamWriter:
-        return ResponseStream(client, ResponseBuilder(self._echoed, body, self._logprobs))
+        return ResponseStream(client, ResponseBuilder(self._echoed, body))
 
 
 class ResponseBuilder:
     """Builds a response and its stream events from output pieces."""
 
-    def __init__(
-        self, echoed: Mapping[str, Any], chat: GenerationRequest, logprobs: LogprobFormat
-    ) -> None:
+    def __init__(self, echoed: Mapping[str, Any], chat: GenerationRequest) -> None:
         """`echoed`: fields of the request that the response repeats; see PreparedResponse."""
         assert isinstance(chat, ChatRequest), "a body of this API is converted to a chat"
         self._echoed = {
@@ -59,13 +53,15 @@ class ResponseBuilder:
             "parallel_tool_calls": chat.parallel_tool_calls is not False,
             "reasoning": {"effort": chat.reasoning_effort, "summary": None},
         }
-        self._items = Items(logprobs if chat.output_logprobs is not None else None)
+        self._wants_logprobs = chat.output_logprobs is not None
         self._limited = False  # whether the output reached its limit
         self._next_number = 0
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """Set the prepared request."""
         self._prepared = prepared
+        logprobs = LogprobFormat(prepared.texts, by_id=False)
+        self._items = Items(logprobs if self._wants_logprobs else None)
 
     def begin(self) -> list[Event]:
         """The first events."""

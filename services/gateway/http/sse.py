@@ -83,6 +83,7 @@ class EventStream:
 
     def begin(self, prepared: PreparedRequest) -> None:
         self._prepared = prepared
+        self._layout.begin(prepared)
         self._envelope = envelope_of(prepared, self._tier)
         # Output tokens of each choice.
         self._counts = [0] * len(prepared.choices)

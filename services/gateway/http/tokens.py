@@ -25,7 +25,6 @@ from services.gateway.bounds.client import ClientGone, WatchedClient
 from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import guard_client, send_body
 from services.gateway.http.response import read_body
-from services.gateway.model.served_model import ServedModel
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
@@ -34,10 +33,12 @@ T = TypeVar("T", bound=ParsedBody)
 Content = Callable[[], dict[str, Any]]
 
 
-def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRouter:
+def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter()
-    strict = serving.refuse_unknown
+    strict, models = serving.refuse_unknown, serving.models
+    # Bodies may omit the model if the gateway serves a single one.
+    served = models.only.name if models.only is not None else None
 
     @routes.post(
         "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
@@ -46,9 +47,11 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
         """Tokenise a prompt, or a chat with the model's template."""
 
         async def compute(body: Tokenize) -> tuple[Content, int]:
-            entry = model.tokenizer.entry
-            ids = await serving.preparer.token_ids(body.body, record_of(request.scope))
-            max_model_len = serving.preparer.max_model_len()
+            record = record_of(request.scope)
+            model = models.entry(body.body.model, record.principal)
+            entry = model.served.tokenizer.entry
+            ids = await model.preparer.token_ids(body.body, record)
+            max_model_len = model.max_model_len
 
             def content() -> dict[str, Any]:
                 return {
@@ -60,7 +63,7 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
 
             return content, len(ids)
 
-        parse = partial(parse_tokenize, served=model.name, refuse_unknown=strict)
+        parse = partial(parse_tokenize, served=served, refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     @routes.post(
@@ -70,11 +73,11 @@ def router(model: ServedModel, serving: RequestServing, pool: TextPool) -> APIRo
         """Convert tokens to text, special tokens included."""
 
         async def compute(body: Detokenize) -> tuple[Content, int]:
-            record = record_of(request.scope)
-            text = await serving.preparer.text_of(body.model, body.token_ids, record)
+            model = models.entry(body.model, record_of(request.scope).principal)
+            text = await model.preparer.text_of(body.token_ids)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
-        parse = partial(parse_detokenize, served=model.name, refuse_unknown=strict)
+        parse = partial(parse_detokenize, served=served, refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     return routes

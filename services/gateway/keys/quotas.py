@@ -189,24 +189,31 @@ class QuotaLease:
         self._use = use
         self._reserved = Reservation()
         self._settled = False
+        self._weight = 1.0
         self._output_tokens = 0
-        # Output tokens from which the quota must be asked.
+        # Weighted output tokens from which the quota must be asked.
         self._granted_tokens = 0
         # Ends the request; None before it has a reservation and after it has ended.
         self._end: Callable[[OverQuota], None] | None = None
 
     def reserve(
-        self, prompt_tokens: int, outputs_max: Iterable[int], end: Callable[[OverQuota], None]
+        self,
+        prompt_tokens: int,
+        outputs_max: Iterable[int],
+        end: Callable[[OverQuota], None],
+        weight: float = 1.0,
     ) -> None:
         """Reserve tokens for the prompt and the outputs, given their maximum lengths.
 
+        `weight`: tokens of the quota that a token of the model costs.
         `end` is called at most once, if the request must end because its owner would exceed the
         limit of a minute.
 
         Raises:
             OverQuota: if the owner has fewer tokens left.
         """
-        self._end = end
+        self._end, self._weight = end, weight
+        prompt_tokens, outputs_max = self._cost(prompt_tokens), map(self._cost, outputs_max)
         self._reserved = self._quotas.reserve(self._owner, self._use, prompt_tokens, outputs_max)
 
     def count_output(self, tokens: int) -> bool:
@@ -214,14 +221,15 @@ class QuotaLease:
         if self._end is None:
             return False
         output_tokens = self._output_tokens + tokens
-        if output_tokens > self._granted_tokens:
+        cost = self._cost(output_tokens)
+        if cost > self._granted_tokens:
             try:
-                self._quotas.grow(self._owner, self._use, self._reserved, output_tokens)
+                self._quotas.grow(self._owner, self._use, self._reserved, cost)
             except OverQuota as error:
                 end, self._end = self._end, None
                 end(error)
                 return False
-            self._granted_tokens = output_tokens + self._reserved.granted
+            self._granted_tokens = cost + self._reserved.granted
         self._output_tokens = output_tokens
         return True
 
@@ -233,7 +241,12 @@ class QuotaLease:
         if not self._settled:
             self._settled, self._end = True, None
             served = self._output_tokens > 0 or not server_fault
-            self._quotas.settle(self._owner, self._use, self._reserved, self._output_tokens, served)
+            cost = self._cost(self._output_tokens)
+            self._quotas.settle(self._owner, self._use, self._reserved, cost, served)
+
+    def _cost(self, tokens: int) -> int:
+        """The tokens of the quota that `tokens` of the model cost."""
+        return math.ceil(tokens * self._weight)
 
 
 def _explanation(owner: str, exceeded: Exceeded) -> str:

@@ -1,10 +1,10 @@
-"""Gateway metrics per service class: latencies, and SLO targets (TTFT, TPOT) met or missed."""
+"""Gateway metrics per model and class: latencies, and SLO targets (TTFT, TPOT) met or missed."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -34,35 +34,64 @@ class TokenTimeHistogram:
         self.sum_s += seconds
 
 
-class TokenMetrics(Collector):
-    """Collects the number of output tokens, and the times between them by class."""
+class ModelTokens:
+    """Counts the output tokens of a model, and the times between them by class."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        self._model_name = model_name
-        self._times = {service_class: TokenTimeHistogram() for service_class in ServiceClass}
+    def __init__(self) -> None:
         self.total = 0
         """Output tokens received."""
+        self.times = {service_class: TokenTimeHistogram() for service_class in ServiceClass}
+
+
+class TokenMetrics(Collector):
+    """Collects the output tokens of all models."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._of: dict[str, ModelTokens] = {}
         registry.register(self)
 
-    def times_of(self, service_class: ServiceClass) -> TokenTimeHistogram:
-        """The histogram of a class."""
-        return self._times[service_class]
+    def of(self, model_name: str) -> ModelTokens:
+        """The counts of a model."""
+        return self._of.setdefault(model_name, ModelTokens())
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics; see prometheus_client."""
-        yield CounterMetricFamily(
-            "tideserve_gateway_output_tokens", "Output tokens received.", value=self.total
+        total = CounterMetricFamily(
+            "tideserve_gateway_output_tokens", "Output tokens received.", labels=["model_name"]
         )
+        for model_name, tokens in self._of.items():
+            total.add_metric([model_name], tokens.total)
+        yield total
         histogram = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
             "Time between consecutive tokens, as received by the gateway.",
             labels=["model_name", "class"],
         )
-        for service_class, times in self._times.items():
-            buckets = zip(map(floatToGoString, _BOUNDS_S), accumulate(times.counts), strict=True)
-            labels = [self._model_name, service_class.value]
-            histogram.add_metric(labels, list(buckets), times.sum_s)
+        for model_name, tokens in self._of.items():
+            for service_class, times in tokens.times.items():
+                counts = accumulate(times.counts)
+                buckets = zip(map(floatToGoString, _BOUNDS_S), counts, strict=True)
+                labels = [model_name, service_class.value]
+                histogram.add_metric(labels, list(buckets), times.sum_s)
         yield histogram
+
+
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+
+class MetricFamilies:
+    """Creates each metric family once, so that the metrics of several models share it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._created: dict[str, Counter | Gauge | Histogram] = {}
+        self.tokens = TokenMetrics(registry)
+
+    def get(self, kind: type[M], name: str, text: str, labels: Sequence[str], **more: Any) -> M:
+        """The family `name`, created with the other arguments at the first call."""
+        if name not in self._created:
+            self._created[name] = kind(name, text, labels, registry=self._registry, **more)
+        return cast(M, self._created[name])
 
 
 SLO_METRICS = ("ttft", "tpot")
@@ -123,12 +152,11 @@ class ClassMetrics:
 
 
 class MetricsByClass:
-    """The metrics that have the label `class`; `of` returns the metrics of a class."""
+    """A model's metrics that have the label `class`; `of` returns the metrics of a class."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+    def __init__(self, model_name: str, families: MetricFamilies) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            labels = ["model_name", "class"]
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+            return families.get(Histogram, name, text, ["model_name", "class"], buckets=buckets)
 
         ttft = histogram(
             "vllm:time_to_first_token_seconds",
@@ -140,25 +168,25 @@ class MetricsByClass:
             "Mean time between the tokens of a request that finished.",
             vllm_names.TOKEN_BUCKETS_S,
         )
-        self.tokens = TokenMetrics(model_name, registry)
-        slo = _slo_counts(registry)
-        inflight = Gauge(
+        self.tokens = families.tokens.of(model_name)
+        slo = _slo_counts(model_name, families)
+        inflight = families.get(
+            Gauge,
             "tideserve_gateway_choices_inflight",
             "Choices that are queued or running.",
-            ["class"],
-            registry=registry,
+            ["model_name", "class"],
         )
         self._of = {
             service_class: ClassMetrics(
                 ttft.labels(model_name, service_class.value),
-                self.tokens.times_of(service_class),
+                self.tokens.times[service_class],
                 per_token.labels(model_name, service_class.value),
-                inflight.labels(service_class.value),
+                inflight.labels(model_name, service_class.value),
                 slo[service_class],
             )
             for service_class in ServiceClass
         }
-        self._ttft = ttft
+        self._model_name, self._ttft = model_name, ttft
 
     def of(self, service_class: ServiceClass) -> ClassMetrics:
         """The metrics of a class."""
@@ -167,30 +195,34 @@ class MetricsByClass:
     def first_tokens(self) -> tuple[int, float]:
         """Number of first tokens of all classes, and the sum of their TTFT in seconds."""
         (family,) = self._ttft.collect()
-        return int(_total(family, "_count")), _total(family, "_sum")
+        count, total_s = (_total(family, self._model_name, end) for end in ("_count", "_sum"))
+        return int(count), total_s
 
 
-def _slo_counts(registry: CollectorRegistry) -> dict[ServiceClass, Mapping[str, SloCount]]:
-    """The counters for each class and metric of `SLO_METRICS`."""
-    attained = Counter(
+def _slo_counts(
+    model_name: str, families: MetricFamilies
+) -> dict[ServiceClass, Mapping[str, SloCount]]:
+    """A model's counters for each class and metric of `SLO_METRICS`."""
+    labels = ["model_name", "class", "metric"]
+    attained = families.get(
+        Counter,
         "tideserve_gateway_slo_attained",
         "SLO targets that were met. ttft: once per choice, from the request's arrival; tpot: once"
         " per group of tokens, for the mean time between them.",
-        ["class", "metric"],
-        registry=registry,
+        labels,
     )
-    missed = Counter(
+    missed = families.get(
+        Counter,
         "tideserve_gateway_slo_missed",
         "SLO targets that were missed, counted alike. A choice that fails before its first token"
         " misses ttft.",
-        ["class", "metric"],
-        registry=registry,
+        labels,
     )
     return {
         service_class: {
             metric: SloCount(
-                attained.labels(service_class.value, metric),
-                missed.labels(service_class.value, metric),
+                attained.labels(model_name, service_class.value, metric),
+                missed.labels(model_name, service_class.value, metric),
             )
             for metric in SLO_METRICS
         }
@@ -198,5 +230,9 @@ def _slo_counts(registry: CollectorRegistry) -> dict[ServiceClass, Mapping[str, 
     }
 
 
-def _total(family: Any, suffix: str) -> float:
-    return sum(sample.value for sample in family.samples if sample.name.endswith(suffix))
+def _total(family: Any, model_name: str, suffix: str) -> float:
+    return sum(
+        sample.value
+        for sample in family.samples
+        if sample.name.endswith(suffix) and sample.labels["model_name"] == model_name
+    )

@@ -1,6 +1,6 @@
 """Prometheus metrics of a gateway: requests as its clients see them, and the gateway's state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +10,7 @@ from services.common import vllm_names
 from services.core.service import ServiceClass
 from services.gateway.bounds.concurrency_limit import ConcurrencyLimit
 from services.gateway.keys.quotas import QuotaMetrics
-from services.gateway.records.class_metrics import MetricsByClass
+from services.gateway.records.class_metrics import MetricFamilies, MetricsByClass
 from services.gateway.vocabulary.errors import (
     Expired,
     GatewayError,
@@ -30,7 +30,8 @@ REFUSALS: tuple[type[GatewayError], ...] = (
     Expired,
     ShuttingDown,
 )
-# Value of the label `class` for requests that are refused before their body is read.
+# Value of the labels `class` and `model_name` for requests that are refused before their body is
+# read.
 UNREAD = "unknown"
 # Upper bound of the last bucket of token counts.
 TOKENS_MAX = 1_000_000
@@ -44,6 +45,13 @@ class EndpointTotals:
     first_tokens: int
     first_tokens_s: float
 
+    def __add__(self, other: "EndpointTotals") -> "EndpointTotals":
+        return EndpointTotals(
+            self.output_tokens + other.output_tokens,
+            self.first_tokens + other.first_tokens,
+            self.first_tokens_s + other.first_tokens_s,
+        )
+
 
 class Metrics:
     """Metrics of a gateway.
@@ -51,11 +59,13 @@ class Metrics:
     Metrics that vLLM also has use vLLM's names and count each choice as a request.
     """
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        """Add all metrics to `registry`."""
+    def __init__(self, model_names: Sequence[str], registry: CollectorRegistry) -> None:
+        """Add all metrics to `registry`, with those of each model."""
         self.registry = registry
-        self._model_name = model_name
-        self.requests = RequestHistograms(model_name, registry)
+        families = MetricFamilies(registry)
+        self._of = {name: RequestHistograms(name, families) for name in model_names}
+        # With a single model, requests whose body was not read are its requests, too.
+        self._unread_model = model_names[0] if len(self._of) == 1 else UNREAD
         counter = partial(Counter, registry=registry)
         self._http_requests = counter(
             "tideserve_gateway_requests",
@@ -69,16 +79,7 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self._rejections = counter(
-            "vllm:admission_rejections",
-            "Requests refused for lack of capacity, by reason: queue_full, too_late, expired,"
-            " unavailable, shutting_down. The class is unknown if the body was not read.",
-            ["model_name", "reason", "class"],
-        )
-        for refusal in REFUSALS:
-            for service_class in (*ServiceClass, UNREAD):
-                self._rejections.labels(model_name, refusal.code, str(service_class))
-        self._prompt_tokens = counter("tideserve_gateway_prompt_tokens", "Accepted prompt tokens.")
+        self._add_tokens_and_rejections(counter)
         self._stream_errors = counter(
             "tideserve_gateway_stream_errors",
             "Streams that failed after they had begun; client_gone: the client disconnected.",
@@ -102,6 +103,24 @@ class Metrics:
         self._add_loads(partial(Gauge, registry=registry))
         self._add_connections(registry)
 
+    def _add_tokens_and_rejections(self, counter: Callable[..., Counter]) -> None:
+        """Add the counters of prompt tokens and refusals, with a series per model."""
+        self._rejections = counter(
+            "vllm:admission_rejections",
+            "Requests refused for lack of capacity, by reason: queue_full, too_late, expired,"
+            " unavailable, shutting_down. The class is unknown if the body was not read.",
+            ["model_name", "reason", "class"],
+        )
+        for name in {*self._of, self._unread_model}:
+            for refusal in REFUSALS:
+                for service_class in (*ServiceClass, UNREAD):
+                    self._rejections.labels(name, refusal.code, str(service_class))
+        self._prompt_tokens = counter(
+            "tideserve_gateway_prompt_tokens", "Accepted prompt tokens.", ["model_name"]
+        )
+        for name in self._of:
+            self._prompt_tokens.labels(name)
+
     def _add_states(self, gauge: Callable[..., Gauge]) -> None:
         """Add gauges about the health of quotas, keys and the cluster."""
         self.quota_sharing = gauge(
@@ -123,11 +142,16 @@ class Metrics:
             "1 while /ready succeeds: a request can be scheduled, and `expected_workers` have been"
             " seen or the wait for them is over.",
         )
-        self.groups_serving = gauge(
+        self._groups_serving = gauge(
             "tideserve_gateway_groups_serving",
-            "Groups that serve the gateway's model, as counted by /ready.",
+            "Groups that serve the model, as counted by /ready.",
             ["model_name"],
-        ).labels(self._model_name)
+        )
+        self._model_ready = gauge(
+            "tideserve_gateway_model_ready",
+            "1 while /ready?model=NAME succeeds: a request for the model can be scheduled.",
+            ["model_name"],
+        )
 
     def _add_loads(self, gauge: Callable[..., Gauge]) -> None:
         """Add gauges of requests and bytes in flight."""
@@ -171,6 +195,17 @@ class Metrics:
             registry=registry,
         )
 
+    def of(self, model_name: str) -> "RequestHistograms":
+        """The metrics of a model."""
+        return self._of[model_name]
+
+    def export_readiness(
+        self, model_name: str, ready: Callable[[], bool], groups: Callable[[], int]
+    ) -> None:
+        """Export whether a model is ready, and the number of groups that serve it."""
+        self._model_ready.labels(model_name).set_function(ready)
+        self._groups_serving.labels(model_name).set_function(groups)
+
     def export_calls(self, limits: Mapping[str, ConcurrencyLimit]) -> None:
         """Export the number of gRPC calls that each limit counts; keys are the call states."""
         for state, limit in limits.items():
@@ -190,18 +225,20 @@ class Metrics:
         self._http_requests.labels(endpoint, str(status)).inc()
         self._duration.labels(endpoint).observe(duration_s)
 
-    def count_refusal(self, error: GatewayError, service_class: ServiceClass | None) -> None:
+    def count_refusal(
+        self, error: GatewayError, service_class: ServiceClass | None, model_name: str | None
+    ) -> None:
         """Count a request that was refused for lack of capacity before its response began.
 
-        `service_class` is None if its body was not read.
+        `service_class` and `model_name` are None if its body was not read.
         """
         if type(error) in REFUSALS:
             label = UNREAD if service_class is None else service_class.value
-            self._rejections.labels(self._model_name, error.code, label).inc()
+            self._rejections.labels(model_name or self._unread_model, error.code, label).inc()
 
-    def count_prompt_tokens(self, tokens: int) -> None:
+    def count_prompt_tokens(self, model_name: str, tokens: int) -> None:
         """Count the prompt tokens of a request."""
-        self._prompt_tokens.inc(tokens)
+        self._prompt_tokens.labels(model_name).inc(tokens)
 
     def count_failed_stream(self, code: str) -> None:
         """Count a stream that failed after it had begun."""
@@ -219,10 +256,12 @@ class Metrics:
         """Count a request that received the cached response of an earlier request."""
         self._replayed_requests.inc()
 
-    def totals(self) -> EndpointTotals:
-        """Current totals, for computing rates."""
-        by_class = self.requests.by_class
-        return EndpointTotals(by_class.tokens.total, *by_class.first_tokens())
+    def totals(self) -> dict[str, EndpointTotals]:
+        """Current totals by model, for computing rates."""
+        return {
+            name: EndpointTotals(of.by_class.tokens.total, *of.by_class.first_tokens())
+            for name, of in self._of.items()
+        }
 
     def render(self) -> bytes:
         """All metrics in the Prometheus text format."""
@@ -234,14 +273,14 @@ MakeHistogram = Callable[[str, str, tuple[float, ...]], Histogram]
 
 
 class RequestHistograms:
-    """Labelled metrics that are observed for each choice."""
+    """A model's labelled metrics that are observed for each choice."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+    def __init__(self, model_name: str, families: MetricFamilies) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            family = families.get(Histogram, name, text, ["model_name"], buckets=buckets)
             return family.labels(model_name)
 
-        self.by_class = MetricsByClass(model_name, registry)
+        self.by_class = MetricsByClass(model_name, families)
         self.latency = histogram(
             "vllm:e2e_request_latency_seconds",
             "Time from the end of reading the request's body to its last token.",
@@ -249,12 +288,12 @@ class RequestHistograms:
         )
         self._add_phases(histogram)
         self._add_sizes(histogram)
-        finished = Counter(
+        finished = families.get(
+            Counter,
             "vllm:request_success",
             "Ended requests by reason: stop and length: finished; abort: the client left; error:"
             " failed.",
             ["model_name", "finished_reason"],
-            registry=registry,
         )
         self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
 

@@ -26,7 +26,7 @@ from services.gateway.cluster.token_stream import (
     TokenStream,
 )
 from services.gateway.cluster.worker_client import WorkerClient
-from services.gateway.records.metrics import Metrics
+from services.gateway.records.metrics import Metrics, RequestHistograms
 from services.gateway.records.request_record import (
     ChoiceRecord,
     RequestMove,
@@ -59,7 +59,7 @@ class OutputState:
 
 
 class ChoiceRunner:
-    """Runs prepared choices on the cluster."""
+    """Runs prepared choices of a model on the cluster."""
 
     def __init__(
         self,
@@ -68,16 +68,20 @@ class ChoiceRunner:
         tokenizer: Tokenizer,
         pool: TextPool,
         metrics: Metrics,
+        histograms: RequestHistograms,
         stream_record: StreamRecord,
         resumes: bool,
         resumes_grammars: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`resumes`: resume requests whose worker is lost after the first token elsewhere."""
+        """`tokenizer` and `histograms` are those of the model.
+
+        `resumes`: resume requests whose worker is lost after the first token elsewhere."""
         self._admission = admission
         self._workers = workers
         self._tokenizer = tokenizer
         self._pool = pool
         self._metrics = metrics
+        self._histograms = histograms
         self._stream_record = stream_record
         self._resumes = resumes
         self._resumes_grammars = resumes_grammars
@@ -103,7 +107,7 @@ class ChoiceRunner:
         retries, placed = RetryState(self._resumes), None
         with (
             self._stream_record.log_stream(request, record) as note_finish,
-            measured(self._metrics.requests, choice, record, arrived_s) as meter,
+            measured(self._histograms, choice, record, arrived_s) as meter,
             self._end_reported(request, record, meter),
         ):
             for piece in _noted(_earlier(state), note_finish, meter, held):
@@ -368,4 +372,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         fingerprint=choice.fingerprint,
         choice=request.choice,
         affinity=choice.affinity,
+        adapter=request.adapter,
     )

@@ -4,11 +4,13 @@ Applies the chat template, tokenizes, fills in sampling defaults, and checks gra
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
+from services.core.adapter import Adapter
 from services.core.prefix.block_hash import prompt_prefix, tenant_salt
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
@@ -16,7 +18,6 @@ from services.gateway.api.chat import ChatRequest
 from services.gateway.api.completion import COMPLETION_TOKENS, CompletionRequest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.tokens import TEXT_TOKENS_MAX
-from services.gateway.keys.principal import Principal
 from services.gateway.model.sampling import (
     bad_word_ids,
     check_choices,
@@ -36,7 +37,7 @@ from services.gateway.serving.service_policy import ServicePolicy, expected_toke
 from services.gateway.structure.checker import GrammarChecker
 from services.gateway.text.tokenizer import TextPool
 from services.gateway.tools.format import Thinking
-from services.gateway.vocabulary.errors import BadRequest, ContextExceeded, no_such_model
+from services.gateway.vocabulary.errors import BadRequest, ContextExceeded
 
 # Maximum prompt before truncation, as a multiple of the context length.
 TRUNCATED_CONTEXTS = 4
@@ -73,6 +74,13 @@ class Preparer:
         self._checker = checker
         self.max_model_len = max_model_len
         self._prefix_block_size = prefix_block_size
+        self._adapter: Adapter | None = None
+
+    def with_adapter(self, adapter: Adapter) -> "Preparer":
+        """A preparer for requests with an adapter of the model, which shares all parts."""
+        preparer = copy(self)
+        preparer._adapter = adapter
+        return preparer
 
     async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
         """Check the body against the model and tokenize it; writes its settings to `record`.
@@ -81,8 +89,8 @@ class Preparer:
             GatewayError: if a field does not fit the model, or a prompt exceeds the context.
         """
         _record_settings(record, body, self._model.name)
-        self._check(body, record)
-        service = self.service_of(body, record)
+        check_ids(body, self._model.vocab_size)
+        service = self._policy.service_of(body, record.slo_headers, record.principal.owner)
         record.warnings += body.warnings
         if self._early_asks is not None:
             await self._early_asks.check(body, service, record, self.max_model_len())
@@ -120,31 +128,27 @@ class Preparer:
             model=body.model,
             choices=tuple(choices),
             prompt_tokens=record.prompt_tokens,
+            texts=self._model.tokenizer.texts,
             service_class=service.service_class,
         )
-
-    def service_of(self, body: GenerationRequest, record: RequestRecord) -> Service:
-        """The request's class and SLO targets. Raises BadRequest as `ServicePolicy.service_of`."""
-        return self._policy.service_of(body, record.slo_headers, record.principal.owner)
 
     async def token_ids(self, body: GenerationRequest, record: RequestRecord) -> tuple[int, ...]:
         """The tokens of the body's first prompt, without generating.
 
         Raises:
-            GatewayError: if the model is not served, or the prompt far exceeds its context.
+            GatewayError: if the prompt far exceeds the model's context.
         """
-        self._check(body, record)
+        check_ids(body, self._model.vocab_size)
         tokens_max = TRUNCATED_CONTEXTS * self.max_model_len()
         prompts = await self._prompt_encoder.encode(body, tokens_max, record)
         return prompts[0]
 
-    async def text_of(self, model: str, token_ids: Sequence[int], record: RequestRecord) -> str:
-        """The text of tokens of `model`, including special tokens.
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens of the model, including special tokens.
 
         Raises:
-            GatewayError: if the model is not served, or a token is outside its vocabulary.
+            BadRequest: if there are too many tokens, or a token is outside the vocabulary.
         """
-        self.check_model(model, record.principal)
         if len(token_ids) > TEXT_TOKENS_MAX:
             raise BadRequest(
                 f"'tokens' has {len(token_ids)} tokens, but the limit is {TEXT_TOKENS_MAX}; send"
@@ -158,17 +162,6 @@ class Preparer:
             )
         decode = partial(self._model.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await self._pool.run(decode, len(token_ids))
-
-    def check_model(self, name: str, principal: Principal) -> None:
-        """Raise GatewayError unless the model is served and `principal` may use it."""
-        model = self._model
-        if name not in model.names:
-            raise no_such_model(name, model.name)
-        principal.check_model(name, model.name)
-
-    def _check(self, body: GenerationRequest, record: RequestRecord) -> None:
-        self.check_model(body.model, record.principal)
-        check_ids(body, self._model.vocab_size)
 
     async def _prompts(
         self, body: GenerationRequest, record: RequestRecord
@@ -229,7 +222,12 @@ class Preparer:
             logprobs=logprobs,
             service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
-            cache_salt=tenant_salt(record.principal.owner, body.cache_salt or ""),
+            cache_salt=tenant_salt(
+                record.principal.owner,
+                body.cache_salt or "",
+                self._adapter.digest if self._adapter is not None else "",
+            ),
+            adapter=self._adapter,
         )
         first = PreparedChoice(
             request=request,

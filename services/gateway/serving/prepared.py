@@ -6,6 +6,7 @@ from services.core.ask import NO_PREFIX
 from services.core.prefix.block_hash import ThinHashes
 from services.core.request import Request
 from services.core.service import ServiceClass
+from services.gateway.text.token_text import TokenTexts
 from services.gateway.tools.format import ChatForm
 
 
@@ -66,6 +67,7 @@ class PreparedRequest:
     """A checked and tokenized request, with all defaults filled in.
 
     `created` is in seconds of Unix time; `model` is the name in the request, possibly an alias.
+    `texts` has the model's tokens as text, for log probabilities.
     `choices` are ordered by prompt. `prompt_tokens` counts a prompt once, however many choices it
     has.
     """
@@ -75,4 +77,5 @@ class PreparedRequest:
     model: str
     choices: tuple[PreparedChoice, ...]
     prompt_tokens: int
+    texts: TokenTexts
     service_class: ServiceClass = ServiceClass.STANDARD

@@ -26,10 +26,11 @@ from services.gateway.bounds.idempotency_cache import IdempotencyCache
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import RequestRecord
 from services.gateway.serving.choice_runner import ChoiceRunner
+from services.gateway.serving.model_registry import ModelRegistry
 from services.gateway.serving.output import OutputPiece, Usage
-from services.gateway.serving.prepare import Preparer
 from services.gateway.serving.prepared import PreparedChoice, PreparedRequest
 from services.gateway.serving.running import RunningRequests
+from services.gateway.serving.service_policy import ServicePolicy
 from services.gateway.vocabulary.errors import (
     ClientDeadline,
     Expired,
@@ -53,16 +54,17 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestServing:
-    """Serves requests of all APIs.
+    """Serves requests of all APIs for the gateway's `models`.
 
+    `policy` maps requests to service classes.
     `idempotency_cache`: cached responses to requests with an Idempotency-Key. `refuse_unknown`:
     reject bodies with unknown fields. `request_timeout_s` limits queueing plus running in seconds;
     for class `batch` the limit is `batch_timeout_s`. A client that reads nothing for
     `client_stall_s` is disconnected.
     """
 
-    preparer: Preparer
-    choices: ChoiceRunner
+    models: ModelRegistry
+    policy: ServicePolicy
     drain: Drain
     bodies: BodyBudget
     running: RunningRequests
@@ -95,10 +97,15 @@ class RequestServing:
     def classify(self, body: GenerationRequest, record: RequestRecord) -> ServiceClass:
         """Determine the class of a request whose body has been read, and count it for the class.
 
+        Notes the model in `record`, unless it is unknown.
+
         Raises:
             GatewayError: if the class is invalid, or the gateway is full for it.
         """
-        record.service_class = self.preparer.service_of(body, record).service_class
+        if (entry := self.models.find(body.model)) is not None:
+            record.model = entry.name
+        service = self.policy.service_of(body, record.slo_headers, record.principal.owner)
+        record.service_class = service.service_class
         if record.slot is not None:
             record.slot.set_class(record.service_class)
         return record.service_class
@@ -177,26 +184,33 @@ class RequestServing:
         writer: Writer,
         cancel_scope: CancelScope,
     ) -> None:
-        prepared = await self.preparer.prepare(body.take(), record)
+        entry = self.models.entry(body.value.model, record.principal)
+        prepared = await entry.preparer.prepare(body.take(), record)
         # The body is no longer referenced; the token ids of a prompt that fits the context are
         # small compared to the largest body.
         lease.release()
         if record.quota is not None:
             outputs_max = [choice.request.limits.max_tokens for choice in prepared.choices]
-            record.quota.reserve(prepared.prompt_tokens, outputs_max, cancel_scope.cancel)
-        self.metrics.count_prompt_tokens(prepared.prompt_tokens)
+            record.quota.reserve(
+                prepared.prompt_tokens, outputs_max, cancel_scope.cancel, entry.quota_weight
+            )
+        self.metrics.count_prompt_tokens(entry.name, prepared.prompt_tokens)
         writer.begin(prepared)
-        await self._generate(prepared, record, writer)
+        await self._generate(entry.choices, prepared, record, writer)
         await writer.finish(_usage(prepared, record))
 
     async def _generate(
-        self, prepared: PreparedRequest, record: RequestRecord, writer: Writer
+        self,
+        choices: ChoiceRunner,
+        prepared: PreparedRequest,
+        record: RequestRecord,
+        writer: Writer,
     ) -> None:
         arrived_s = record.parsed_s
         assert arrived_s is not None, "the body has been read"
 
         async def run(index: int, choice: PreparedChoice) -> None:
-            pieces = self.choices.run(choice, record.add_choice(), arrived_s)
+            pieces = choices.run(choice, record.add_choice(), arrived_s)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     _record_piece(record, piece)

@@ -287,10 +287,19 @@ class ClientDeadline(Expired):
     code = "deadline_exceeded"
 
 
-def no_such_model(requested: str, served: str) -> NoSuchModel:
-    """Return the error for a request that names a model other than `served`."""
+MODELS_NAMED = 8
+"""Maximum number of models that an error names."""
+
+
+def no_such_model(requested: str, *served: str) -> NoSuchModel:
+    """Return the error for a request that names a model other than those `served` to the key."""
+    names = [f"'{name}'" for name in served[:MODELS_NAMED]]
+    if len(served) > MODELS_NAMED:
+        names.append("others, see /v1/models")
+    *most, last = names or ["no model that this key may use"]
+    listed = f"{', '.join(most)} and {last}" if most else last
     return NoSuchModel(
-        f"the model {requested[:128]!a} does not exist; this server has '{served}'", param="model"
+        f"the model {requested[:128]!a} does not exist; this server has {listed}", param="model"
     )
 
 

@@ -69,11 +69,19 @@ class WaitingBuckets:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelBeat:
+    """A model's part of a heartbeat."""
+
+    groups_serving: int
+    queued: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The scheduler is alive. `wants_prefixes`: asks must include the prompts' prefix hashes.
 
     `class_waits`: by model and class. `wants_outcomes`: the gateway reports first tokens and ends
-    of requests. `buckets`: by model.
+    of requests. `buckets` and `models`: by model; `models` is empty from older schedulers.
     """
 
     groups_serving: int
@@ -82,8 +90,16 @@ class Heartbeat:
     class_waits: Mapping[tuple[str, ServiceClass], ClassWait] = field(default_factory=dict)
     wants_outcomes: bool = False
     buckets: Mapping[str, WaitingBuckets] = field(default_factory=dict)
+    models: Mapping[str, ModelBeat] = field(default_factory=dict)
+
+    def of(self, model: str) -> ModelBeat:
+        """The part of a model; the totals if the scheduler is older than `models`."""
+        if not self.models:
+            return ModelBeat(self.groups_serving, self.queued)
+        return self.models.get(model, NO_BEAT)
 
 
+NO_BEAT = ModelBeat(0, 0)
 SchedulerMessage = Ticket | Assignment | Refusal | Proceed | Heartbeat
 
 

@@ -17,6 +17,8 @@ OBJECTS = {
     "scaledobject": DEPLOY / "components" / "keda" / "scaled_object.yaml",
     "servicemonitor": DEPLOY / "components" / "monitoring" / "service_monitor.yaml",
     "prometheusrule": DEPLOY / "components" / "monitoring" / "prometheus_rule.yaml",
+    "httproute": DEPLOY / "components" / "http-route" / "http_route.yaml",
+    "inferencepool": DEPLOY / "components" / "inference-pool" / "inference_pool.yaml",
     "certificate": DEPLOY / "components" / "cert-manager" / "certificates.yaml",
     "issuer": DEPLOY / "components" / "cert-manager" / "issuers.yaml",
 }

@@ -1,5 +1,8 @@
 """Checks that the gateway is ready and completes a request."""
 
+from functools import partial
+from urllib.parse import urlencode
+
 from services.common.clock import monotonic_s
 from tideserve.cli.client import AdminClient, HttpClient
 from tideserve.cli.doctor.finding import Check, Finding
@@ -12,7 +15,7 @@ PROMPT, TOKENS = "The tide comes in", 4
 
 
 def check_gateway(url: str, api_key: str | None) -> list[Finding]:
-    """Check readiness and, if ready, send a completion request."""
+    """Check readiness and, if ready, send a completion request for each model."""
     try:
         with HttpClient(url, api_key, COMPLETION_TIMEOUT_S) as client:
             response = client.probe("/ready")
@@ -24,13 +27,26 @@ def check_gateway(url: str, api_key: str | None) -> list[Finding]:
                 ]
             if not response.is_success:
                 return [CHECK.failure(_not_ready(url, response))]
-            return [CHECK.fine(f"{url} is ready"), _complete(client)]
+            return [
+                CHECK.fine(f"{url} is ready"),
+                *map(partial(_complete, client), _models(client)),
+            ]
     except CommandError as error:
         return [COMPLETION.failure(str(error))]
 
 
-def _complete(client: HttpClient) -> Finding:
-    model = client.get_json("/v1/models")["data"][0]["id"]
+def _models(client: HttpClient) -> list[str]:
+    """A name of each model that the key may use."""
+    names: dict[str, str] = {}
+    for row in client.get_json("/v1/models")["data"]:
+        names.setdefault(row.get("root") or row["id"], row["id"])
+    return list(names.values())
+
+
+def _complete(client: HttpClient, model: str) -> Finding:
+    response = client.probe("/ready?" + urlencode({"model": model}))
+    if response is None or not response.is_success:
+        return COMPLETION.failure(f"{model} has no group that serves it; start its workers")
     body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
     began_s = monotonic_s()
     pieces = sum(1 for _ in client.post_events("/v1/completions", body))

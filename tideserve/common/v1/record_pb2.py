@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tideserve.common.v1 import adapter_pb2 as tideserve_dot_common_dot_v1_dot_adapter__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\"d\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x12\n\nscheduling\x18\x05 \x01(\t\"\xe0\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\x12\x1a\n\x12\x61\x63tivation_address\x18\x0b \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x18\n\x10protocol_version\x18\x0f \x01(\x05\x12\x13\n\x0b\x63ode_digest\x18\x10 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x11 \x01(\x05\x12\x10\n\x08location\x18\x12 \x03(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x13 \x01(\x05\x12\x12\n\nscheduling\x18\x14 \x01(\t\x12-\n\x04role\x18\x16 \x01(\x0e\x32\x1f.tideserve.common.v1.WorkerRole\x12\x32\n\ncost_model\x18\x19 \x01(\x0b\x32\x1e.tideserve.common.v1.CostModel\x12\x13\n\x0b\x63hunk_bytes\x18\x1a \x01(\x03\x12\x10\n\x08no_drops\x18\x1b \x01(\t\"_\n\nRoleRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12-\n\x04role\x18\x02 \x01(\x0e\x32\x1f.tideserve.common.v1.WorkerRole\x12\x0f\n\x07since_s\x18\x03 \x01(\x01\"\xb5\x01\n\tCostModel\x12\x0f\n\x07\x61lpha_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65ta_s\x18\x02 \x01(\x01\x12\x0f\n\x07gamma_s\x18\x03 \x01(\x01\x12\x10\n\x08lambda_s\x18\x04 \x01(\x01\x12\x0f\n\x07kappa_s\x18\x05 \x01(\x01\x12\x13\n\x0bknee_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04mu_s\x18\x07 \x01(\x01\x12\x30\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32 .tideserve.common.v1.DecodeCosts\"?\n\x0b\x44\x65\x63odeCosts\x12\x0f\n\x07\x61lpha_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65ta_s\x18\x02 \x01(\x01\x12\x0f\n\x07gamma_s\x18\x03 \x01(\x01\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xc6\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05\"!\n\x10\x45pochFloorRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xaf\x01\n\x0bQuotaRecord\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12<\n\x06owners\x18\x02 \x03(\x0b\x32,.tideserve.common.v1.QuotaRecord.OwnersEntry\x1aM\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tideserve.common.v1.QuotaWish:\x02\x38\x01\"\x8f\x01\n\tQuotaWish\x12\x16\n\x0erequests_per_s\x18\x01 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_spilt\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_spilt\x18\x05 \x01(\x01\x12\x15\n\rminute_tokens\x18\x06 \x01(\x01*q\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_MIXED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/common/v1/record.proto\x12\x13tideserve.common.v1\x1a!tideserve/common/v1/adapter.proto\"d\n\rServiceRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\x05\x12\x12\n\nscheduling\x18\x05 \x01(\t\"\x96\x05\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\x05\x12\x12\n\nblock_size\x18\x06 \x01(\x05\x12\x17\n\x0fkv_blocks_total\x18\x07 \x01(\x05\x12\x14\n\x0c\x63\x61pabilities\x18\x08 \x03(\t\x12.\n\x05shape\x18\t \x01(\x0b\x32\x1f.tideserve.common.v1.ModelShape\x12\x13\n\x0b\x61rena_bytes\x18\n \x01(\x03\x12\x1a\n\x12\x61\x63tivation_address\x18\x0b \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x0e \x01(\t\x12\x18\n\x10protocol_version\x18\x0f \x01(\x05\x12\x13\n\x0b\x63ode_digest\x18\x10 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x11 \x01(\x05\x12\x10\n\x08location\x18\x12 \x03(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x13 \x01(\x05\x12\x12\n\nscheduling\x18\x14 \x01(\t\x12-\n\x04role\x18\x16 \x01(\x0e\x32\x1f.tideserve.common.v1.WorkerRole\x12\x32\n\ncost_model\x18\x19 \x01(\x0b\x32\x1e.tideserve.common.v1.CostModel\x12\x13\n\x0b\x63hunk_bytes\x18\x1a \x01(\x03\x12\x10\n\x08no_drops\x18\x1b \x01(\t\x12\x34\n\x08\x61\x64\x61pters\x18\x18 \x01(\x0b\x32\".tideserve.common.v1.AdapterLimits\"_\n\nRoleRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12-\n\x04role\x18\x02 \x01(\x0e\x32\x1f.tideserve.common.v1.WorkerRole\x12\x0f\n\x07since_s\x18\x03 \x01(\x01\"\xb5\x01\n\tCostModel\x12\x0f\n\x07\x61lpha_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65ta_s\x18\x02 \x01(\x01\x12\x0f\n\x07gamma_s\x18\x03 \x01(\x01\x12\x10\n\x08lambda_s\x18\x04 \x01(\x01\x12\x0f\n\x07kappa_s\x18\x05 \x01(\x01\x12\x13\n\x0bknee_tokens\x18\x06 \x01(\x05\x12\x0c\n\x04mu_s\x18\x07 \x01(\x01\x12\x30\n\x06\x64\x65\x63ode\x18\x08 \x01(\x0b\x32 .tideserve.common.v1.DecodeCosts\"?\n\x0b\x44\x65\x63odeCosts\x12\x0f\n\x07\x61lpha_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x65ta_s\x18\x02 \x01(\x01\x12\x0f\n\x07gamma_s\x18\x03 \x01(\x01\"\xcc\x01\n\nModelShape\x12\x12\n\nnum_layers\x18\x01 \x01(\x05\x12\x13\n\x0blayer_bytes\x18\x02 \x01(\x03\x12\x17\n\x0f\x65mbedding_bytes\x18\x03 \x01(\x03\x12\x12\n\nhead_bytes\x18\x04 \x01(\x03\x12\x17\n\x0ftied_embeddings\x18\x05 \x01(\x08\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12\x12\n\nlayer_cost\x18\x07 \x01(\x01\x12\x16\n\x0e\x65mbedding_cost\x18\x08 \x01(\x01\x12\x11\n\thead_cost\x18\t \x01(\x01\"]\n\x0bGroupMember\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x11\n\tend_layer\x18\x04 \x01(\x05\"\xc6\x01\n\x0bGroupRecord\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12.\n\x05phase\x18\x03 \x01(\x0e\x32\x1f.tideserve.common.v1.GroupPhase\x12\x31\n\x07members\x18\x04 \x03(\x0b\x32 .tideserve.common.v1.GroupMember\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"\x83\x01\n\x10\x41ssignmentRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\x05\x12\x11\n\tend_layer\x18\x06 \x01(\x05\"!\n\x10\x45pochFloorRecord\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"\xaf\x01\n\x0bQuotaRecord\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12<\n\x06owners\x18\x02 \x03(\x0b\x32,.tideserve.common.v1.QuotaRecord.OwnersEntry\x1aM\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.tideserve.common.v1.QuotaWish:\x02\x38\x01\"\x8f\x01\n\tQuotaWish\x12\x16\n\x0erequests_per_s\x18\x01 \x01(\x01\x12\x14\n\x0ctokens_per_s\x18\x02 \x01(\x01\x12\x0f\n\x07running\x18\x03 \x01(\x05\x12\x16\n\x0erequests_spilt\x18\x04 \x01(\x01\x12\x14\n\x0ctokens_spilt\x18\x05 \x01(\x01\x12\x15\n\rminute_tokens\x18\x06 \x01(\x01*q\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_MIXED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03*v\n\nGroupPhase\x12\x1b\n\x17GROUP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12GROUP_PHASE_STABLE\x10\x01\x12\x19\n\x15GROUP_PHASE_DISSOLVED\x10\x02\x12\x18\n\x14GROUP_PHASE_DEGRADED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUOTARECORD_OWNERSENTRY']._loaded_options = None
   _globals['_QUOTARECORD_OWNERSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2112
-  _globals['_WORKERROLE']._serialized_end=2225
-  _globals['_GROUPPHASE']._serialized_start=2227
-  _globals['_GROUPPHASE']._serialized_end=2345
-  _globals['_SERVICERECORD']._serialized_start=57
-  _globals['_SERVICERECORD']._serialized_end=157
-  _globals['_WORKERRECORD']._serialized_start=160
-  _globals['_WORKERRECORD']._serialized_end=768
-  _globals['_ROLERECORD']._serialized_start=770
-  _globals['_ROLERECORD']._serialized_end=865
-  _globals['_COSTMODEL']._serialized_start=868
-  _globals['_COSTMODEL']._serialized_end=1049
-  _globals['_DECODECOSTS']._serialized_start=1051
-  _globals['_DECODECOSTS']._serialized_end=1114
-  _globals['_MODELSHAPE']._serialized_start=1117
-  _globals['_MODELSHAPE']._serialized_end=1321
-  _globals['_GROUPMEMBER']._serialized_start=1323
-  _globals['_GROUPMEMBER']._serialized_end=1416
-  _globals['_GROUPRECORD']._serialized_start=1419
-  _globals['_GROUPRECORD']._serialized_end=1617
-  _globals['_ASSIGNMENTRECORD']._serialized_start=1620
-  _globals['_ASSIGNMENTRECORD']._serialized_end=1751
-  _globals['_EPOCHFLOORRECORD']._serialized_start=1753
-  _globals['_EPOCHFLOORRECORD']._serialized_end=1786
-  _globals['_QUOTARECORD']._serialized_start=1789
-  _globals['_QUOTARECORD']._serialized_end=1964
-  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_start=1887
-  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_end=1964
-  _globals['_QUOTAWISH']._serialized_start=1967
-  _globals['_QUOTAWISH']._serialized_end=2110
+  _globals['_WORKERROLE']._serialized_start=2201
+  _globals['_WORKERROLE']._serialized_end=2314
+  _globals['_GROUPPHASE']._serialized_start=2316
+  _globals['_GROUPPHASE']._serialized_end=2434
+  _globals['_SERVICERECORD']._serialized_start=92
+  _globals['_SERVICERECORD']._serialized_end=192
+  _globals['_WORKERRECORD']._serialized_start=195
+  _globals['_WORKERRECORD']._serialized_end=857
+  _globals['_ROLERECORD']._serialized_start=859
+  _globals['_ROLERECORD']._serialized_end=954
+  _globals['_COSTMODEL']._serialized_start=957
+  _globals['_COSTMODEL']._serialized_end=1138
+  _globals['_DECODECOSTS']._serialized_start=1140
+  _globals['_DECODECOSTS']._serialized_end=1203
+  _globals['_MODELSHAPE']._serialized_start=1206
+  _globals['_MODELSHAPE']._serialized_end=1410
+  _globals['_GROUPMEMBER']._serialized_start=1412
+  _globals['_GROUPMEMBER']._serialized_end=1505
+  _globals['_GROUPRECORD']._serialized_start=1508
+  _globals['_GROUPRECORD']._serialized_end=1706
+  _globals['_ASSIGNMENTRECORD']._serialized_start=1709
+  _globals['_ASSIGNMENTRECORD']._serialized_end=1840
+  _globals['_EPOCHFLOORRECORD']._serialized_start=1842
+  _globals['_EPOCHFLOORRECORD']._serialized_end=1875
+  _globals['_QUOTARECORD']._serialized_start=1878
+  _globals['_QUOTARECORD']._serialized_end=2053
+  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_start=1976
+  _globals['_QUOTARECORD_OWNERSENTRY']._serialized_end=2053
+  _globals['_QUOTAWISH']._serialized_start=2056
+  _globals['_QUOTAWISH']._serialized_end=2199
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import service_pb2 as _service_pb2
 from tideserve.worker.v1 import worker_pb2 as _worker_pb2
@@ -148,6 +149,7 @@ class Ask(_message.Message):
     AVOIDED_S_FIELD_NUMBER: _builtins.int
     EXCUSED_S_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     ESTIMATED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
@@ -230,6 +232,10 @@ class Ask(_message.Message):
         request only if no other worker of the model serves.
         """
 
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter of the request; absent: none."""
+
     def __init__(
         self,
         *,
@@ -251,14 +257,15 @@ class Ask(_message.Message):
         avoided_s: _builtins.float = ...,
         excused_s: _builtins.float = ...,
         expected_tokens: _builtins.int = ...,
+        adapter: _adapter_pb2.Adapter | None = ...,
         estimated: _builtins.bool = ...,
         fingerprint: _builtins.int = ...,
         choice: _builtins.int = ...,
         affinity: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "affinity", b"affinity", "alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +574,7 @@ class Heartbeat(_message.Message):
     CLASS_WAITS_FIELD_NUMBER: _builtins.int
     WANTS_OUTCOMES_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     groups_serving: _builtins.int
     """Groups that could take a request now or later: stable, with a fresh load report."""
     queued: _builtins.int
@@ -583,6 +591,10 @@ class Heartbeat(_message.Message):
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelBuckets]:
         """Buckets of the models whose waiting requests are ordered by length."""
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelState]:
+        """Each model that groups serve or requests wait for; empty from older schedulers."""
+
     def __init__(
         self,
         *,
@@ -592,14 +604,45 @@ class Heartbeat(_message.Message):
         class_waits: _abc.Iterable[Global___ClassWait] | None = ...,
         wants_outcomes: _builtins.bool = ...,
         buckets: _abc.Iterable[Global___ModelBuckets] | None = ...,
+        models: _abc.Iterable[Global___ModelState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "class_waits", b"class_waits", "groups_serving", b"groups_serving", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "class_waits", b"class_waits", "groups_serving", b"groups_serving", "models", b"models", "queued", b"queued", "wants_outcomes", b"wants_outcomes", "wants_prefixes", b"wants_prefixes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ModelState(_message.Message):
+    """The groups and waiting requests of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    GROUPS_SERVING_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the model."""
+    groups_serving: _builtins.int
+    """As `groups_serving`."""
+    queued: _builtins.int
+    """Requests in the queue."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        groups_serving: _builtins.int = ...,
+        queued: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups_serving", b"groups_serving", "model", b"model", "queued", b"queued"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
 
 @_typing.final
 class ModelBuckets(_message.Message):

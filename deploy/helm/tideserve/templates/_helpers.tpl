@@ -143,44 +143,59 @@ selector:
     app.kubernetes.io/name: tideserve
 {{- end }}
 
-{{- /* Fetches the model before the gateway or a worker starts. */}}
-{{- define "tideserve.modelContainer" -}}
-- name: model
-  image: {{ include "tideserve.image" (dict "root" . "name" "model") }}
+{{- /* Fetches the models before the gateway or a worker starts; arguments: .root, and .models, empty for `model`. */}}
+{{- define "tideserve.modelContainers" -}}
+{{- $root := .root }}
+{{- range $model := .models | default (list dict) }}
+- name: {{ $model | empty | ternary "model" (printf "model-%v" $model.id) }}
+  image: {{ include "tideserve.image" (dict "root" $root "name" "model") }}
   imagePullPolicy: IfNotPresent
   env:
     - name: MODEL
+      {{- if $model }}
+      value: {{ toJson $model.name }}
+      {{- else }}
       valueFrom:
         configMapKeyRef: {name: tideserve-model, key: MODEL}
+      {{- end }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef: {name: tideserve-hub, key: token, optional: true}
-    {{- range .Values.model.extraEnv }}
+    {{- range $root.Values.model.extraEnv }}
     - {{ toJson . }}
     {{- end }}
   resources:
     limits: {memory: 2Gi}
     requests: {cpu: 250m, memory: 1Gi}
   securityContext:
-    {{- include "tideserve.containerSecurity" . | nindent 4 }}
+    {{- include "tideserve.containerSecurity" $root | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: models, mountPath: /models}
 {{- end }}
+{{- end }}
 
 {{- define "tideserve.modelVolume" -}}
 - name: models
-  {{- if eq .Values.device "gpu" }}
+  {{- if .Values.model.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ toJson .Values.model.existingClaim }}}
+  {{- else if eq .Values.device "gpu" }}
   persistentVolumeClaim: {claimName: tideserve-models}
   {{- else }}
   emptyDir: {}
   {{- end }}
 {{- end }}
 
+{{- /* The models of the gateway, or of a worker with .model; argument: also .root. */}}
 {{- define "tideserve.modelEnv" -}}
-{{- range $key := list "MODEL_NAME" "MODEL_DIR" }}
+{{- if .model }}
+- {name: TIDESERVE__MODEL_NAME, value: {{ toJson .model.servedName }}}
+- {name: TIDESERVE__MODEL_DIR, value: {{ printf "/models/%v" .model.name | toJson }}}
+{{- else }}
+{{- range $key := ternary (list "MODELS") (list "MODEL_NAME" "MODEL_DIR") (not (empty .root.Values.models)) }}
 - name: TIDESERVE__{{ $key }}
   valueFrom:
     configMapKeyRef: {name: tideserve-model, key: {{ $key }}}
+{{- end }}
 {{- end }}
 {{- end }}

@@ -1,6 +1,8 @@
 // Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
-import { batchText, bucketTexts, budget, changing, roleText, size, totals, wholeModel } from "./text.js";
+import {
+  batchText, bucketTexts, budget, changing, modelText, roleText, size, totals, wholeModel,
+} from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
@@ -83,7 +85,9 @@ class WorkerColumn {
     this.column.style.setProperty("--held", String(Math.max(1, Math.min(48, end - first))));
     const all = end - first >= layers;
     write(this.layers, all ? `all ${layers || ""} layers` : `layers ${first}–${end - 1} of ${layers}`);
-    write(this.load, `${worker.running} running · ${worker.waiting} waiting`);
+    const slots = worker.adapter_slots;
+    const adapters = slots ? ` · ${worker.adapters_loaded} of ${slots} adapters` : "";
+    write(this.load, `${worker.running} running · ${worker.waiting} waiting${adapters}`);
     write(this.role, roleText(worker));
     const text = PARTS.filter((part) => NAMES[part]).map((part) => `${NAMES[part]} ${size(bytes[part])}`);
     this.column.setAttribute("aria-label", `${worker.id}: ${text.join(", ")} of ${size(whole)}`);
@@ -310,6 +314,16 @@ export function drawDecisions(list, decisions) {
     return row;
   });
   if (!rows.length) rows.push(make("li", "none", "No decisions yet: all requests fit the KV cache."));
+  list.replaceChildren(...rows);
+}
+
+/** Draws a line per model. */
+export function drawModels(list, models) {
+  const rows = models.map((model) => {
+    const row = make("li", model.ready ? "ready" : "away");
+    row.append(make("span", "", model.name), make("span", "", modelText(model)));
+    return row;
+  });
   list.replaceChildren(...rows);
 }
 

@@ -2,7 +2,8 @@
 
 import { change, follow, rememberKey } from "./feed.js";
 import {
-  Groups, Sparkline, MemoryChart, drawBatches, drawBuckets, drawDecisions, drawServices, drawTable, make, write,
+  Groups, Sparkline, MemoryChart, drawBatches, drawBuckets, drawDecisions, drawModels, drawServices, drawTable, make,
+  write,
 } from "./draw.js";
 import { headline, paddingText, seconds, totals, withoutDrops } from "./text.js";
 
@@ -50,9 +51,14 @@ function show(state) {
   write(element("ttft"), seconds(state.ttft_s));
   write(element("tokens"), Math.round(state.tokens_per_s).toLocaleString());
   drawDecisions(element("decisions"), state.decisions);
-  element("lengths").hidden = !state.lengths?.buckets.length;
-  drawBuckets(element("buckets"), state.lengths?.buckets ?? []);
-  write(element("padding"), paddingText(state.lengths));
+  const several = state.models?.length > 1;
+  element("by-model").hidden = !several;
+  drawModels(element("models"), several ? state.models : []);
+  // With several models, the buckets of the first one with waiting requests.
+  const lengths = state.lengths ?? state.models?.find((model) => model.lengths?.buckets.length)?.lengths;
+  element("lengths").hidden = !lengths?.buckets.length;
+  drawBuckets(element("buckets"), lengths?.buckets ?? []);
+  write(element("padding"), paddingText(lengths));
   element("offline").hidden = !state.batches?.length;
   drawBatches(element("batches"), state.batches ?? []);
   drawControls();

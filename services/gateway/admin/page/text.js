@@ -17,6 +17,14 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`;
 }
 
+/** The readiness, groups, waiting requests and rates of a model. */
+export function modelText(model) {
+  const parts = [model.ready ? "ready" : (model.missing[0] ?? "not ready")];
+  parts.push(`${model.workers} workers in ${model.groups} groups`, `${model.queued ?? "?"} waiting`);
+  parts.push(`${Math.round(model.tokens_per_s)} tokens/s`, `TTFT ${seconds(model.ttft_s)}`);
+  return parts.join(" · ");
+}
+
 /** A batch's id, state, lines, rate and time left. */
 export function batchText(batch) {
   const parts = [`${batch.id} ${batch.state.replace("_", " ")}`];

@@ -152,11 +152,11 @@ def test_rates_are_those_of_the_last_moments() -> None:
 
 
 def test_totals_count_what_the_metrics_count() -> None:
-    metrics = Metrics("m", CollectorRegistry())
+    metrics = Metrics(("m",), CollectorRegistry())
     for service_class in (ServiceClass.INTERACTIVE, ServiceClass.BATCH):
-        metrics.requests.by_class.of(service_class).ttft.observe(0.25)
-    metrics.requests.by_class.tokens.total += 4
-    assert metrics.totals() == EndpointTotals(4, 2, 0.5)
+        metrics.of("m").by_class.of(service_class).ttft.observe(0.25)
+    metrics.of("m").by_class.tokens.total += 4
+    assert metrics.totals() == {"m": EndpointTotals(4, 2, 0.5)}
 
 
 DECISION = {

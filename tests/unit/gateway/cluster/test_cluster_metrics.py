@@ -39,10 +39,12 @@ class Memmgr:
 def metrics(memmgr: Memmgr, clock: list[float], heartbeat: Heartbeat | None) -> ClusterMetrics:
     """The metrics of model m."""
     rows = [SimpleNamespace(worker_id=name, model=model) for name, model in MODELS.items()]
-    view = SimpleNamespace(workers=lambda: rows, block_size=16)
+    view = SimpleNamespace(
+        workers=lambda: rows, of=lambda model: SimpleNamespace(model=model, block_size=16)
+    )
     admission = SimpleNamespace(heartbeat=heartbeat)
     return ClusterMetrics(
-        memmgr, cast(Any, view), cast(Any, admission), "m", clock=lambda: clock[0]
+        memmgr, cast(Any, view), cast(Any, admission), ["m"], clock=lambda: clock[0]
     )
 
 

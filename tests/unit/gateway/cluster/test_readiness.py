@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.gateway.cluster.readiness import ReadinessProbe
+from services.gateway.cluster.readiness import GatewayReadiness, ReadinessProbe
+from services.gateway.vocabulary.message import Heartbeat, ModelBeat
 from tests.support.clock import Clock
 
 
@@ -16,6 +17,7 @@ from tests.support.clock import Clock
 class Cluster:
     """What the gateway knows; `groups` of the scheduler is None while it does not answer."""
 
+    model: str = "m"
     registered: int = 2
     in_groups: int = 2
     stable: int = 2
@@ -37,7 +39,7 @@ class Cluster:
 
     @property
     def heartbeat(self) -> Any:
-        return None if self.groups is None else SimpleNamespace(groups_serving=self.groups)
+        return None if self.groups is None else Heartbeat(self.groups, 0)
 
 
 def probe(
@@ -120,3 +122,28 @@ async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
 def test_workers_without_drops_have_reasons_and_count_as_ready() -> None:
     state = probe(Cluster(no_drops={"w0": "UCX cannot be loaded"})).evaluate()
     assert state.ready and state.without_drops == {"w0": "UCX cannot be loaded"}
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_a_gateway_is_ready_once_any_or_all_models_are(needs_all: bool) -> None:
+    there, away = Cluster(), Cluster(stable=0, in_groups=0, registered=1)
+    probes = {"m": probe(there), "n": probe(away)}
+    gateway = GatewayReadiness(probes, cast(Any, there), needs_all=needs_all)
+    state = gateway.evaluate()
+    assert state.ready is gateway.ready() is not needs_all
+    assert (state.workers_expected, state.workers_registered, state.groups_serving) == (4, 3, 2)
+    wanted = "1 of 2 workers have registered", "no group of the model is stable"
+    assert state.missing == (wanted if needs_all else ())
+    assert gateway.model_ready("m") and not gateway.model_ready("n")
+    assert not gateway.model_ready("unknown") and gateway.of("unknown") is None
+    assert gateway.healthy() and gateway.groups_serving("n") == 0
+    there.stable = there.groups = 0
+    assert not gateway.ready() and not gateway.healthy()
+
+
+def test_a_scheduler_that_sees_groups_of_another_model_only() -> None:
+    cluster = Cluster()
+    beat = Heartbeat(2, 0, models={"n": ModelBeat(2, 0)})
+    admission = SimpleNamespace(heartbeat=beat)
+    one = ReadinessProbe(cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0)
+    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)

@@ -88,7 +88,7 @@ async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_calls_are_counted_in_metrics() -> None:
-    metrics, here = Metrics("m", CollectorRegistry()), CallLimits()
+    metrics, here = Metrics(("m",), CollectorRegistry()), CallLimits()
     metrics.export_calls(here.by_kind)
 
     def told() -> dict[str, float | None]:

@@ -20,7 +20,7 @@ PREFLIGHT = {
 
 
 def client(origins: str) -> httpx.AsyncClient:
-    recorder = RequestRecorder(Metrics("m", CollectorRegistry()), None)
+    recorder = RequestRecorder(Metrics(("m",), CollectorRegistry()), None)
     app = with_cors(RequestMiddleware(answer_ok, KeyRing(KEY), recorder), origins_of(origins))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 

@@ -24,6 +24,7 @@ from services.gateway.http.messages import MessageBuilder
 from services.gateway.http.response_items import Items
 from services.gateway.serving.output import OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.text.token_text import TokenTexts
 from services.gateway.vocabulary.delta import Delta, ToolCallDelta
 from services.gateway.vocabulary.errors import BadRequest, GatewayError
 from tests.support.fuzz import junk, sample
@@ -278,6 +279,7 @@ def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: BodyFields) -> Non
     assert not vocabulary.passed_on & (vocabulary.own | vocabulary.absent)
 
 
+NO_TEXTS = TokenTexts(lambda _: None, b"null", ())
 ENDED = Delta(tool_calls=(ToolCallDelta(0, arguments="}", ended=True),))
 TEXT = Delta(content="so")
 BEGUN = Delta(tool_calls=(ToolCallDelta(0, "call_1", "f", "{"),))
@@ -337,7 +339,7 @@ def test_text_stands_between_calls() -> None:
     assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
     assert {item["status"] for item in told} == {"completed"}
 
-    prepared = PreparedRequest("msg_1", 0, "m", (), 1)
+    prepared = PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS)
     answer = MessageBuilder(prepared)
     for piece in pieces:
         answer.push(piece)
@@ -348,7 +350,7 @@ def test_text_stands_between_calls() -> None:
 
 def input_of(arguments: str) -> Any:
     """What a client reads as the input of a call with these arguments."""
-    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
     return json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))["content"][0]["input"]
 
@@ -371,6 +373,6 @@ def test_arguments_that_are_no_json_are_told_as_text() -> None:
     assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
     assert input_of("") == {}
     number = f'{{"a": {"7" * 5_000}}}'
-    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", number),))))
     assert number.encode() in msgspec.json.encode(answer.message(Usage(1, 1)))

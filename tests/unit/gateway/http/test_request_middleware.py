@@ -32,7 +32,7 @@ async def test_only_an_authorized_caller_decides_what_is_traced(
     headers: dict[str, str], status: int, told: int
 ) -> None:
     kept = KeptTraces()
-    recorder = RequestRecorder(Metrics("m", CollectorRegistry()), Tracer(1.0, kept))
+    recorder = RequestRecorder(Metrics(("m",), CollectorRegistry()), Tracer(1.0, kept))
     door = RequestMiddleware(answer_ok, KeyRing(KEY), recorder)
     transport = httpx.ASGITransport(app=door)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
@@ -52,7 +52,7 @@ async def test_a_record_knows_where_its_request_comes_from() -> None:
         await answer_ok(scope, receive, send)
 
     door = RequestMiddleware(
-        noted, KeyRing(None), RequestRecorder(Metrics("m", CollectorRegistry()), None)
+        noted, KeyRing(None), RequestRecorder(Metrics(("m",), CollectorRegistry()), None)
     )
     transport = httpx.ASGITransport(app=door, client=("192.0.2.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

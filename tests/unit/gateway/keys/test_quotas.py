@@ -159,6 +159,20 @@ def test_tokens_are_refused_after_they_are_counted_and_the_place_is_free_again()
     case.send()
 
 
+def test_a_token_of_a_heavy_model_costs_more() -> None:
+    case = Case(tokens_per_minute=60_000)
+    with case.quotas.entered(case.alice) as lease:
+        assert lease is not None
+        lease.reserve(100, [50], lambda error: None, 2.5)
+        for _ in range(3):
+            assert lease.count_output(1)
+    assert case.told("used_total", limit="tokens") == 250 + 8
+    with case.quotas.entered(case.alice) as lease:
+        assert lease is not None
+        with pytest.raises(OverQuota):
+            lease.reserve(24_001, [1], lambda error: None, 2.5)
+
+
 def test_limits_that_change_hold_at_once() -> None:
     case = Case(requests_per_minute=5)
     for _ in range(5):

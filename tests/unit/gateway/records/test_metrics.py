@@ -32,7 +32,7 @@ class World:
     """Metrics of requests that all take the same time."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics("m", CollectorRegistry())
+        self.metrics = Metrics(("m",), CollectorRegistry())
         self.times: WorkerTimes | None = WorkerTimes(0.25, 0.5, 2.0)
 
     def told(self) -> Samples:
@@ -46,7 +46,7 @@ class World:
         choice = ChoiceRecord([(101.0, 104.0)])
         request = replace(REQUEST, arrival_s=now_s, service=service)
         prepared = replace(CHOICE, request=request)
-        with measured(self.metrics.requests, prepared, choice, now_s) as meter:
+        with measured(self.metrics.of("m"), prepared, choice, now_s) as meter:
             choice.segments.append(WorkerSegment("w0", "g", 1, 104.0))
             now_s += 4
             for number, count in enumerate(bursts):
@@ -88,9 +88,9 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     ):
         assert of_class(found, f"{name}_sum") == pytest.approx(total), name
         assert of_class(found, f"{name}_count") == count, name
-    assert value(found, "tideserve_gateway_output_tokens_total") == 4
+    assert value(found, "tideserve_gateway_output_tokens_total", model_name="m") == 4
     assert ended(found) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
-    totals = world.metrics.totals()
+    totals = world.metrics.totals()["m"]
     assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
 
 
@@ -109,7 +109,7 @@ def of_class(found: Samples, name: str, service_class: str = "standard") -> floa
 
 
 def slo(found: Samples, which: str, service_class: str, metric: str) -> float | None:
-    labels = {"class": service_class, "metric": metric}
+    labels = {"model_name": "m", "class": service_class, "metric": metric}
     return value(found, f"tideserve_gateway_slo_{which}_total", **labels)
 
 
@@ -160,10 +160,10 @@ def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> 
 
 
 def test_choices_inflight_are_counted_by_class(world: World) -> None:
-    labels = {"class": "batch"}
+    labels = {"model_name": "m", "class": "batch"}
     name = "tideserve_gateway_choices_inflight"
     choice = replace(CHOICE, request=replace(REQUEST, service=Service(ServiceClass.BATCH)))
-    with measured(world.metrics.requests, choice, ChoiceRecord(), 0.0):
+    with measured(world.metrics.of("m"), choice, ChoiceRecord(), 0.0):
         assert value(world.told(), name, **labels) == 1
     assert value(world.told(), name, **labels) == 0
 
@@ -203,7 +203,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
 def test_refusals_for_want_of_room(
     world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
 ) -> None:
-    world.metrics.count_refusal(error, service_class)
+    world.metrics.count_refusal(error, service_class, None)
     name = "vllm:admission_rejections_total"
     rows = {labels: count for (which, labels), count in world.told().items() if which == name}
     found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}

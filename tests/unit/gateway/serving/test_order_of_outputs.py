@@ -15,10 +15,12 @@ from services.gateway.http.response_items import Items
 from services.gateway.serving.chat_output import ChatOutput
 from services.gateway.serving.output import Output, OutputPiece, Usage
 from services.gateway.serving.prepared import PreparedRequest
+from services.gateway.text.token_text import TokenTexts
 from services.gateway.tools.format import ChatForm, Thinking, ToolFormat
 from tests.support.call_texts import CALL_FORMATS, TAGS, Calls, written
 from tests.support.cuttings import cuttings
 
+NO_TEXTS = TokenTexts(lambda _: None, b"null", ())
 NAMES = frozenset({"get", "now"})
 GET = '{"name": "get", "arguments": {"key": "a}\\"]", "n": [1, {"x": null}]}}'
 NOW = '{"arguments":{},"id":3,"name":"now"}'
@@ -78,7 +80,7 @@ def chat(pieces: Iterable[OutputPiece]) -> Any:
 
 def message(pieces: Iterable[OutputPiece]) -> Any:
     """The message of Anthropic's API, which its events make, too."""
-    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1))
+    answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     events = [event for piece in pieces for event in answer.push(piece)] + answer.end(Usage(1, 1))
     whole = json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))
     texts = [""] * len(whole["content"])

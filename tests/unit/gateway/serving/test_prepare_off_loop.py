@@ -125,13 +125,13 @@ async def test_tokens_to_detokenize_are_bounded_in_number(
     preparer: Preparer, threads: set[str]
 ) -> None:
     ids = [65] * TEXT_TOKENS_MAX
-    assert len(await preparer.text_of("m", ids, record())) == TEXT_TOKENS_MAX
+    assert len(await preparer.text_of(ids)) == TEXT_TOKENS_MAX
     assert threads and "loop" not in threads
     parse_detokenize({"tokens": ids}, "m")
     with pytest.raises(BadRequest, match=str(TEXT_TOKENS_MAX)):
         parse_detokenize({"tokens": [*ids, 65]}, "m")
     with pytest.raises(BadRequest, match=str(TEXT_TOKENS_MAX)):
-        await preparer.text_of("m", [*ids, 65], record())
+        await preparer.text_of([*ids, 65])
 
 
 async def test_chats_and_grammars_take_turns_by_address_where_there_are_no_keys(

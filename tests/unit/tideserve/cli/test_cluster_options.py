@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from services.common.config import from_mapping
 from services.common.errors import ConfigError
+from services.gateway.config import GatewayConfig
+from services.worker.config import WorkerConfig
 from tideserve.cli import cluster_options
 from tideserve.cli.cluster_options import ClusterOptions, read_options
 from tideserve.cli.errors import CommandError
+from tideserve.cli.model_list import PlacedModel
 from tideserve.cli.service_config import Placement, service_configs
 from tideserve.cli.vllm_install import CPU_BUILD, chosen_python, vllm_python
 
@@ -275,3 +279,60 @@ def test_sizes_and_file_errors_name_their_place(tmp_path: Path) -> None:
     assert read_options(path, {"memory": "2GiB"}).memory == 2**31
     with pytest.raises(ConfigError, match="'memory' in the command line: 'x' is not a size"):
         read_options(None, {"memory": "x"})
+
+
+MODELS = """
+models:
+  - {model: org/small, workers: 2, memory: 2GiB, aliases: [s], worker: {prefix_caching: false}}
+  - {model: org/large@v1, name: big, max_model_len: 99, quota_weight: 4, tool_format: none}
+"""
+
+
+def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(MODELS)
+    options = read_options(None, {"models": path, "memory": 2**30})
+    assert options.workers == 3
+    placed = tuple(
+        PlacedModel(model, model.name or "small", Path(f"/models/{index}"))
+        for index, model in enumerate(options.listed_models)
+    )
+    configs = service_configs(options, replace(PLACEMENT, models=placed))
+    gateway = configs["gateway"]
+    assert not gateway.keys() & {"model_name", "model_dir", "expected_workers"}
+    served = from_mapping(GatewayConfig, gateway, "test").served_models
+    assert [(m.name, m.aliases, m.expected_workers) for m in served] == [
+        ("small", ("s",), 2),
+        ("big", (), 1),
+    ]
+    assert (served[1].quota_weight, served[1].tool_format) == (4, "none")
+    workers = [configs[f"worker-{index}"] for index in range(3)]
+    assert [w["model_name"] for w in workers] == ["small", "small", "big"]
+    assert [w["model_dir"] for w in workers] == ["/models/0", "/models/0", "/models/1"]
+    assert [w["memory_bytes"] for w in workers] == [2**31, 2**31, 2**30]
+    assert [w.get("max_model_len") for w in workers] == [None, None, 99]
+    assert [w.get("prefix_caching") for w in workers] == [False, False, None]
+    for worker in workers:
+        from_mapping(WorkerConfig, worker, "test")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "said"),
+    [
+        (MODELS, {"model": "org/other"}, "'models' and 'model' are both set"),
+        (MODELS, {"workers": 4}, "'workers' is 4, but the models of .* have 3 workers"),
+        ("models: []", {}, "a list of 1 to 64 models"),
+        ("models: [org/small]", {}, "must be a mapping with 'model'"),
+        ("models: [{name: a}]", {}, "'model' is missing in model 1"),
+        ("models: [{model: a, memroy: 1GiB}]", {}, "did you mean 'memory'"),
+        ("models: [{model: a, workers: 65}]", {}, "must be 1 to 64"),
+        ("modles: []", {}, "did you mean 'models'"),
+    ],
+)
+def test_lists_of_models_that_are_refused(
+    tmp_path: Path, text: str, flags: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_options(None, flags | {"models": path})

@@ -1,0 +1,81 @@
+"""Which model a request names, and what it is told if its key may not use the model."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from services.gateway.keys.principal import ANYONE, Principal
+from services.gateway.serving.model_registry import ModelEntry, ModelRegistry
+from services.gateway.vocabulary.errors import Forbidden, NoSuchModel, no_such_model
+
+
+def entry(name: str, *aliases: str) -> ModelEntry:
+    names = (name, *aliases)
+
+    def allowed(principal: Principal) -> tuple[str, ...]:
+        return tuple(one for one in names if principal.may_use(one, name))
+
+    served = SimpleNamespace(name=name, names=names, allowed_names=allowed)
+    return ModelEntry(cast(Any, served), cast(Any, None), cast(Any, None))
+
+
+M, N = entry("m", "x"), entry("n", "y")
+BOTH, ONLY = ModelRegistry([M, N]), ModelRegistry([M])
+
+
+def key(*models: str) -> Principal:
+    return Principal("owner", models=frozenset(models))
+
+
+@pytest.mark.parametrize(
+    ("name", "principal", "found"),
+    [
+        *((name, ANYONE, M) for name in ("m", "x")),
+        *((name, ANYONE, N) for name in ("n", "y")),
+        ("m", key("m"), M),
+        ("x", key("m"), M),
+        ("x", key("x"), M),
+        ("y", key("m", "n"), N),
+    ],
+)
+def test_names_and_aliases(name: str, principal: Principal, found: ModelEntry) -> None:
+    assert BOTH.entry(name, principal) is found
+
+
+@pytest.mark.parametrize(
+    ("name", "principal", "error", "said"),
+    [
+        ("z", ANYONE, NoSuchModel, "this server has 'm' and 'n'"),
+        ("z", key("n"), NoSuchModel, "this server has 'n'$"),
+        ("z", key("y"), NoSuchModel, "this server has 'y'$"),
+        ("z", key("other"), NoSuchModel, "no model that this key may use"),
+        # Another model does not exist for a key with a model of its own.
+        ("m", key("n"), NoSuchModel, "'m' does not exist; this server has 'n'$"),
+        ("x", key("n"), NoSuchModel, "'x' does not exist; this server has 'n'$"),
+        # The key may use the model by its alias only, or none of the models.
+        ("m", key("x"), Forbidden, "may not use the model 'm'"),
+        ("m", key("other"), Forbidden, "may not use the model 'm'"),
+    ],
+)
+def test_names_that_are_refused(
+    name: str, principal: Principal, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        BOTH.entry(name, principal)
+
+
+def test_a_single_model_needs_no_name() -> None:
+    assert ONLY.only is M and BOTH.only is None
+    assert ONLY.find("x") is M and ONLY.find("n") is None
+
+
+def test_the_names_of_a_key() -> None:
+    assert dict(BOTH.allowed(ANYONE)) == {"m": M, "x": M, "n": N, "y": N}
+    assert dict(BOTH.allowed(key("n"))) == {"n": N, "y": N}
+    assert not dict(BOTH.allowed(key("other")))
+
+
+def test_an_error_names_few_models() -> None:
+    names = [str(number) for number in range(20)]
+    assert str(no_such_model("z", *names)).endswith("'6', '7' and others, see /v1/models")
