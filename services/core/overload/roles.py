@@ -129,7 +129,12 @@ class RoleAssigner:
         singles = alike(uses)
         demand = state.smooth(due.demands.get(model) or ModelDemand(model), due.now_s)
         if len(singles) < 2 or self._is_overloaded(state, due.loads.get(model), demand, due.now_s):
-            state.prefill, state.changed_s = 0, due.now_s if state.prefill else state.changed_s
+            # Also roles that an earlier leader has assigned end here.
+            if state.prefill or any(
+                due.present.get(name) for use in uses for name in use.worker_ids
+            ):
+                state.changed_s = due.now_s
+            state.prefill = 0
             return {}
         ids = [use.members[0].worker_id for use in singles]
         wishes = {name: due.facts[name].role for name in ids if name in due.facts}
