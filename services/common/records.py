@@ -178,9 +178,10 @@ def to_role_record(worker_id: str, role: Role, since_s: float) -> record_pb2.Rol
     return record_pb2.RoleRecord(worker_id=worker_id, role=_ROLES[role], since_s=since_s)
 
 
-def to_role_number(role: Role) -> record_pb2.WorkerRole.ValueType:
+def to_role_number(role: Role) -> "record_pb2.WorkerRole.ValueType":
     """The role in a worker's record, as the worker is configured."""
-    return _ROLES[role]
+    number: record_pb2.WorkerRole.ValueType = _ROLES[role]
+    return number
 
 
 # --- workers

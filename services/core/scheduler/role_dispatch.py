@@ -124,9 +124,8 @@ class RoleDispatch:
 
     def is_long(self, load: GroupLoad, computed: int) -> bool:
         """Whether a prompt with `computed` tokens to compute at a prefill group is handed over."""
-        least = self.min_tokens
-        if least is None:
-            least = LONG_SHARE * load.group.max_batch_tokens
+        share = LONG_SHARE * load.group.max_batch_tokens
+        least = share if self.min_tokens is None else self.min_tokens
         return load.group.role is Role.PREFILL and computed >= least
 
     def penalty_s(
