@@ -49,8 +49,9 @@ MERGES = (
     ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),
 )
 INTRODUCTION = (
-    "Not supported: tensor parallelism, quantized weights, adapters (LoRA), draft models, mixtures"
-    " of experts, images and other media, embeddings, weights in other files than safetensors.\n\n"
+    "Not supported: tensor parallelism, quantized weights, draft models, mixtures of experts,"
+    " images and other media, embeddings, weights in other files than safetensors,"
+    " adapters (LoRA) except with vLLM (docs/adapters.md).\n\n"
     "Written by hand: the line above, models and states of engines, and the table of groups"
     " that merge; all other cells are generated from the code."
 )

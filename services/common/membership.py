@@ -24,6 +24,7 @@ GROUPS = "groups/"
 ASSIGNMENTS = "assignments/"
 LEADERS = "leaders/"
 QUOTAS = "quotas/"
+ADAPTERS = "adapters/"
 EPOCH_FLOOR = "epoch_floor"
 
 log = logging.getLogger(__name__)

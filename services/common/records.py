@@ -10,10 +10,12 @@ import logging
 import math
 from collections.abc import Iterable
 from typing import TypeVar
+from urllib.parse import quote
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from services.common.adapter_messages import adapter_of_record
 from services.common.address import host_of
 from services.common.report import Codec
 from services.common.wire_enum import numbers
@@ -22,7 +24,7 @@ from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
 from services.core.overload.worker_facts import WorkerFacts
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 
 GENERATE = "generate"
 """Capability of a worker: it generates tokens."""
@@ -70,18 +72,23 @@ def is_valid(record: Message, name: str) -> bool:
     """Whether the record is valid and belongs to `name`, the last part of its key."""
     match record:
         case record_pb2.WorkerRecord():
-            return bool(name) and record.worker_id == name and record.incarnation != ""
+            valid = bool(name) and record.worker_id == name and record.incarnation != ""
         case record_pb2.GroupRecord():
-            return record.group_id == name and to_group(record) is not None
+            valid = record.group_id == name and to_group(record) is not None
         case record_pb2.AssignmentRecord():
-            return bool(name) and record.worker_id == name and record.epoch >= 0
+            valid = bool(name) and record.worker_id == name and record.epoch >= 0
         case record_pb2.ServiceRecord():
-            return bool(name) and record.incarnation == name
+            valid = bool(name) and record.incarnation == name
         case record_pb2.EpochFloorRecord():
-            return record.epoch >= 0
+            valid = record.epoch >= 0
         case record_pb2.QuotaRecord():
-            return bool(name) and record.incarnation == name and _are_amounts(record)
-    raise TypeError(f"{type(record).__name__} is not an etcd record type")
+            valid = bool(name) and record.incarnation == name and _are_amounts(record)
+        case adapter_pb2.AdapterRecord():
+            has_name = bool(record.base) and quote(record.name, safe="") == name
+            valid = has_name and adapter_of_record(record).fault() is None
+        case _:
+            raise TypeError(f"{type(record).__name__} is not an etcd record type")
+    return valid
 
 
 def _are_amounts(record: record_pb2.QuotaRecord) -> bool:

@@ -5,12 +5,14 @@ lacks keep their defaults.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args, get_origin
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from services.core.demand import ModelDemand
 from services.core.report import Load, LoadReport, MemoryReport
@@ -41,10 +43,19 @@ class Codec(Generic[R, M]):
         self._values = attrgetter(*(path for _, path, _ in leaves))
         self._numbers = attrgetter(*(path for _, path, kind in leaves if kind in (int, float)))
         self._build = _builder(report, on_wire)
+        # Rows: repeated messages, each of which is a dataclass in the report.
+        self._rows = {
+            name: Codec(row, _message_type(message, name))
+            for name, _, kind in leaves
+            if (row := _row_of(kind)) is not None
+        }
 
     def values(self, report: R) -> dict[str, Any]:
         """The report's values by the message's field names."""
-        return dict(zip(self._names, self._values(report), strict=True))
+        values = dict(zip(self._names, self._values(report), strict=True))
+        for name, codec in self._rows.items():
+            values[name] = [codec.message(row) for row in values[name]]
+        return values
 
     def message(self, report: R) -> M:
         """The message of a report."""
@@ -52,7 +63,7 @@ class Codec(Generic[R, M]):
 
     def report(self, message: M) -> R:
         """The report of a message, not validated."""
-        return cast(R, self._build(message))
+        return cast(R, self._build(message, self._rows))
 
     def valid(self, message: M) -> R:
         """The report of a message, validated.
@@ -65,6 +76,9 @@ class Codec(Generic[R, M]):
             if not 0 <= number < math.inf:
                 names = [name for name, value in self.values(report).items() if value is number]
                 raise InvalidReport(f"{names[0]} is {number}, but must be 0 or more")
+        for name, codec in self._rows.items():
+            for row in getattr(message, name):
+                codec.valid(row)
         return report
 
 
@@ -79,8 +93,19 @@ def _leaves(
             yield field.name, f"{within}{field.name}", field.type
 
 
-def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], Any]:
-    """A function that creates a report from a message."""
+def _row_of(kind: Any) -> type[Any] | None:
+    """The dataclass of the entries of a tuple type, or None."""
+    entry = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return cast(type[Any], entry) if is_dataclass(entry) else None
+
+
+def _message_type(message: type[Message], name: str) -> type[Message]:
+    descriptor = message.DESCRIPTOR.fields_by_name[name].message_type
+    return GetMessageClass(cast(Descriptor, descriptor))
+
+
+def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[..., Any]:
+    """A function that creates a report from a message, given the codecs of its rows by name."""
     own = [field.name for field in fields(report) if field.name in on_wire]
     tuples = [
         field.name
@@ -94,12 +119,13 @@ def _builder(report: type[Any], on_wire: frozenset[str]) -> Callable[[Message], 
         if is_dataclass(field.type) and any(_leaves(cast(type[Any], field.type), on_wire))
     ]
 
-    def build(message: Message) -> Any:
+    def build(message: Message, rows: Mapping[str, Codec[Any, Any]]) -> Any:
         values = {name: getattr(message, name) for name in own}
         for name in tuples:
-            values[name] = tuple(values[name])
+            codec = rows.get(name)
+            values[name] = tuple(values[name] if codec is None else map(codec.report, values[name]))
         for name, part in within:
-            values[name] = part(message)
+            values[name] = part(message, rows)
         return report(**values)
 
     return build

@@ -7,6 +7,7 @@ are hashes of every n-th block of a prompt, see `block_hash.py`.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.adapter import Adapter
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.service import DEFAULT_SERVICE, Service
 
@@ -46,6 +47,7 @@ class Ask:
     hash of the client's request, by which its retries are recognised, 0 if unknown; `choice` is the
     index among the choices of that request. `affinity` is a hash of the client's session, 0
     without one: its requests prefer the same group among groups that are equal otherwise.
+    `adapter`: only workers that can load this adapter may run the request.
     """
 
     request_id: str
@@ -66,6 +68,11 @@ class Ask:
     fingerprint: int = 0
     choice: int = 0
     affinity: int = 0
+    adapter: Adapter | None = None
+
+    def adapter_fault(self) -> str | None:
+        """Why a field of the adapter is invalid; None if none is, or without an adapter."""
+        return None if self.adapter is None else self.adapter.fault()
 
 
 @dataclass(frozen=True, slots=True)

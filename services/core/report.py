@@ -10,6 +10,7 @@ a start of a worker process. Thin hashes are hashes of every n-th block of a pro
 
 from dataclasses import dataclass, field
 
+from services.core.adapter import NO_ADAPTERS, AdapterUse
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.histogram import Histogram
@@ -68,6 +69,7 @@ class Load:
     discarded_tokens_total: int = 0
     sequences_max: int = 0
     tokens: ClassTokens = field(default_factory=ClassTokens)
+    adapter_use: AdapterUse = NO_ADAPTERS
 
     @property
     def kv_blocks_yielding(self) -> int:

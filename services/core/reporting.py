@@ -181,7 +181,7 @@ _BLOCK_FIELDS = attrgetter("kv_blocks_free", "kv_blocks_batch")
 _DISPATCH_FIELDS = attrgetter(
     *("running", "waiting", "kv_blocks_wanted", "kv_blocks_total", "batch_running"),
     *("batch_waiting", "batch_yields", "prefill_tokens", "sequences_max"),
-    *("prefix_queries_total", "prefix_hits_total"),
+    *("prefix_queries_total", "prefix_hits_total", "adapter_use"),
 )
 """Fields of a load by which the scheduler assigns requests, except the blocks in use."""
 _GROUP_CHANGE_FIELDS = attrgetter(

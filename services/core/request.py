@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.core.adapter import Adapter
 from services.core.service import DEFAULT_SERVICE, Service
 
 STOP_TOKEN_IDS_MAX = 256
@@ -155,6 +156,7 @@ class Request:
     Requests share cached prefixes only within the same `cache_salt`. A request that another worker
     has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
     these tokens. `server_losses`: losses of upstream servers under it at earlier workers.
+    `adapter`: the LoRA adapter to apply, None for the model alone.
     """
 
     request_id: str
@@ -172,6 +174,7 @@ class Request:
     resumable: bool = False
     output_ids: tuple[int, ...] = ()
     server_losses: int = 0
+    adapter: Adapter | None = None
 
 
 def blocks_for(tokens: int, block_size: int) -> int:

@@ -25,6 +25,7 @@ from services.gateway.bounds.body_budget import BodyBudget
 from services.gateway.bounds.connections import ClientConnections, limits_of
 from services.gateway.bounds.drain import Drain
 from services.gateway.bounds.idempotency_cache import IdempotencyCache
+from services.gateway.cluster.adapter_directory import AdapterDirectory
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_view import ClusterView
@@ -42,6 +43,7 @@ from services.gateway.keys.quota_exchange import QuotaExchange
 from services.gateway.keys.quotas import Quotas
 from services.gateway.model.served_model import ServedModel
 from services.gateway.parts import (
+    adapter_loader,
     model_entry,
     open_batches,
     open_cluster_metrics,
@@ -120,6 +122,7 @@ class _Gateway:
         self._bodies = BodyBudget(config.body_bytes_max)
         self._running = RunningRequests()
         self._view = ClusterView(store, self._members_changed)
+        self._adapters = AdapterDirectory(store)
         self._admission = self._make_admission()
         self._metrics = self._make_metrics()
         self._connections = self._make_connections()
@@ -169,6 +172,8 @@ class _Gateway:
                 asyncio.TaskGroup() as tasks,
             ):
                 background = [tasks.create_task(run()) for run in self._parts(registration)]
+                # Else the names of adapters would be unknown for a moment.
+                await self._adapters.loaded()
                 http = tasks.create_task(self._http.serve([listener]))
                 log.info("listening on %s:%d", *listener.getsockname()[:2])
                 admin_port = None
@@ -194,7 +199,13 @@ class _Gateway:
 
     def _parts(self, registration: Registration) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What runs in the background until it is cancelled."""
-        parts = [self._view.run, self._admission.run, self._workers.run, self._keys.run]
+        parts = [
+            self._view.run,
+            self._adapters.run,
+            self._admission.run,
+            self._workers.run,
+            self._keys.run,
+        ]
         parts += [registration.run, self._probe.run]
         parts += [checker.run for checker in self._checkers]
         parts += [renderer.run for renderer in self._renderers]
@@ -242,7 +253,8 @@ class _Gateway:
                         *(self._metrics, stream_record),
                     )
                     for model, checker in zip(models, self._checkers, strict=True)
-                ]
+                ],
+                self._adapters,
             ),
             policy=policy,
             drain=self._drain,
@@ -320,6 +332,7 @@ class _Gateway:
             groups,
             self._probe,
             self._metrics,
+            adapter_loader(self._config, self._adapters, self._view),
             self._tls,
             self._batches,
             models=self._names,
@@ -351,6 +364,7 @@ class _Gateway:
             self._metrics.count_moved_stream,
             self._admission.forward_load,
             self._transport.dial,
+            self._view.loads_adapters,
         )
 
     def _make_metrics(self) -> Metrics:

@@ -135,6 +135,12 @@ class GatewayConfig(ServiceConfig):
         "Origins of web pages that may use the API (CORS), separated by commas, such as"
         " https://app.example; * for all.",
     )
+    adapter_roots: tuple[str, ...] = option(
+        (),
+        "Folders below which LoRA adapters may lie, as the workers see them; none: the admin port"
+        " loads no adapters.",
+        default_text="none",
+    )
     public_metrics: bool = option(
         True, "Whether the HTTP port also serves this gateway's /metrics."
     )

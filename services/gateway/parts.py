@@ -17,6 +17,7 @@ from services.gateway.batches.object_files import ObjectFiles
 from services.gateway.batches.service import BatchService
 from services.gateway.batches.store import BatchStore
 from services.gateway.bounds.drain import Drain
+from services.gateway.cluster.adapter_directory import AdapterDirectory
 from services.gateway.cluster.admission_client import AdmissionClient
 from services.gateway.cluster.cluster_client import ClusterClient
 from services.gateway.cluster.cluster_metrics import ClusterMetrics
@@ -33,6 +34,7 @@ from services.gateway.model.served_model import ServedModel, load_model
 from services.gateway.model.settings import ModelSettings
 from services.gateway.records.metrics import Metrics
 from services.gateway.records.request_record import StreamRecord
+from services.gateway.serving.adapter_loader import AdapterLoader
 from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.early_asks import EarlyAsks
 from services.gateway.serving.model_registry import ModelEntry
@@ -122,6 +124,20 @@ def model_entry(
     )
     weight = next(m.quota_weight for m in config.served_models if m.name == model.name)
     return ModelEntry(model, preparer, choices, weight)
+
+
+def adapter_loader(
+    config: GatewayConfig, adapters: AdapterDirectory, view: ClusterView
+) -> AdapterLoader:
+    """What loads adapters of the served models."""
+    models = config.served_models
+    return AdapterLoader(
+        adapters,
+        config.adapter_roots,
+        {model.name: model.dir for model in models},
+        {name: model.name for model in models for name in (model.name, *model.aliases)},
+        view.adapter_rank_max,
+    )
 
 
 def open_readiness(

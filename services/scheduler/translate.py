@@ -7,6 +7,7 @@ configurations of a group.
 from collections.abc import Iterable, Mapping
 
 from services.common import records
+from services.common.adapter_messages import to_adapter
 from services.common.report import InvalidReport, demand_message, to_load_report
 from services.common.slo import service_message, to_service
 from services.common.wire_enum import numbers
@@ -90,6 +91,7 @@ def _to_asked(ask: scheduler_pb2.Ask, stream_id: int, now_s: float) -> Asked:
         fingerprint=ask.fingerprint,
         choice=ask.choice,
         affinity=ask.affinity,
+        adapter=to_adapter(ask.adapter) if ask.HasField("adapter") else None,
         now_s=now_s,
         stream_id=stream_id,
         waited_s=ask.waited_s,
@@ -158,6 +160,7 @@ def to_group(
         members=len(members),
         max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
         cost_model=records.to_cost_model(leader),
+        adapter_rank_max=leader.adapters.rank_max if leader.adapters.slots > 0 else 0,
     )
 
 

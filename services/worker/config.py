@@ -26,6 +26,7 @@ from services.core.setting import (
     size,
     tcp_port,
 )
+from services.worker.adapter_settings import AdapterSettings
 from services.worker.engine_args import devices_of, normalized
 
 # Scheme, host or IPv6 address in brackets, and port.
@@ -37,8 +38,16 @@ PORT_MAX = 65535
 UPSTREAM_KEY = re.compile(r"[!-~]+")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
-# Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced", "pace_links")
+# Options of workers and planners that only tideserve's own engine supports; each is None, 0 or
+# false if unset.
+OWN_ENGINE_OPTIONS = (
+    "block_sharing",
+    "chunk_bytes",
+    "event_log",
+    "host_weights_bytes",
+    "paced",
+    "pace_links",
+)
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
 # Options of `engine: openai`; each is empty or None if unset.
@@ -63,14 +72,6 @@ class DrainMode(StrEnum):
 
     MOVE = "move"
     WAIT = "wait"
-
-
-def cpu_only_torch_error(torch_version: str) -> str:
-    """Error text for a CPU-only torch when a GPU was requested."""
-    return (
-        f"torch {torch_version} is a CPU-only build; install the CUDA build (`make clean`, then"
-        " `make serve` without TORCH_INDEX; docs/gpus.md), or remove --device"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,7 @@ class WorkerConfig(ServiceConfig):
         expert=True,
     )
     planner: IterationConfig = nested(IterationConfig())
+    adapters: AdapterSettings = nested(AdapterSettings())
     max_model_len: int | None = number(
         None,
         "Maximum tokens per request, prompt plus output.",
@@ -261,8 +263,8 @@ class WorkerConfig(ServiceConfig):
     pace_links: float = number(
         0.0,
         "With `paced`: Gbit/s of the link of a simulated device. KV and parameters are sent as"
-        " slowly as those of the profile's model over such a link; 0: as fast as this machine"
-        " sends.",
+        " slowly as those of the profile's model over such a link, by each worker; what a worker"
+        " receives from several others at once is not slowed. 0: as fast as this machine sends.",
         minimum=0,
         maximum=100_000,
     )
@@ -333,6 +335,7 @@ class WorkerConfig(ServiceConfig):
         else:
             self._refuse_vllm_options()
         self._check_upstream()
+        self.adapters.check(self.engine)
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""
@@ -371,7 +374,7 @@ class WorkerConfig(ServiceConfig):
     def _check_own_options(self, engine: str) -> None:
         """Reject options that only tideserve's own engine supports."""
         for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) not in (None, 0):
+            if getattr(self, name, None) or getattr(self.planner, name, None):
                 raise ConfigError(
                     f"'{name}' has no effect with {engine}; remove it, or set 'engine' to"
                     " 'tideserve'"

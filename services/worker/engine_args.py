@@ -18,10 +18,14 @@ _OWN_SETTINGS: Mapping[str, str] = {
     "max_num_batched_tokens": "max_batch_tokens",
     "enable_prefix_caching": "prefix_caching",
     "scheduling_policy": "scheduling",
+    "enable_lora": "adapter_slots",
+    "max_loras": "adapter_slots",
+    "max_lora_rank": "adapter_rank_max",
 }
 """Arguments that have a setting of the worker."""
 _FIXED: Mapping[str, str] = {
     "data_parallel_size": "start more workers instead",
+    "max_cpu_loras": "the worker has as many adapters in memory as slots",
     "disable_log_stats": "the worker reports its load itself",
     "generation_config": "the gateway has a setting of this name",
     "structured_outputs_config": "the gateway checks grammars for this backend",

@@ -80,6 +80,14 @@ class InvalidBatch(WorkerError):
     """The engine cannot execute a batch."""
 
 
+def cpu_only_torch_error(torch_version: str) -> str:
+    """Error text for a CPU-only torch when a GPU was requested."""
+    return (
+        f"torch {torch_version} is a CPU-only build; install the CUDA build (`make clean`, then"
+        " `make serve` without TORCH_INDEX; docs/gpus.md), or remove --device"
+    )
+
+
 def _mib(size_bytes: int) -> int:
     """`size_bytes` in MiB, rounded up, so that a stated minimum is always sufficient."""
     return -(-size_bytes // _MIB)

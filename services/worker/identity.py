@@ -27,7 +27,7 @@ from services.core.groups.vocabulary import Assignment
 from services.worker.config import WorkerConfig
 from services.worker.engine_participant import can_drop
 from services.worker.ipc import EngineReady
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 
 # Worker names are part of etcd keys and of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
@@ -140,4 +140,11 @@ def worker_record(
         scheduling=config.planner.scheduling,
         cost_model=to_cost_record(facts.cost_model),
         no_drops=facts.no_drops,
+        adapters=_adapter_limits(facts),
     )
+
+
+def _adapter_limits(facts: EngineReady) -> adapter_pb2.AdapterLimits | None:
+    if not facts.adapter_slots:
+        return None
+    return adapter_pb2.AdapterLimits(slots=facts.adapter_slots, rank_max=facts.adapter_rank_max)

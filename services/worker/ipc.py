@@ -46,7 +46,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     does not support them. Only engines with the same `model_digest` compute the same tokens.
     `no_drops`: why an engine that could merge has no addresses. `cost_model` predicts the duration
     of its iterations, if it has one. Parameters and the KV of a
-    layer each occupy whole chunks of `chunk_bytes` of the arena.
+    layer each occupy whole chunks of `chunk_bytes` of the arena. It holds up to `adapter_slots`
+    adapters, whose rank is at most `adapter_rank_max`.
     """
 
     max_model_len: int
@@ -66,6 +67,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True):
     cost_model: CostModel | None = None
     chunk_bytes: int = 0
     no_drops: str = ""
+    adapter_slots: int = 0
+    adapter_rank_max: int = 0
 
 
 class EngineUnusable(msgspec.Struct, tag=True, frozen=True):

@@ -106,6 +106,12 @@ MOVED_REQUESTS = {
 }
 
 
+ADAPTER_LOADS = {
+    "adapter_loads": "LoRA adapters that were loaded into a slot.",
+    "adapter_load_seconds": "Time to load LoRA adapters, in which the engine computes nothing.",
+}
+
+
 class WorkerCollector(Collector):
     """Computes the metrics at each scrape."""
 
@@ -130,6 +136,7 @@ class WorkerCollector(Collector):
         yield from self._memory()
         yield from self._state()
         yield from self._deadlines()
+        yield from self._adapters()
 
     def _vllm(self) -> Iterable[Metric]:
         facts, load = self._facts, self._engine.report.load
@@ -289,6 +296,18 @@ class WorkerCollector(Collector):
         )
         _add(preemption, labels, self._engine.report.preemption_s, PREEMPTION_S)
         yield preemption
+
+    def _adapters(self) -> Iterable[Metric]:
+        use = self._engine.report.load.adapter_use
+        yield self._gauge("adapter_slots", "Slots for LoRA adapters.", use.adapter_slots)
+        yield self._gauge(
+            "adapters_loaded", "Slots that hold a loaded LoRA adapter.", use.adapters_loaded
+        )
+        for name, text in ADAPTER_LOADS.items():
+            counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
+            total = getattr(use, f"{name}_total")
+            counter.add_metric((self._worker_id, self._model_name), total)
+            yield counter
 
     def _class_tokens(self) -> Iterable[Metric]:
         counts = asdict(self._engine.report.load.tokens)

@@ -286,8 +286,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             if former is stream:
                 raise InvalidStart("a request with this id is already running")
-            facts = self._facts
-            request = to_request(start, facts.vocab_size, facts.max_model_len, self._clock())
+            facts, now_s = self._facts, self._clock()
+            limits = facts.vocab_size, facts.max_model_len, now_s, facts.adapter_rank_max
+            request = to_request(start, *limits)
         except InvalidStart as error:
             self._refuse(start, stream, pb.FINISH_REASON_INVALID, str(error))
             return

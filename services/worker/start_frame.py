@@ -3,7 +3,9 @@
 import math
 from collections.abc import Collection
 
+from services.common.adapter_messages import to_adapter
 from services.common.slo import to_service
+from services.core.adapter import Adapter
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,
@@ -36,8 +38,16 @@ class InvalidStart(ValueError):
     """A field of a Start frame is invalid; the message names the field."""
 
 
-def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: float) -> Request:
+def to_request(
+    start: pb.Start,
+    vocab_size: int,
+    max_model_len: int,
+    now_s: float,
+    adapter_rank_max: int = 0,
+) -> Request:
     """The request in a Start frame; older gateways leave many fields unset.
+
+    `adapter_rank_max`: largest rank of an adapter, 0 if the worker loads none.
 
     Raises:
         InvalidStart: if a field is invalid, so that the engine never gets such a value.
@@ -55,17 +65,7 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         not output or len(output) < start.limits.max_tokens,
         "output_ids must be fewer than max_tokens",
     )
-    _require(
-        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
-        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
-    )
-    _require(
-        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
-        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
-    )
-    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
-    _require(start.choice >= 0, "choice must not be below 0")
-    _require(start.server_losses >= 0, "server_losses must not be below 0")
+    _check_scalars(start)
     service = to_service(start.service)
     fault = service.fault()
     _require(fault is None, fault or "")
@@ -85,7 +85,37 @@ def to_request(start: pb.Start, vocab_size: int, max_model_len: int, now_s: floa
         resumable=start.resumable,
         output_ids=output,
         server_losses=start.server_losses,
+        adapter=_adapter(start, adapter_rank_max),
     )
+
+
+def _check_scalars(start: pb.Start) -> None:
+    _require(
+        len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
+        f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
+    )
+    _require(
+        len(start.cache_salt) <= CACHE_SALT_CHARS_MAX,
+        f"cache_salt must have at most {CACHE_SALT_CHARS_MAX} characters",
+    )
+    _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
+    _require(start.choice >= 0, "choice must not be below 0")
+    _require(start.server_losses >= 0, "server_losses must not be below 0")
+
+
+def _adapter(start: pb.Start, rank_max: int) -> Adapter | None:
+    if not start.HasField("adapter"):
+        return None
+    # An engine without adapters would ignore it, and answer with the model alone.
+    _require(rank_max > 0, "this worker loads no adapters; it needs `adapter_slots`")
+    adapter = to_adapter(start.adapter)
+    fault = adapter.fault()
+    _require(fault is None, fault or "")
+    _require(
+        adapter.rank <= rank_max,
+        f"the adapter has rank {adapter.rank}, but this worker's `adapter_rank_max` is {rank_max}",
+    )
+    return adapter
 
 
 def _limits(limits: pb.Limits, prompt_tokens: int, vocab_size: int, max_model_len: int) -> Limits:

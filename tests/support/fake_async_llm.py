@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from services.common.adapter_files import WEIGHTS
 from services.core.planner.config import IterationConfig
 from services.worker.ipc import (
     AbortRequest,
@@ -16,6 +18,7 @@ from services.worker.ipc import (
     from_engine_decoder,
 )
 from services.worker.vllm_engine.adapter import OpenedEngine, VllmAdapter
+from services.worker.vllm_engine.adapter_slots import AdapterSlots
 from services.worker.vllm_engine.running import StepStats
 from tests.support.waiting import eventually
 
@@ -71,11 +74,21 @@ def output(*token_ids: int, ended: str | None = None) -> FakeOutput:
     return FakeOutput([FakeCompletion(token_ids, ended)])
 
 
+@dataclass(frozen=True)
+class FakeLora:
+    """As vLLM's `LoRARequest`."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 @dataclass
 class FakeAsyncLLM:
     """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled.
 
-    `priorities`: that of each request.
+    `priorities` and `loras`: those of each request. `weights`: contents of the weights files of the
+    adapters that are loaded, by id. Loads wait for `loads`, and fail with the text in `rejects`.
     """
 
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -84,22 +97,36 @@ class FakeAsyncLLM:
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     dead: bool = False
     asked: int = 0
+    loras: dict[str, Any] = field(default_factory=dict)
+    weights: dict[int, str] = field(default_factory=dict)
+    added: list[FakeLora] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    loads: asyncio.Event = field(default_factory=asyncio.Event)
+    rejects: str = ""
     _queues: dict[str, asyncio.Queue[FakeOutput | Exception]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.answers.set()
+        self.loads.set()
 
     def tell(self, request_id: str, *told: FakeOutput | Exception) -> None:
         for one in told:
             self._queues[request_id].put_nowait(one)
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, priority: int
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int,
     ) -> AsyncGenerator[FakeOutput, None]:
         queue: asyncio.Queue[FakeOutput | Exception] = asyncio.Queue()
         self._queues[request_id] = queue
         self.given[request_id] = prompt, sampling_params
         self.priorities[request_id] = priority
+        self.loras[request_id] = lora_request
         try:
             while True:
                 told = await queue.get()
@@ -111,6 +138,21 @@ class FakeAsyncLLM:
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(request_id)
             raise
+
+    async def add_lora(self, lora_request: FakeLora) -> bool:
+        await self.loads.wait()
+        if self.dead:
+            raise Dead
+        if self.rejects:
+            raise ValueError(self.rejects)
+        self.added.append(lora_request)
+        folder = Path(lora_request.lora_path)
+        self.weights[lora_request.lora_int_id] = (folder / WEIGHTS).read_text()
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        self.removed.append(lora_id)
+        return self.weights.pop(lora_id, None) is not None
 
     async def is_paused(self) -> bool:
         self.asked += 1
@@ -142,15 +184,26 @@ class AdapterOnTest:
     `opened`: another engine than that vLLM.
     """
 
-    def __init__(self, max_waiting: int = 100, opened: OpenedEngine | None = None) -> None:
+    def __init__(
+        self,
+        max_waiting: int = 100,
+        opened: OpenedEngine | None = None,
+        adapter_slots: int = 0,
+        adapter_roots: Sequence[Path] = (),
+    ) -> None:
         self.llm = FakeAsyncLLM()
         self.stats = StepStats()
         self.socket = FakeSocket()
         self.now_s = 0.0
         fake = OpenedEngine(self.llm, FACTS, self.stats, dict, (Invalid,), (Transient,), (Dead,))
+        if adapter_slots:
+            fake = replace(fake, adapters=self._slots(adapter_slots, adapter_roots))
         config = IterationConfig(max_waiting=max_waiting)
         adapter = VllmAdapter("w0", config, opened or fake, self.socket, lambda: self.now_s)
         self.running = asyncio.create_task(adapter.run())
+
+    def _slots(self, count: int, roots: Sequence[Path]) -> AdapterSlots:
+        return AdapterSlots(self.llm, count, roots, FakeLora, (Dead,), lambda: self.now_s)
 
     async def close(self) -> None:
         self.running.cancel()

@@ -21,6 +21,7 @@ from tests.support.fake_cluster import FakeCluster, FakeWorker, fake_cluster
 from tests.support.waiting import eventually
 from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient
+from tideserve.common.v1 import adapter_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 TIMEOUT_S = 60.0
@@ -133,16 +134,18 @@ async def gateway_case(
     sent_key: str | None = None,
     template: str = CHAT_TEMPLATE,
     capabilities: Sequence[str] = ("generate", "parameter_drop"),
+    adapters: adapter_pb2.AdapterLimits | None = None,
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
     """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`.
 
-    `template`: the chat template of the model. `capabilities`: those of the workers.
+    `template`: the chat template of the model. `capabilities` and `adapters`: those of the workers.
 
     With a certificate only `http` of the clients is secure.
     """
     write_model_folder(model_dir, template=template)
-    record = {"max_model_len": max_model_len, "capabilities": capabilities}
+    record: dict[str, Any] = {"max_model_len": max_model_len, "capabilities": capabilities}
+    record["adapters"] = adapters
     async with fake_cluster(store, endless, workers, **record) as cluster:
         fields = {"expected_workers": workers} | config_fields
         async with gateway_before(cluster, model_dir, sent_key, **fields) as case:

@@ -1,5 +1,6 @@
 """Reports of workers with only what a test is about."""
 
+from services.core.adapter import NO_ADAPTERS, AdapterUse
 from services.core.report import EngineReport, Load, LoadReport, MemoryReport
 from services.core.scheduler.vocabulary import LoadReported
 
@@ -28,6 +29,7 @@ def load_reported(
     batch_blocks: int = 0,
     batch_yields: bool = False,
     most: int = 0,
+    adapter_use: AdapterUse = NO_ADAPTERS,
 ) -> LoadReported:
     """The event of a load report."""
     load = Load(
@@ -44,6 +46,7 @@ def load_reported(
         kv_blocks_batch=batch_blocks,
         batch_yields=batch_yields,
         sequences_max=most,
+        adapter_use=adapter_use,
     )
     report = LoadReport(
         worker_id, incarnation, number, epoch, load, received, dropped, dropped_total

@@ -30,7 +30,8 @@ from services.core.setting import computed, mapping, number, option
 from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
-from services.worker.config import WorkerConfig, cpu_only_torch_error
+from services.worker.config import WorkerConfig
+from services.worker.errors import cpu_only_torch_error
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.model_list import ListedModel, read_model_list
 from tideserve.cli.option_types import (

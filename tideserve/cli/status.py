@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.core.engine_kind import EngineKind
+from tideserve.cli.adapter_status import adapter_lines
 from tideserve.cli.client import AdminClient
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.errors import CommandError, Unreachable
@@ -354,12 +355,12 @@ def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def engine_lines(status: Mapping[str, Any]) -> list[str]:
-    """A sentence for each other engine, and for each worker in front of an upstream server."""
+    """A sentence for each other engine, upstream server, and worker with adapters."""
     others = [
         f"{engine} runs the model of {workers}, which never merge or drop layers"
         for engine, workers in foreign_engines(status).items()
     ]
-    return [*upstream_lines(status), *others]
+    return [*upstream_lines(status), *others, *adapter_lines(status)]
 
 
 def foreign_engines(status: Mapping[str, Any]) -> dict[str, str]:

@@ -35,12 +35,16 @@ def root_hash(model: str, kv_dtype: str, salt: str) -> bytes:
     return _hash_of_texts(model, kv_dtype, salt)
 
 
-def tenant_salt(owner: str, cache_salt: str) -> str:
+def tenant_salt(owner: str, cache_salt: str, adapter_digest: str = "") -> str:
     """Salt that isolates the cached prefixes of owners; the `owner` "" stands for no API key.
 
     `cache_salt` comes from the client and subdivides the owner's prompts. A client cannot choose a
-    `cache_salt` that produces the salt of another owner.
+    `cache_salt` that produces the salt of another owner. Prompts with different adapters share no
+    prefixes, nor do those with an adapter and those without ("").
     """
+    if adapter_digest:
+        # With a third text, it differs from every salt without an adapter.
+        return _hash_of_texts(owner, cache_salt, adapter_digest).hex()
     if not owner and not cache_salt:
         return ""
     return _hash_of_texts(owner, cache_salt).hex()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from services.core.ask import AVOIDED_MAX, RefusalReason
 from services.core.ids import NAME_LENGTH_MAX
 from services.core.prefix.block_hash import THIN_MAX
+from services.core.scheduler.adapter_places import supports
 from services.core.scheduler.assignments import Totals
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.group_table import REGROUP_S, GroupTable, ModelGroups
@@ -84,6 +85,8 @@ class Admission:
         refused = None
         if model is not None:
             refused = self._refuse_too_large(ask, model)
+            if refused is None and _is_new(ask):
+                refused = check_adapter(ask, model)
         elif _is_new(ask):
             refused = self._refuse_unserved(ask, ask.now_s)
         # Output of a resumed request has been sent to its client: it has no deadline and no limit.
@@ -141,6 +144,22 @@ class Admission:
             if model.can_hold(waiting.ask):
                 break
             if (refused := self._refuse_too_large(waiting.ask, model)) is not None:
+                return waiting, refused
+        return self._next_without_adapter(name, model, now_s)
+
+    def _next_without_adapter(
+        self, name: str, model: ModelGroups, now_s: float
+    ) -> tuple[Waiting, NotAdmitted] | None:
+        """A resumed request whose adapter no group has supported for as long as others wait.
+
+        Resumed requests have no deadline, and are first in the queue.
+        """
+        for waiting in self.queue.in_order(name):
+            ask = waiting.ask
+            if not ask.resumed:
+                return None
+            refused = check_adapter(ask, model)
+            if refused is not None and now_s - ask.now_s >= self._deadline_s(ask.service):
                 return waiting, refused
         return None
 
@@ -313,7 +332,7 @@ def check_fields(ask: Asked) -> NotAdmitted | None:
         cause = f"at most {AVOIDED_MAX} avoided_addresses are allowed, and avoided_s must be finite"
     elif ask.failed is not None and ask.failed.epoch < 0:
         cause = f"refused_epoch is {ask.failed.epoch}, but must be 0 or more"
-    elif (fault := ask.service.fault()) is not None:
+    elif (fault := ask.service.fault() or ask.adapter_fault()) is not None:
         cause = fault
     else:
         return None
@@ -338,6 +357,24 @@ def check_model(
     return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
         f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
+    )
+
+
+def check_adapter(ask: Asked, model: ModelGroups) -> NotAdmitted | None:
+    """Refuse a request with an adapter that no group of its model can load."""
+    adapter, loads = ask.adapter, model.index.loads.values()
+    if adapter is None or any(supports(load, adapter) for load in loads):
+        return None
+    rank_max = max(load.group.adapter_rank_max for load in loads)
+    if rank_max:
+        cause = f"loads adapters of rank {adapter.rank}, only up to {rank_max}"
+        remedy = f"set their 'adapter_rank_max' to {adapter.rank} or more"
+    else:
+        cause, remedy = "loads adapters", "start workers with `engine: vllm` and 'adapter_slots'"
+    return NotAdmitted(
+        RefusalReason.UNKNOWN_MODEL,
+        f"no worker of {ask.model} {cause}, as '{adapter.name}' needs; {remedy}",
+        AWAY_RETRY_S,
     )
 
 

@@ -1,22 +1,16 @@
-"""Chooses the waiting request that starts next, assigns it to a group, and repeats assignments.
-
-The queue orders the requests, `overtaking` bounds how often later ones start before earlier ones,
-and `ModelGroups.pick` ranks the groups.
-"""
+"""Assigns waiting requests to groups, and repeats assignments; see `start_choice`."""
 
 from dataclasses import dataclass, replace
-from math import inf
 
-from services.core.overtaking import count_overtaken, next_to_start
 from services.core.request import admission_blocks
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
 from services.core.scheduler.class_rules import ClassRules
-from services.core.scheduler.dispatch import NO_ADDRESSES, could_hold
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.group_table import GroupTable, ModelGroups
 from services.core.scheduler.lengths import keys_of
 from services.core.scheduler.queue import Waiting, WaitQueue
 from services.core.scheduler.rate import ClassRates
+from services.core.scheduler.start_choice import StartChoice
 from services.core.scheduler.vocabulary import (
     Asked,
     RequestPlaced,
@@ -50,63 +44,7 @@ class Assigner:
         if self.queue.plan_is_due(name):
             longest = model.index.tokens_max or 0
             self.queue.plan_buckets(name, model.bucket_tokens, longest)
-        picked: GroupLoad | None = None
-        held_tokens = inf  # groups that can hold this many tokens are kept for an overtaken request
-        # Groups that can hold this many tokens start no batch request.
-        kept_tokens = self._tokens_kept_from_batch(name, model)
-        spread = False  # skip groups with a prefill backlog
-
-        def pick_group(waiting: Waiting) -> bool:
-            nonlocal picked, spread
-            ask, below_tokens = waiting.ask, held_tokens
-            if self.rules.is_batch(ask.service):
-                below_tokens = min(held_tokens, kept_tokens)
-            spread = spread or now_s < waiting.spread_until_s
-            if now_s < waiting.alone_until_s:
-                # The request may crash an engine: start it where no other request runs.
-                picked = model.index_for(ask).idle(ask.prompt_tokens, ask.max_tokens, now_s)
-            else:
-                avoided = waiting.avoided(now_s)
-                closed = self._closed_to(waiting, model)
-                picked = model.pick(ask, now_s, below_tokens, avoided, spread=spread, closed=closed)
-            return picked is not None
-
-        def hold_groups(waiting: Waiting) -> bool:
-            """Keep groups for an overtaken request; returns whether all groups are kept."""
-            nonlocal held_tokens
-            # A request that waits for an idle group must not block the queue.
-            if now_s < waiting.alone_until_s:
-                return False
-            held_tokens = min(held_tokens, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-            return model.index.tokens_min >= held_tokens
-
-        def could_use(waiting: Waiting) -> bool:
-            ask = waiting.ask
-            return picked is not None and could_hold(picked, ask.prompt_tokens, ask.max_tokens)
-
-        queue = (w for w in self.queue.in_order(name) if model.can_hold(w.ask))
-        first = next_to_start(queue, pick_group, self.overtaken_max, hold_groups)
-        if first is None or picked is None:
-            return None
-        count_overtaken(self.queue.in_order(name), first, could_use)
-        return first, picked
-
-    def _closed_to(self, waiting: Waiting, model: ModelGroups) -> frozenset[str]:
-        """Addresses of groups that still prefill requests of another bucket.
-
-        Else an iteration would mix lengths at every change of the bucket.
-        """
-        bucket_of = self.queue.bucket_index(waiting)
-        if bucket_of is None:
-            return NO_ADDRESSES
-        bucket, classes = bucket_of(waiting.length), model.batch_index is not None
-        return frozenset(
-            load.group.address
-            for load in model.index.loads.values()
-            if load.bucketed_length
-            and bucket_of(load.bucketed_length) != bucket
-            and load.has_bucketed_prefill(classes)
-        )
+        return StartChoice(self.queue, self.rules, name, model, self.overtaken_max, now_s).choose()
 
     def assign(
         self, waiting: Waiting, load: GroupLoad, model: ModelGroups, now_s: float
@@ -188,25 +126,6 @@ class Assigner:
         assigned = self.assignments.forget(request_id)
         if assigned is not None:
             self.groups.release(assigned.group_id, request_id)
-
-    def _tokens_kept_from_batch(self, name: str, model: ModelGroups) -> float:
-        """Sequence length in tokens: groups that can hold it start no batch request.
-
-        It is the length of the shortest waiting online request. `inf` if none waits, or if groups
-        are partitioned by class (`batch_groups`), since those never compete.
-        """
-        least = inf
-        if not self.rules.enabled or model.partitioned:
-            return least
-        if not self.queue.demand(name, self.rules.demand_classes)[0]:
-            return least
-        tokens_min = model.index.tokens_min
-        for waiting in self.queue.in_order(name):
-            if waiting.ask.service.online:
-                least = min(least, waiting.ask.prompt_tokens + waiting.ask.max_tokens)
-                if least <= tokens_min:
-                    break  # every group can hold this: all of them are kept already
-        return least
 
     def _assignment(
         self, stream_id: int, request_id: str, group: ServingGroup, requeues: int

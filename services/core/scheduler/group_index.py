@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 
+from services.core.adapter import Adapter
 from services.core.request import admission_blocks
 from services.core.scheduler.dispatch import (
     NO_ADDRESSES,
@@ -108,9 +109,10 @@ class GroupIndex:
         now_s: float,
         prefill_tokens: int = 0,
         batch: bool = False,
+        adapter: Adapter | None = None,
     ) -> None:
         """Reserve blocks of a group for a new assignment; see `GroupLoad.reserve`."""
-        expires_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch)
+        expires_s = load.reserve(request_id, blocks, now_s, prefill_tokens, batch, adapter)
         heapq.heappush(self._expiries, (expires_s, load.group.group_id))
         self.touch(load)
 
@@ -186,12 +188,19 @@ class GroupIndex:
             for ranked in same_size.ranked[:limit]
         ]
 
-    def idle(self, prompt_tokens: int, max_tokens: int, now_s: float) -> GroupLoad | None:
+    def idle(
+        self,
+        prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        avoided: frozenset[str] = NO_ADDRESSES,
+    ) -> GroupLoad | None:
         """As `pick`, among groups without requests."""
         able = [
             self._ranked(load)
             for load in self.loads.values()
-            if load.is_idle and self.can_start(load, prompt_tokens, max_tokens, now_s)
+            if load.is_idle
+            and self.can_start(load, prompt_tokens, max_tokens, now_s, avoided=avoided)
         ]
         return self.loads[min(able)[-1]] if able else None
 

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from services.core.adapter import NO_ADAPTERS, Adapter, AdapterUse
 from services.core.report import LoadReport
 from services.core.scheduler.vocabulary import LoadReported, ServingGroup
 
@@ -35,6 +36,7 @@ class _Reservation:
     expires_s: float
     prefill_tokens: int
     batch: bool
+    adapter: Adapter | None
 
 
 @dataclass(slots=True)
@@ -183,6 +185,20 @@ class GroupLoad:
         return load.batch_running + load.batch_waiting + self._reserved_batch >= most - kept
 
     @property
+    def adapter_use(self) -> AdapterUse:
+        """The leader's adapters and slots by the last report."""
+        return NO_ADAPTERS if self._report is None else self._report.load.adapter_use
+
+    @property
+    def reserved_adapters(self) -> frozenset[int]:
+        """Keys of the adapters of reservations."""
+        return frozenset(
+            reservation.adapter.key
+            for reservation in self._reserved.values()
+            if reservation.adapter is not None
+        )
+
+    @property
     def start_blocks(self) -> int:
         """Blocks in which an online request may start: room less the growth of running requests.
 
@@ -303,14 +319,18 @@ class GroupLoad:
         now_s: float,
         prefill_tokens: int = 0,
         batch: bool = False,
+        adapter: Adapter | None = None,
     ) -> float:
         """Reserve blocks for a new assignment with `prefill_tokens` to compute.
 
-        `batch`: it is a batch request. Returns the expiry time of the reservation.
+        `batch`: it is a batch request; `adapter`: it needs a slot with it. Returns the expiry time
+        of the reservation.
         """
         self.release(request_id)
         expires_s = now_s + RESERVATION_S
-        self._reserved[request_id] = _Reservation(blocks, expires_s, prefill_tokens, batch)
+        self._reserved[request_id] = _Reservation(
+            *(blocks, expires_s, prefill_tokens, batch, adapter)
+        )
         self.reserved_blocks += blocks
         self._reserved_batch += batch
         self._reserved_batch_blocks += batch * blocks

@@ -7,6 +7,7 @@ classes except batch.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from services.core.ask import Ask
@@ -14,6 +15,7 @@ from services.core.cost.model import CostModel
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
 from services.core.report import OtherRoom
 from services.core.request import admission_blocks
+from services.core.scheduler.adapter_places import is_holder, load_s
 from services.core.scheduler.class_rules import NO_CLASSES, ClassRules
 from services.core.scheduler.dispatch import (
     NO_ADDRESSES,
@@ -201,6 +203,39 @@ class ModelGroups:
             picked = index.pick(ask.prompt_tokens, ask.max_tokens, now_s, below_tokens, avoided)
         return None if picked is None or self.is_kept_from(ask, picked) else picked
 
+    def pick_with_adapter(
+        self,
+        ask: Ask,
+        now_s: float,
+        below_tokens: float,
+        avoided: frozenset[str],
+        *,
+        spread: bool,
+        closed: frozenset[str],
+        waited_s: float,
+    ) -> GroupLoad | None:
+        """As `pick`, for a request with an adapter; `closed` has the groups that do not take it.
+
+        A group with the adapter runs it, unless another predicts an earlier first token although
+        it has to load the adapter. While all groups with the adapter are full, the request waits
+        for as long as that load would take: `waited_s` counts from its arrival.
+        """
+        adapter, loads = ask.adapter, self.index.loads.values()
+        assert adapter is not None
+        every = frozenset(load.group.address for load in loads)
+        holders = frozenset(
+            load.group.address for load in loads if is_holder(load, adapter)
+        ).difference(closed)
+        pick = partial(self.pick, ask, now_s, below_tokens, avoided, spread=spread)
+        with_it = pick(closed=closed | (every - holders)) if holders else None
+        if holders and with_it is None and waited_s < min(load_s(load, loads) for load in loads):
+            return None
+        without = pick(closed=closed | holders)
+        if with_it is None or without is None or self.prefixes is None:
+            return with_it or without
+        loaded_s = self.prefixes.ttft_s(without, ask) + load_s(without, loads)
+        return without if loaded_s < self.prefixes.ttft_s(with_it, ask) else with_it
+
     def is_kept_from(self, ask: Ask, load: GroupLoad) -> bool:
         """Whether a group keeps its room for interactive requests."""
         is_standard = ask.service.service_class is ServiceClass.STANDARD and not ask.resumed
@@ -248,7 +283,7 @@ class ModelGroups:
         if self.prefixes is not None:
             computed = self.prefixes.assign(load, ask)
         batch = self.batch_index is not None and not ask.service.online
-        self.index.reserve(load, ask.request_id, blocks, now_s, computed, batch)
+        self.index.reserve(load, ask.request_id, blocks, now_s, computed, batch, ask.adapter)
         self.touch(load)
         return computed
 

@@ -226,7 +226,7 @@ class PrefixRanking:
         )
         if len(steady) < 2:
             return steady[0] if steady else None
-        ttft_s = {load.group.group_id: self._ttft_s(load, ask) for load in steady}
+        ttft_s = {load.group.group_id: self.ttft_s(load, ask) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), _rank(load, ask.affinity)))
@@ -256,7 +256,8 @@ class PrefixRanking:
         blocks = self.index.matched_blocks(load.group.group_id, ask.prefix)
         return blocks * load.group.block_size
 
-    def _ttft_s(self, load: GroupLoad, ask: Ask) -> float:
+    def ttft_s(self, load: GroupLoad, ask: Ask) -> float:
+        """Predicted seconds until the first token of a request at a group."""
         hit_tokens = self.hit_tokens(load, ask)
         costs = self.costs(load)
         ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)

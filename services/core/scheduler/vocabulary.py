@@ -43,6 +43,8 @@ class ServingGroup:
     max_batch_tokens: int = BATCH_TOKENS
     # Predicts the leader's iterations as a worker alone; None if unknown.
     cost_model: CostModel | None = None
+    # Largest rank of an adapter that the leader loads; 0: it loads none.
+    adapter_rank_max: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

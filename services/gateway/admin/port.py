@@ -16,6 +16,7 @@ from services.common.address import is_loopback
 from services.common.clock import monotonic_s
 from services.common.metrics_server import CONTENT_TYPE
 from services.common.tls import ServerTls
+from services.gateway.admin.adapters import adapter_routes
 from services.gateway.admin.feed import Feed
 from services.gateway.admin.guard import AdminGuard
 from services.gateway.admin.live_state import LiveState, no_batches
@@ -30,6 +31,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.http.sse import DONE, HEADERS, event
 from services.gateway.keys.key_ring import KeyRing
 from services.gateway.records.metrics import Metrics
+from services.gateway.serving.adapter_loader import AdapterLoader
 from services.gateway.vocabulary.errors import GatewayError
 from services.gateway.vocabulary.message import GroupStep
 
@@ -60,11 +62,13 @@ def build(
     group_client: GroupClient,
     feed: Feed,
     metrics: Metrics,
+    loader: AdapterLoader,
 ) -> ASGIApp:
     """The application with all routes, behind the guard; `host` and `names`: see AdminGuard."""
     app = FastAPI(title="tideserve admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     add_handlers(app)
-    for router in (_page(), _state(cluster, feed, metrics), _groups(group_client)):
+    routers = (_page(), _state(cluster, feed, metrics), _groups(group_client))
+    for router in (*routers, adapter_routes(loader)):
         include_with_head(app, router)
     return AdminGuard(app, host, names, keys, frozenset(PAGE))
 
@@ -215,6 +219,7 @@ class AdminPort:
         groups: GroupClient,
         probe: GatewayReadiness,
         metrics: Metrics,
+        loader: AdapterLoader,
         tls: ServerTls | None,
         batches: BatchService | None = None,
         *,
@@ -226,7 +231,7 @@ class AdminPort:
         """`host` and `names`: see AdminGuard. `tls`: of the public port, unused on loopback."""
         open_batches = no_batches if batches is None else batches.open_batches
         self._feed = Feed(LiveState(models, cluster, probe, metrics, open_batches).poll)
-        app = build(host, names, keys, cluster, groups, self._feed, metrics)
+        app = build(host, names, keys, cluster, groups, self._feed, metrics, loader)
         connections = ClientConnections(CONNECTIONS, metrics.count_closed_connection)
         self._http = HttpServer(
             app, None if is_loopback(host) else tls, keep_alive_s, connections, "admin"

@@ -83,6 +83,15 @@ class ClusterView:
         """Addresses (host:port) of the registered workers."""
         return frozenset(record.address for record in self._workers.records.values())
 
+    def loads_adapters(self, address: str) -> bool:
+        """Whether the worker at an address loads adapters."""
+        return any(w.adapters.slots > 0 for w in self.workers() if w.address == address)
+
+    def adapter_rank_max(self, model: str) -> int:
+        """Largest rank of an adapter that a worker of a model loads; 0 if none loads adapters."""
+        limits = [worker.adapters for worker in self.workers_of(model)]
+        return max((limit.rank_max for limit in limits if limit.slots > 0), default=0)
+
     def of(self, model: str) -> "ModelView":
         """The view of a model's workers and groups."""
         self._sizes.setdefault(model, NO_SIZES)

@@ -4,6 +4,7 @@ from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor
 
+from services.common.adapter_messages import adapter_message
 from services.common.address import host_of
 from services.common.records import CAN_DROP, engine_of, paced_of, to_group
 from services.common.report import Codec, unchecked_memory_report
@@ -63,6 +64,7 @@ def ask_frame(ask: Ask, waited_s: float) -> scheduler_pb2.AdmitRequest:
             fingerprint=ask.fingerprint,
             choice=ask.choice,
             affinity=ask.affinity,
+            adapter=adapter_message(ask.adapter),
         )
     )
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
+from services.common.adapter_messages import adapter_message
 from services.common.slo import service_message
 from services.common.wire_enum import value_names
 from services.core.ask import Assignment
@@ -60,6 +61,7 @@ def start_frame(
             resumable=request.resumable,
             output_ids=request.output_ids,
             server_losses=request.server_losses,
+            adapter=adapter_message(request.adapter),
             delivery=_delivery(coalesced),
         )
     )

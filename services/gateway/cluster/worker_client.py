@@ -24,7 +24,7 @@ from services.gateway.cluster.journal import Journal
 from services.gateway.cluster.token_stream import TokenStream
 from services.gateway.cluster.worker_link import CircuitBreaker, WorkerLink
 from services.gateway.records.request_record import ChoiceRecord, RequestMove, WorkerSegment
-from services.gateway.vocabulary.errors import ShuttingDown, WorkerLost
+from services.gateway.vocabulary.errors import ServiceUnavailable, ShuttingDown, WorkerLost
 from services.gateway.vocabulary.message import Moved
 from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
@@ -34,6 +34,8 @@ UNREACHED_MAX = 5
 """Consecutive connections without a reply after which a moved request's worker counts as dead."""
 GONE_SILENT_S = STALLED_S
 """Seconds without a message after which an unregistered worker counts as dead."""
+ADAPTER_RETRY_S = 10.0
+"""Retry-After of a request whose worker would ignore its adapter, in seconds."""
 LARGE_IDS = 4096
 """Token ids per request above which several encodings in a row would block the event loop."""
 
@@ -66,18 +68,21 @@ class WorkerClient:
         on_moved: Callable[[], None],
         on_load: Callable[[load_pb2.WorkerLoad], None],
         dial: Dial,
+        loads_adapters: Callable[[str], bool] = lambda _address: False,
     ) -> None:
         """`known_addresses` returns the addresses of the registered workers.
 
         A moved stream fails if its new worker sends no event within `attach_timeout_s`.
         `on_moved` is called for each stream that moves to another worker. `on_load` is called with
-        a worker's load before the requests in the same message end here.
+        a worker's load before the requests in the same message end here. `loads_adapters` returns
+        whether the worker at an address loads adapters.
         """
         self._known_addresses = known_addresses
         self._attach_timeout_s = attach_timeout_s
         self._on_moved = on_moved
         self._on_load = on_load
         self._dial = dial
+        self._loads_adapters = loads_adapters
         self._breaker = CircuitBreaker()
         self._links: dict[str, WorkerLink] = {}
         self._open_streams: dict[str, _OpenStream] = {}
@@ -117,7 +122,15 @@ class WorkerClient:
 
         Raises:
             QueueFull: if the worker reads its stream too slowly.
+            ServiceUnavailable: if the request has an adapter, and the worker loads none.
         """
+        if request.adapter is not None and not self._loads_adapters(assignment.address):
+            # It would ignore the adapter. Only schedulers of earlier versions assign so.
+            raise ServiceUnavailable(
+                f"{assignment.worker_id} was assigned, but loads no adapters; upgrade the"
+                " scheduler, then retry",
+                retry_after_s=ADAPTER_RETRY_S,
+            )
         async with self._link(assignment.address).room():
             if _token_id_count(request) > LARGE_IDS:
                 # Encode large requests in separate turns of the event loop, so that others can run.

@@ -86,7 +86,7 @@ class GatewayService:
                 created=self._created,
                 owned_by="tideserve",
                 max_model_len=entry.max_model_len,
-                root=entry.name,
+                root=entry.root,
             )
             for name, entry in self._serving.models.allowed(call.record.principal)
         ]

@@ -130,9 +130,12 @@ class LineCall:
     def _prepare(self, body: GenerationRequest) -> None:
         # The store has the tokens of a single output, and no log probabilities.
         self._choices_per_prompt = body.choices
-        self._resumable = (
-            body.all_choices == 1 and body.output_logprobs is None and body.prompt_logprobs is None
-        )
+        single = body.all_choices == 1
+        has_logprobs = body.output_logprobs is not None or body.prompt_logprobs is not None
+        # An adapter may have other weights by then.
+        entry = self._door.serving.models.find(body.model)
+        has_adapter = entry is not None and entry.adapter is not None
+        self._resumable = single and not has_logprobs and not has_adapter
         if self._resumable:
             self._record.earlier_ids = self._line.output_ids
 

@@ -189,8 +189,8 @@ def _add_models(routes: APIRouter, models: ModelRegistry) -> None:
             "object": "model",
             "created": created,
             "owned_by": "tideserve",
-            "root": entry.name,
-            "parent": None,
+            "root": entry.root,
+            "parent": entry.parent,
             "max_model_len": entry.max_model_len,
             # Fields that clients of Anthropic's API read.
             "type": "model",

@@ -372,4 +372,5 @@ def ask_for(choice: PreparedChoice) -> Ask:
         fingerprint=choice.fingerprint,
         choice=request.choice,
         affinity=choice.affinity,
+        adapter=request.adapter,
     )

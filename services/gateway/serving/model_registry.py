@@ -1,8 +1,10 @@
 """The models that the gateway serves, and which of them a request names."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+from services.core.adapter import Adapter
 from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.choice_runner import ChoiceRunner
@@ -12,7 +14,7 @@ from services.gateway.vocabulary.errors import no_such_model
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A served model with what prepares and runs its requests.
+    """A served model or an adapter of it, with what prepares and runs its requests.
 
     `quota_weight`: tokens of a quota that a token of the model costs.
     """
@@ -21,6 +23,21 @@ class ModelEntry:
     preparer: Preparer
     choices: ChoiceRunner
     quota_weight: float = 1.0
+    adapter: Adapter | None = None
+
+    @property
+    def root(self) -> str:
+        """The folder of the adapter; without one, the model's name."""
+        return self.name if self.adapter is None else self.adapter.source
+
+    @property
+    def parent(self) -> str | None:
+        """The name of the adapter's model; None without an adapter."""
+        return None if self.adapter is None else self.name
+
+    def with_adapter(self, adapter: Adapter) -> "ModelEntry":
+        """The entry of an adapter of the model."""
+        return replace(self, adapter=adapter, preparer=self.preparer.with_adapter(adapter))
 
     @property
     def name(self) -> str:
@@ -33,12 +50,23 @@ class ModelEntry:
         return self.preparer.max_model_len()
 
 
-class ModelRegistry:
-    """Resolves names of models, aliases included, for the key of a request."""
+class Adapters(Protocol):
+    """The adapters of all models."""
 
-    def __init__(self, entries: Sequence[ModelEntry]) -> None:
+    def adapter(self, name: str) -> tuple[str, Adapter] | None:
+        """The name of an adapter's model, and the adapter; None if there is none."""
+
+    def names(self) -> Sequence[str]:
+        """The names of all adapters."""
+
+
+class ModelRegistry:
+    """Resolves names of models, aliases and adapters included, for the key of a request."""
+
+    def __init__(self, entries: Sequence[ModelEntry], adapters: Adapters | None = None) -> None:
         """`entries` have no name or alias in common."""
         self.entries = tuple(entries)
+        self._adapters = adapters
         self._by_name = {name: entry for entry in entries for name in entry.served.names}
 
     @property
@@ -47,8 +75,9 @@ class ModelRegistry:
         return self.entries[0] if len(self.entries) == 1 else None
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model with this name or alias; None if there is none. Checks no key."""
-        return self._by_name.get(name)
+        """The model or adapter with this name or alias; None if there is none. Checks no key."""
+        # A model that is configured later takes the name of an adapter.
+        return self._by_name.get(name) or self._adapter_entry(name)
 
     def entry(self, name: str, principal: Principal) -> ModelEntry:
         """The model with this name or alias.
@@ -59,9 +88,10 @@ class ModelRegistry:
             Forbidden: if `principal` may use none of the gateway's models, or this one by another
                 name only.
         """
-        entry = self._by_name.get(name)
-        allowed = [other for other, _ in self.allowed(principal)]
-        if entry is None or (allowed and not entry.served.allowed_names(principal)):
+        entry = self.find(name)
+        # Not a list: there may be many adapters.
+        allowed = next(self.allowed(principal), None)
+        if entry is None or (allowed is not None and not _may_use(name, entry, principal)):
             raise no_such_model(name, *self.listed(principal))
         principal.check_model(name, entry.name)
         return entry
@@ -71,8 +101,28 @@ class ModelRegistry:
         for entry in self.entries:
             for name in entry.served.allowed_names(principal):
                 yield name, entry
+        for name in () if self._adapters is None else self._adapters.names():
+            found = None if name in self._by_name else self._adapter_entry(name)
+            if found is not None and _may_use(name, found, principal):
+                yield name, found
+
+    def _adapter_entry(self, name: str) -> ModelEntry | None:
+        known = None if self._adapters is None else self._adapters.adapter(name)
+        if known is None:
+            return None
+        base, adapter = known
+        entry = self._by_name.get(base)
+        # A gateway serves only adapters of its own models.
+        return None if entry is None or entry.name != base else entry.with_adapter(adapter)
 
     def listed(self, principal: Principal) -> list[str]:
         """A name of each model that `principal` may use, for errors."""
         names = (entry.served.allowed_names(principal) for entry in self.entries)
         return [allowed[0] for allowed in names if allowed]
+
+
+def _may_use(name: str, entry: ModelEntry, principal: Principal) -> bool:
+    """Whether `principal` may use some name of a model, or an adapter by its name or its model."""
+    if entry.adapter is not None:
+        return principal.may_use(name, entry.name)
+    return bool(entry.served.allowed_names(principal))

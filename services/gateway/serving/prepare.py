@@ -4,11 +4,13 @@ Applies the chat template, tokenizes, fills in sampling defaults, and checks gra
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
 from services.common import genai
 from services.common.clock import monotonic_s, unix_s
+from services.core.adapter import Adapter
 from services.core.prefix.block_hash import prompt_prefix, tenant_salt
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 from services.core.service import Service
@@ -72,6 +74,13 @@ class Preparer:
         self._checker = checker
         self.max_model_len = max_model_len
         self._prefix_block_size = prefix_block_size
+        self._adapter: Adapter | None = None
+
+    def with_adapter(self, adapter: Adapter) -> "Preparer":
+        """A preparer for requests with an adapter of the model, which shares all parts."""
+        preparer = copy(self)
+        preparer._adapter = adapter
+        return preparer
 
     async def prepare(self, body: GenerationRequest, record: RequestRecord) -> PreparedRequest:
         """Check the body against the model and tokenize it; writes its settings to `record`.
@@ -213,7 +222,12 @@ class Preparer:
             logprobs=logprobs,
             service=service,
             traceparent=record.context.traceparent if record.context is not None else "",
-            cache_salt=tenant_salt(record.principal.owner, body.cache_salt or ""),
+            cache_salt=tenant_salt(
+                record.principal.owner,
+                body.cache_salt or "",
+                self._adapter.digest if self._adapter is not None else "",
+            ),
+            adapter=self._adapter,
         )
         first = PreparedChoice(
             request=request,

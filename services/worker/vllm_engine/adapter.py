@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from services.common.clock import monotonic_s
+from services.core.adapter import Adapter
 from services.core.planner.config import IterationConfig
 from services.core.planner.drain import DrainPace
 from services.core.planner.events import EmitToken, RefuseRequest
@@ -25,7 +26,7 @@ from services.core.planner.refusal import (
     returned_by_outage,
 )
 from services.core.report import EngineReport, Load, OtherRoom
-from services.core.request import GrammarKind, Limits, LogprobOptions, Request, Sampling
+from services.core.request import Request
 from services.worker.ipc import (
     AbortAttempt,
     AbortRequest,
@@ -43,8 +44,15 @@ from services.worker.ipc import (
     encode,
     to_engine_decoder,
 )
+from services.worker.vllm_engine.adapter_slots import (
+    AdapterSlots,
+    CannotLoad,
+    LoadsSlowly,
+    SlotClaim,
+)
 from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.outputs import OutputReader, RequestFailed, VllmOutput, times_of
+from services.worker.vllm_engine.parameters import CannotResume, CannotServe, parameters_of
 from services.worker.vllm_engine.running import (
     EngineState,
     StepStats,
@@ -53,86 +61,6 @@ from services.worker.vllm_engine.running import (
 )
 
 log = logging.getLogger(__name__)
-
-SEED_BITS = 63
-"""vLLM's seeds are signed 64-bit integers."""
-_GRAMMAR_KEYS = {
-    GrammarKind.JSON_SCHEMA: "json",
-    GrammarKind.REGEX: "regex",
-    GrammarKind.LARK: "grammar",
-}
-
-
-class CannotServe(ValueError):
-    """vLLM cannot serve a request; the message has cause and remedy."""
-
-
-class CannotResume(Exception):
-    """The engine cannot continue the output of another worker; the request may start again."""
-
-
-def parameters_of(request: Request, engine: str = "vLLM") -> dict[str, Any]:
-    """Arguments of vLLM's `SamplingParams`; for a grammar, those of `StructuredOutputsParams`.
-
-    For vLLM, the output of a resumed request is part of its prompt. So presence and frequency
-    penalties do not include it, and the random number generator starts again. Errors name `engine`.
-
-    Raises:
-        CannotServe: for `bad_words`, because vLLM tokenizes words itself.
-        CannotResume: for a resumed request with a grammar, because vLLM cannot continue a partly
-            matched grammar.
-    """
-    if request.sampling.bad_words:
-        raise CannotServe(
-            f"bad_words is not supported with {engine}; use logit_bias -100 for tokens to exclude"
-        )
-    if request.output_ids and request.sampling.grammar is not None:
-        raise CannotResume(f"{engine} cannot resume a response in the middle of a grammar")
-    return {
-        **_sampling(request.sampling),
-        **_limits(request.limits, len(request.output_ids)),
-        **_logprobs(request.logprobs),
-        # The gateway lists end-of-sequence tokens among the stop tokens if they end the request.
-        "ignore_eos": True,
-        # The gateway detokenizes.
-        "detokenize": False,
-    }
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-    }
-    if sampling.temperature:
-        arguments["seed"] = sampling.seed % (1 << SEED_BITS)
-    if sampling.logit_bias:
-        arguments["logit_bias"] = dict(sampling.logit_bias)
-    if sampling.allowed_token_ids:
-        arguments["allowed_token_ids"] = list(sampling.allowed_token_ids)
-    if sampling.grammar is not None:
-        grammar = sampling.grammar
-        arguments["structured_outputs"] = {_GRAMMAR_KEYS[grammar.kind]: grammar.text}
-    return arguments
-
-
-def _limits(limits: Limits, output: int) -> dict[str, Any]:
-    """Limits of a request that has `output` tokens of output from earlier workers."""
-    return {
-        "max_tokens": limits.max_tokens - output,
-        "min_tokens": max(0, limits.min_tokens - output),
-        "stop_token_ids": sorted(limits.stop_token_ids),
-    }
-
-
-def _logprobs(options: LogprobOptions) -> dict[str, Any]:
-    return {"logprobs": options.output, "prompt_logprobs": options.prompt}
-
 
 LIVENESS_POLL_S = 0.5
 """Interval of liveness checks of vLLM, and of heartbeats to the servicer."""
@@ -165,6 +93,7 @@ class OpenedEngine:
     dead: tuple[type[Exception], ...]  # errors after which vLLM is dead
     by_priority: bool = False  # vLLM's scheduling policy is `priority`
     name: str = "vLLM"  # in messages
+    adapters: AdapterSlots | None = None  # None: it loads no adapters
     state: EngineState = field(default_factory=EngineState)  # updated by `watch`
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  # runs while the adapter runs
 
@@ -194,8 +123,9 @@ class VllmAdapter:
         self._engine = opened.engine
         self._facts = facts = opened.facts
         self._to_params = opened.to_params
-        self._invalid: tuple[type[Exception], ...] = (CannotServe, *opened.invalid)
-        failures: tuple[type[Exception], ...] = (RequestFailed, CannotResume)
+        self._adapters = opened.adapters
+        self._invalid: tuple[type[Exception], ...] = (CannotServe, CannotLoad, *opened.invalid)
+        failures: tuple[type[Exception], ...] = (RequestFailed, CannotResume, LoadsSlowly)
         self._transient = failures + opened.transient
         self._dead = opened.dead
         self._name = opened.name
@@ -255,9 +185,28 @@ class VllmAdapter:
             self._refusals.append(duplicate_id(request.request_id))
         elif len(self._requests.waiting()) >= self._max_waiting:
             self._refusals.append(queue_full(request.request_id))
-        else:
+        elif request.adapter is None:
             entry = self._requests.add(request, self._now_s())
             entry.task = tasks.create_task(self._serve(entry))
+        else:
+            self._start_with(request.adapter, request, tasks)
+
+    def _start_with(self, adapter: Adapter, request: Request, tasks: asyncio.TaskGroup) -> None:
+        """Start a request of an adapter if a slot has the adapter or is free."""
+        claim = self._adapters.claim(adapter) if self._adapters is not None else None
+        if claim is None:
+            # The scheduler's report was out of date; it knows other workers, or waits for a slot.
+            self._refusals.append(returned(request.request_id))
+            return
+        entry = self._requests.add(request, self._now_s())
+        entry.claim = claim
+        entry.task = tasks.create_task(self._serve(entry))
+        # A task that is cancelled before it runs executes nothing, not even `finally`.
+        entry.task.add_done_callback(lambda _: self._release(claim))
+
+    def _release(self, claim: SlotClaim) -> None:
+        claim.release()
+        self._changed.set()
 
     def _abort(self, entry: VllmRequest | None) -> None:
         """Abort a request by cancelling the task that reads its output from vLLM."""
@@ -303,11 +252,8 @@ class VllmAdapter:
             if request.output_ids and not self._state.resumes:
                 raise CannotResume(f"{self._name} cannot continue the output of another worker")
             params = self._to_params(parameters_of(request, self._name))
-            priority = priority_of(request.service)
             # Closing the generator early makes vLLM abort the request.
-            async with aclosing(
-                self._engine.generate(prompt, params, request.request_id, priority=priority)
-            ) as outputs:
+            async with aclosing(self._outputs(entry, prompt, params)) as outputs:
                 async for output in outputs:
                     self._note(entry, reader.read(output), output)
         except self._dead:
@@ -325,6 +271,13 @@ class VllmAdapter:
                 "request %s failed in %s with an unexpected error", request.request_id, self._name
             )
             self._refuse(entry, self._failed(request))
+
+    def _outputs(
+        self, entry: VllmRequest, prompt: Any, params: Any
+    ) -> AsyncGenerator[VllmOutput, None]:
+        request, claim = entry.request, entry.claim
+        generate = self._engine.generate if claim is None else claim.generate
+        return generate(prompt, params, request.request_id, priority=priority_of(request.service))
 
     def _note(self, entry: VllmRequest, tokens: list[EmitToken], output: VllmOutput) -> None:
         self._answered_s = self._now_s()
@@ -384,6 +337,8 @@ class VllmAdapter:
     def _load(self) -> Load:
         self._requests.blocks = self._state.kv_blocks or self._requests.blocks
         load = replace(self._requests.load(), sequences_max=self._state.sequences_max)
+        if self._adapters is not None:
+            load = replace(load, adapter_use=self._adapters.use())
         # Without free blocks, the scheduler assigns no requests.
         return load if self._state.has_room else replace(load, kv_blocks_free=0)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.core.service import Service, ServiceClass
+from services.worker.adapter_settings import AdapterSettings
 from services.worker.config import WorkerConfig
 
 RANK_MAX = 2**20
@@ -19,7 +20,7 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
     Without `engine_args`, which vLLM's parser has to read first; see `flags_of`.
     """
     planner = config.planner
-    return {
+    return _adapter_arguments(config.adapters) | {
         "model": str(config.model_dir),
         "dtype": config.dtype,
         "max_model_len": config.max_model_len or FIT_MODEL_LEN,
@@ -31,6 +32,18 @@ def arguments_of(config: WorkerConfig, room_bytes: int) -> dict[str, Any]:
         # Never force prefix caching on: vLLM knows which models do not support it.
         "enable_prefix_caching": None if planner.prefix_caching else False,
         "scheduling_policy": "priority" if planner.scheduling.uses_classes else "fcfs",
+    }
+
+
+def _adapter_arguments(adapters: AdapterSettings) -> dict[str, Any]:
+    if not adapters.adapter_slots:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": adapters.adapter_slots,
+        # The worker unloads adapters itself, so vLLM needs no further ones in host memory.
+        "max_cpu_loras": adapters.adapter_slots,
+        "max_lora_rank": adapters.adapter_rank_max,
     }
 
 

@@ -11,6 +11,7 @@ import vllm
 from vllm.config import StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,6 +23,7 @@ from services.worker.config import WorkerConfig
 from services.worker.errors import WorkerError
 from services.worker.ipc import EngineReady
 from services.worker.vllm_engine.adapter import OpenedEngine
+from services.worker.vllm_engine.adapter_slots import AdapterSlots
 from services.worker.vllm_engine.arguments import arguments_of, flags_of
 from services.worker.vllm_engine.budget import kv_bytes, parameter_bytes
 from services.worker.vllm_engine.probe import UsedPart, fault
@@ -44,6 +46,12 @@ USED_PARTS = (
     UsedPart("SamplingParams", SamplingParams, ("structured_outputs", "output_kind", "detokenize")),
     UsedPart("AsyncEngineArgs", AsyncEngineArgs, ("kv_cache_memory_bytes", "add_cli_args")),
 )
+ADAPTER_PARTS = (
+    UsedPart("AsyncLLM", AsyncLLM, ("add_lora", "remove_lora")),
+    UsedPart("AsyncLLM.generate", AsyncLLM.generate, ("lora_request",)),
+    UsedPart("LoRARequest", LoRARequest, ("lora_name", "lora_int_id", "lora_path")),
+)
+"""Parts that are used only with `adapter_slots`."""
 NULL_BLOCKS = 1
 """Blocks that vLLM reserves as the null block."""
 
@@ -59,7 +67,9 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
         WorkerError: if this version of vLLM lacks a part that is used, or vLLM rejects the model or
             a setting.
     """
-    if (reason := fault(vllm.__version__, USED_PARTS)) is not None:
+    slots = config.adapters.adapter_slots
+    parts = (*USED_PARTS, *(ADAPTER_PARTS if slots else ()))
+    if (reason := fault(vllm.__version__, parts)) is not None:
         raise VllmUnusable(reason)
     parsed = parsed_arguments(config.vllm_arguments)
     parameters = parameter_bytes(config.model_dir, config.dtype)
@@ -77,6 +87,10 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
         disable_log_stats=True,
     )
     facts = _facts(config, settings, parameters, room_bytes, context_tokens)
+    dead = (EngineDeadError,)
+    adapters = None
+    if slots:
+        adapters = AdapterSlots(engine, slots, config.adapters.root_folders, LoRARequest, dead)
     return OpenedEngine(
         engine,
         facts,
@@ -84,7 +98,8 @@ def open_engine(config: WorkerConfig) -> OpenedEngine:
         to_params,
         invalid=(VLLMClientError,),
         transient=(EngineGenerateError,),
-        dead=(EngineDeadError,),
+        dead=dead,
+        adapters=adapters,
         by_priority=settings.scheduler_config.policy == "priority",
     )
 
@@ -158,6 +173,8 @@ def _facts(
         budget_bytes=config.memory_bytes,
         parameter_bytes=parameters,
         staging_bytes=0,
+        adapter_slots=config.adapters.adapter_slots,
+        adapter_rank_max=config.adapters.adapter_rank_max if config.adapters.adapter_slots else 0,
     )
 
 

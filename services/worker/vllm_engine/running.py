@@ -13,6 +13,7 @@ from services.core.planner.drain import Candidate
 from services.core.planner.requeue import REQUEUE_AFTER_S
 from services.core.report import ClassTokens, Load
 from services.core.request import Request, admission_blocks, blocks_for
+from services.worker.vllm_engine.adapter_slots import SlotClaim
 from services.worker.vllm_engine.arguments import priority_of
 from services.worker.vllm_engine.server_losses import LossCount
 
@@ -104,6 +105,7 @@ class VllmRequest:
     losses: LossCount  # of upstream servers
     emitted: int = 0  # output tokens so far
     task: "asyncio.Task[None] | None" = None  # reads its output
+    claim: SlotClaim | None = None  # of its adapter's slot
 
     @property
     def tokens(self) -> int:
@@ -202,7 +204,8 @@ class VllmRequests:
             )
             for entry in self._by_id.values()
             # vLLM cannot resume a partly matched grammar, and the next worker may run vLLM, too.
-            if not entry.emitted or entry.request.sampling.grammar is None
+            # Whether other workers have a slot for an adapter is not known.
+            if entry.claim is None and (not entry.emitted or entry.request.sampling.grammar is None)
         ]
 
     def load(self) -> Load:

@@ -39,7 +39,7 @@ from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Membe
 from services.memmgr.translate_record import RecordReader
 from services.scheduler import translate as scheduler
 from tests.support.control_plane import group_record, worker_record
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 
 MEMBERS = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
 GROUP = Group("group-w0", 4, GroupPhase.STABLE, MEMBERS, "m", "7-1", "00-1-2-01")
@@ -181,6 +181,11 @@ def test_all_readers_agree_which_workers_can_serve(name: str) -> None:
     assert scheduler.to_group(group_record(WHOLE), {"w0": record}) is None
 
 
+def adapter_record(**changes: Any) -> adapter_pb2.AdapterRecord:
+    given = {"name": "org/a", "base": "m", "source": "/a", "digest": "0f" * 32, "rank": 8}
+    return adapter_pb2.AdapterRecord(**(given | changes))
+
+
 @pytest.mark.parametrize(
     ("record", "name", "valid"),
     [
@@ -192,6 +197,11 @@ def test_all_readers_agree_which_workers_can_serve(name: str) -> None:
         (record_pb2.AssignmentRecord(worker_id="w0"), "w1", False),
         (record_pb2.EpochFloorRecord(epoch=3), "epoch_floor", True),
         (record_pb2.EpochFloorRecord(epoch=-3), "epoch_floor", False),
+        (adapter_record(), "org%2Fa", True),
+        (adapter_record(), "org", False),
+        (adapter_record(base=""), "org%2Fa", False),
+        (adapter_record(digest="0"), "org%2Fa", False),
+        (adapter_record(rank=0), "org%2Fa", False),
     ],
 )
 def test_the_other_kinds(record: Message, name: str, valid: bool) -> None:

@@ -19,17 +19,20 @@ from services.common.report import (
     to_memory_report,
     unchecked_memory_report,
 )
+from services.core.adapter import AdapterUse, LoadedAdapter
 from services.core.report import ClassTokens, EngineReport, Load, LoadReport
 from services.core.reporting import LoadReporting, ReportSchedule, ReportUrgency
 from tests.support.reports import memory_report
-from tideserve.common.v1 import load_pb2, process_pb2
+from tideserve.common.v1 import adapter_pb2, load_pb2, process_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
 
 def filled(message: Message) -> Any:
     """The message with another value in each field."""
     for one, number in zip(message.DESCRIPTOR.fields, count(1)):
-        if one.is_repeated:
+        if one.message_type is not None:
+            getattr(message, one.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)
+        elif one.is_repeated:
             value: Any = ["a", "b"] if one.type == one.TYPE_STRING else [number, number + 1]
             getattr(message, one.name).extend(value)
         elif one.type == one.TYPE_BOOL:
@@ -37,6 +40,8 @@ def filled(message: Message) -> Any:
         else:
             kind = {one.TYPE_STRING: str, one.TYPE_DOUBLE: float}.get(one.type, int)
             setattr(message, one.name, kind(number))
+    if isinstance(message, adapter_pb2.LoadedAdapter):
+        return message
     for name, blocks in (("kv_blocks_free", 3), ("kv_blocks_total", 4)):
         setattr(message, name, blocks)
     return message
@@ -112,6 +117,8 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     for one in fields(Load):
         if one.name == "tokens":
             other: Any = ClassTokens(online_processed_tokens_total=1)
+        elif one.name == "adapter_use":
+            other, told = AdapterUse((LoadedAdapter(7, running=1),)), told | {one.name}
         else:
             other = not known.batch_yields if one.name == "batch_yields" else 7
         expected = ReportUrgency.MAJOR if one.name in told else ReportUrgency.NONE
@@ -125,3 +132,13 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     assert loads.urgency(7, known) is ReportUrgency.MINOR
     loads.note_received("a")
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
+
+
+def test_adapters_of_a_load_are_read_and_checked_each() -> None:
+    use = AdapterUse((LoadedAdapter(2**64 - 1, True, 3), LoadedAdapter(1, load_s=0.5)), 2)
+    report = LoadReport("w", "i", 1, 1, Load(1, 1, 1, 1, kv_blocks_total=1, adapter_use=use))
+    message = load_message(report)
+    assert to_load_report(message) == report
+    message.adapters[1].load_s = math.nan
+    with pytest.raises(InvalidReport, match="load_s is nan"):
+        to_load_report(message)

@@ -6,6 +6,7 @@ import pytest
 
 from services.common.records import to_cost_record
 from services.common.report import InvalidReport
+from services.core.adapter import Adapter
 from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
 from services.core.prefix.block_hash import ThinHashes
@@ -33,7 +34,7 @@ from services.scheduler.translate import (
     to_load_event,
 )
 from tests.support.control_plane import group_record, worker_record
-from tideserve.common.v1 import load_pb2, record_pb2
+from tideserve.common.v1 import adapter_pb2, load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
 
 
@@ -62,6 +63,14 @@ def test_a_group_has_the_costs_of_its_leader() -> None:
     worker = worker_record(cost_model=to_cost_record(model))
     group = to_group(group_record(worker), {"w0": worker})
     assert group is not None and group.cost_model == model
+
+
+def test_a_group_loads_the_adapters_of_its_leader() -> None:
+    limits = adapter_pb2.AdapterLimits(slots=2, rank_max=32)
+    for adapters, rank_max in ((limits, 32), (None, 0), (adapter_pb2.AdapterLimits(), 0)):
+        worker = worker_record(adapters=adapters)
+        group = to_group(group_record(worker), {"w0": worker})
+        assert group is not None and group.adapter_rank_max == rank_max
 
 
 def test_groups_that_do_not_serve() -> None:
@@ -129,9 +138,12 @@ def test_frames_of_gateways() -> None:
 def test_an_ask_arrives_as_the_gateway_made_it(prefix: ThinHashes) -> None:
     failed = FailedAssignment("g", 3, returned=True)
     ask = Ask("r", "m", 10, 20, failed, Service(tenant="anna"), "00-1-2-01", prefix)
+    ask = replace(ask, adapter=Adapter("a", "0f" * 32, "/adapters/a", 8))
     event = to_admit_event(ask_frame(ask, 1.5), 4, 2.0)
     told = {one.name: getattr(ask, one.name) for one in fields(Ask)}
     assert event == Asked(**told, now_s=2.0, stream_id=4, waited_s=1.5)
+    without = to_admit_event(ask_frame(replace(ask, adapter=None), 1.5), 4, 2.0)
+    assert isinstance(without, Asked) and without.adapter is None
 
 
 @pytest.mark.parametrize("ttft", [None, TOKEN_COSTS])

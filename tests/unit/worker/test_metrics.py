@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+from services.core.adapter import AdapterUse
 from services.core.cost.bubble import StageTime
 from services.core.cost.iteration_time import IterationTime
 from services.core.histogram import ITERATION_TOKENS, PREEMPTION_S, Histogram, HistogramMeter
@@ -149,6 +150,19 @@ def test_restored_slabs_are_counted_by_source() -> None:
     for source, number in (("host", 0), ("peer", 7), ("disk", 2)):
         labels = OWN | {"source": source}
         assert value(metrics, "tideserve_worker_restored_slabs_total", **labels) == number
+
+
+def test_adapters_and_their_loads_are_counted() -> None:
+    use = AdapterUse((), 1, 4, 3, 7, 2.5)
+    metrics = exported(engine(load=Load(0, 0, 10, 0, adapter_use=use)))
+    expected = {
+        "adapter_slots": 4,
+        "adapters_loaded": 3,
+        "adapter_loads_total": 7,
+        "adapter_load_seconds_total": 2.5,
+    }
+    for name, number in expected.items():
+        assert value(metrics, f"tideserve_worker_{name}", **OWN) == number, name
 
 
 def test_an_engine_that_has_not_run_yet_has_empty_histograms() -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+from services.core.adapter import Adapter
 from services.core.request import (
     NO_LOGPROBS,
     PROMPT_LOGPROBS_MAX,
@@ -10,7 +11,7 @@ from services.core.request import (
 )
 from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from services.worker.start_frame import InvalidStart, to_request
-from tideserve.common.v1 import service_pb2
+from tideserve.common.v1 import adapter_pb2, service_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 
 
@@ -216,3 +217,32 @@ def test_log_probabilities_of_a_prompt_are_bounded() -> None:
     start = make_start(prompt_ids=[1] * (most + 1), logprobs=options)
     with pytest.raises(InvalidStart, match=f"exceed {PROMPT_LOGPROBS_MAX} numbers"):
         to_request(start, vocab_size=100, max_model_len=10**6, now_s=0.0)
+
+
+def make_adapter(**changes) -> adapter_pb2.Adapter:
+    fields = {"name": "a", "digest": "0f" * 32, "source": "/adapters/a", "rank": 8}
+    return adapter_pb2.Adapter(**{**fields, **changes})
+
+
+def test_an_adapter_reaches_the_request() -> None:
+    start = make_start(adapter=make_adapter())
+    request = to_request(start, 10, 10, 0.0, adapter_rank_max=8)
+    assert request.adapter == Adapter("a", "0f" * 32, "/adapters/a", 8)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "rank_max", "words"),
+    [
+        (make_adapter(), 0, "loads no adapters"),
+        (make_adapter(rank=16), 8, "rank 16, but this worker's `adapter_rank_max` is 8"),
+        (make_adapter(rank=0), 8, "rank is 0"),
+        (make_adapter(digest="0F" * 32), 8, "64 hexadecimal digits"),
+        (make_adapter(name=""), 8, "name must have"),
+        (make_adapter(source="x" * 5000), 8, "source must have"),
+    ],
+)
+def test_an_adapter_that_would_be_ignored_or_is_invalid_is_refused(
+    adapter: adapter_pb2.Adapter, rank_max: int, words: str
+) -> None:
+    with pytest.raises(InvalidStart, match=words):
+        to_request(make_start(adapter=adapter), 10, 10, 0.0, adapter_rank_max=rank_max)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -46,6 +47,8 @@ class WorkerLoad(_message.Message):
     DROPPED_TOTAL_FIELD_NUMBER: _builtins.int
     BATCH_YIELDS_FIELD_NUMBER: _builtins.int
     SEQUENCES_MAX_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FREE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     incarnation: _builtins.str
@@ -88,6 +91,8 @@ class WorkerLoad(_message.Message):
     """
     sequences_max: _builtins.int
     """Most sequences that may run and wait at once; 0: no limit but KV blocks."""
+    adapter_slots_free: _builtins.int
+    """Slots without an adapter. Workers that load no adapters report none."""
     @_builtins.property
     def received_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of requests that arrived at the worker since its last ReportLoadRequest or the previous
@@ -99,6 +104,10 @@ class WorkerLoad(_message.Message):
         """Short hashes of blocks evicted from the prefix cache since the worker's last ReportLoadRequest
         or the previous one; not all of them if there are many.
         """
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.LoadedAdapter]:
+        """Adapters in the worker's slots."""
 
     def __init__(
         self,
@@ -123,10 +132,12 @@ class WorkerLoad(_message.Message):
         dropped_total: _builtins.int = ...,
         batch_yields: _builtins.bool = ...,
         sequences_max: _builtins.int = ...,
+        adapters: _abc.Iterable[_adapter_pb2.LoadedAdapter] | None = ...,
+        adapter_slots_free: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "sequences_max", b"sequences_max", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots_free", b"adapter_slots_free", "adapters", b"adapters", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "dropped_prefixes", b"dropped_prefixes", "dropped_total", b"dropped_total", "epoch", b"epoch", "incarnation", b"incarnation", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "number", b"number", "prefill_tokens", b"prefill_tokens", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_request_ids", b"received_request_ids", "running", b"running", "sequences_max", b"sequences_max", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

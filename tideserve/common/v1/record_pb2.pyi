@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -121,6 +122,7 @@ class WorkerRecord(_message.Message):
     COST_MODEL_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     NO_DROPS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker, for example "worker-0"."""
     incarnation: _builtins.str
@@ -193,6 +195,10 @@ class WorkerRecord(_message.Message):
     def cost_model(self) -> Global___CostModel:
         """Predicts the duration of the worker's iterations; absent if the worker has none."""
 
+    @_builtins.property
+    def adapters(self) -> _adapter_pb2.AdapterLimits:
+        """Adapters that the worker can load; absent if it loads none."""
+
     def __init__(
         self,
         *,
@@ -219,10 +225,11 @@ class WorkerRecord(_message.Message):
         cost_model: Global___CostModel | None = ...,
         chunk_bytes: _builtins.int = ...,
         no_drops: _builtins.str = ...,
+        adapters: _adapter_pb2.AdapterLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cost_model", b"cost_model", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cost_model", b"cost_model", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "no_drops", b"no_drops", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "adapters", b"adapters", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "no_drops", b"no_drops", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

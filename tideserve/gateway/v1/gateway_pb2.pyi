@@ -1743,7 +1743,9 @@ class Model(_message.Message):
     max_model_len: _builtins.int
     """Maximum length of a sequence in tokens, prompt and output together."""
     root: _builtins.str
-    """For an alias, the name of the model that it refers to; else its own name."""
+    """For an alias, the name of the model that it refers to; for an adapter, its folder; else its own
+    name.
+    """
     def __init__(
         self,
         *,

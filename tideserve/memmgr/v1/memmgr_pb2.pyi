@@ -183,6 +183,10 @@ class WorkerMemory(_message.Message):
     RECEIVED_TOTAL_FIELD_NUMBER: _builtins.int
     KEPT_TOTAL_FIELD_NUMBER: _builtins.int
     SHIPPED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_LOADED_FIELD_NUMBER: _builtins.int
+    ADAPTER_LOADS_TOTAL_FIELD_NUMBER: _builtins.int
+    ADAPTER_LOAD_SECONDS_TOTAL_FIELD_NUMBER: _builtins.int
     COST_MODEL_FIELD_NUMBER: _builtins.int
     OUTAGE_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
@@ -276,6 +280,14 @@ class WorkerMemory(_message.Message):
     """Requests that stayed because their move failed."""
     shipped_blocks_total: _builtins.int
     """KV blocks that were sent for requests that move."""
+    adapter_slots: _builtins.int
+    """Slots for adapters; 0: the worker loads none."""
+    adapters_loaded: _builtins.int
+    """Slots that hold a loaded adapter."""
+    adapter_loads_total: _builtins.int
+    """Adapters that were loaded since the worker's start."""
+    adapter_load_seconds_total: _builtins.float
+    """Time of these loads, in seconds."""
     cost_model: _builtins.str
     """Origin of the worker's cost model: "paced", "profile" (stored), "start" (measured at the start),
     "idle" (measured while idle), "load" (refined under load), or "none: REASON". Empty from engines
@@ -337,13 +349,17 @@ class WorkerMemory(_message.Message):
         received_total: _builtins.int = ...,
         kept_total: _builtins.int = ...,
         shipped_blocks_total: _builtins.int = ...,
+        adapter_slots: _builtins.int = ...,
+        adapters_loaded: _builtins.int = ...,
+        adapter_loads_total: _builtins.int = ...,
+        adapter_load_seconds_total: _builtins.float = ...,
         cost_model: _builtins.str = ...,
         outage: _builtins.str = ...,
         upstream: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_seconds_total", b"adapter_load_seconds_total", "adapter_loads_total", b"adapter_loads_total", "adapter_slots", b"adapter_slots", "adapters_loaded", b"adapters_loaded", "batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

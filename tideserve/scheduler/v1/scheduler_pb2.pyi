@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import service_pb2 as _service_pb2
 import builtins as _builtins
@@ -147,6 +148,7 @@ class Ask(_message.Message):
     AVOIDED_S_FIELD_NUMBER: _builtins.int
     EXCUSED_S_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     ESTIMATED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
@@ -229,6 +231,10 @@ class Ask(_message.Message):
         request only if no other worker of the model serves.
         """
 
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter of the request; absent: none."""
+
     def __init__(
         self,
         *,
@@ -250,14 +256,15 @@ class Ask(_message.Message):
         avoided_s: _builtins.float = ...,
         excused_s: _builtins.float = ...,
         expected_tokens: _builtins.int = ...,
+        adapter: _adapter_pb2.Adapter | None = ...,
         estimated: _builtins.bool = ...,
         fingerprint: _builtins.int = ...,
         choice: _builtins.int = ...,
         affinity: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["affinity", b"affinity", "alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "affinity", b"affinity", "alone", b"alone", "avoided_addresses", b"avoided_addresses", "avoided_s", b"avoided_s", "choice", b"choice", "estimated", b"estimated", "excused_s", b"excused_s", "expected_tokens", b"expected_tokens", "fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "model", b"model", "prefix_hashes", b"prefix_hashes", "prefix_stride", b"prefix_stride", "prompt_tokens", b"prompt_tokens", "refused_epoch", b"refused_epoch", "refused_group_id", b"refused_group_id", "request_id", b"request_id", "resumed", b"resumed", "returned", b"returned", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

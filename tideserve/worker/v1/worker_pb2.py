@@ -22,74 +22,75 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tideserve.common.v1 import adapter_pb2 as tideserve_dot_common_dot_v1_dot_adapter__pb2
 from tideserve.common.v1 import load_pb2 as tideserve_dot_common_dot_v1_dot_load__pb2
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 from tideserve.common.v1 import service_pb2 as tideserve_dot_common_dot_v1_dot_service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\x1a\x1etideserve/common/v1/load.proto\x1a tideserve/common/v1/record.proto\x1a!tideserve/common/v1/service.proto\"\xb6\x02\n\x0ePrepareRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x06 \x01(\x03\x12\x30\n\x06target\x18\x07 \x01(\x0b\x32 .tideserve.common.v1.GroupRecord\x12(\n\x05peers\x18\x08 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x30\n\x06others\x18\t \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12*\n\x07holders\x18\n \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\"\xd9\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x63tivation_address\x18\x03 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x04 \x01(\t\x12\x18\n\x10\x61\x63tivation_nonce\x18\x05 \x01(\x0c\x12\x12\n\nbulk_nonce\x18\x06 \x01(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x07 \x01(\x05\x12\x11\n\tend_layer\x18\x08 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"7\n\x0fPrepareResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"s\n\x10IntroduceRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12(\n\x05peers\x18\x03 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\x13\n\x11IntroduceResponse\"K\n\x04GoTo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"\xd2\x01\n\x13ShipRequestsRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\r\n\x05order\x18\x05 \x01(\t\x12)\n\x06target\x18\x06 \x01(\x0b\x32\x19.tideserve.worker.v1.GoTo\x12\x14\n\x0crequests_max\x18\x07 \x01(\x05\x12\x12\n\nif_cheaper\x18\x08 \x01(\x08\x12\x12\n\nblocks_max\x18\t \x01(\x05\"C\n\x14ShipRequestsResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\x12\x0c\n\x04kept\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\x0c\x41\x62ortRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"\xd6\x01\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x12-\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x1b.tideserve.worker.v1.AttachH\x00\x12\x32\n\x04more\x18\x04 \x03(\x0b\x32$.tideserve.worker.v1.GenerateRequestB\x06\n\x04\x62ody\"\xe2\x03\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\x12-\n\x07service\x18\x07 \x01(\x0b\x32\x1c.tideserve.common.v1.Service\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x35\n\x08logprobs\x18\x0c \x01(\x0b\x32#.tideserve.worker.v1.LogprobOptions\x12\x0e\n\x06\x63hoice\x18\r \x01(\x05\x12\x12\n\nreturnable\x18\x0e \x01(\x08\x12\x12\n\noutput_ids\x18\x0f \x03(\x05\x12/\n\x08\x64\x65livery\x18\x10 \x01(\x0e\x32\x1d.tideserve.worker.v1.Delivery\x12\x11\n\tresumable\x18\x11 \x01(\x08\x12\x15\n\rserver_losses\x18\x12 \x01(\x05\"\xfc\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x32\n\nlogit_bias\x18\t \x03(\x0b\x32\x1e.tideserve.worker.v1.LogitBias\x12\x35\n\tbad_words\x18\n \x03(\x0b\x32\".tideserve.worker.v1.TokenSequence\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\x05\x12-\n\x07grammar\x18\x0c \x01(\x0b\x32\x1c.tideserve.worker.v1.GrammarB\x15\n\x13_repetition_penalty\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"I\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x62ody\"`\n\x0eLogprobOptions\x12\x17\n\noutput_top\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\r\n\x0b_output_topB\r\n\x0b_prompt_top\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x82\x01\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nfrom_index\x18\x04 \x01(\x05\x12/\n\x08\x64\x65livery\x18\x05 \x01(\x0e\x32\x1d.tideserve.worker.v1.Delivery\"t\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\x12-\n\x04load\x18\x02 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoad\"\xdf\x03\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12)\n\x05moved\x18\x06 \x01(\x0b\x32\x1a.tideserve.worker.v1.Moved\x12\x30\n\x05times\x18\x07 \x01(\x0b\x32!.tideserve.worker.v1.RequestTimes\x12\x34\n\x08logprobs\x18\x08 \x03(\x0b\x32\".tideserve.worker.v1.TokenLogprobs\x12;\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\".tideserve.worker.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x0f\n\x07kv_lost\x18\x0b \x01(\x08\x12(\n\x05go_to\x18\x0c \x01(\x0b\x32\x19.tideserve.worker.v1.GoTo\x12\x0f\n\x07leaving\x18\r \x01(\x08\x12\x15\n\rserver_losses\x18\x0e \x01(\x05\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07top_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x0cRequestTimes\x12\x0e\n\x06wait_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreempted_s\x18\x04 \x03(\x01\"u\n\x05Moved\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x05\x12\x13\n\x0btraceparent\x18\x06 \x01(\t*T\n\x08\x44\x65livery\x12\x18\n\x14\x44\x45LIVERY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44\x45LIVERY_EACH_STEP\x10\x01\x12\x16\n\x12\x44\x45LIVERY_COALESCED\x10\x02*\x8b\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x12\x1a\n\x16\x46INISH_REASON_RETURNED\x10\x07\x12\x1d\n\x19\x46INISH_REASON_ENGINE_DIED\x10\x08\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x32\xf6\x02\n\rMemberService\x12T\n\x07Prepare\x12#.tideserve.worker.v1.PrepareRequest\x1a$.tideserve.worker.v1.PrepareResponse\x12N\n\x05\x41\x62ort\x12!.tideserve.worker.v1.AbortRequest\x1a\".tideserve.worker.v1.AbortResponse\x12Z\n\tIntroduce\x12%.tideserve.worker.v1.IntroduceRequest\x1a&.tideserve.worker.v1.IntroduceResponse\x12\x63\n\x0cShipRequests\x12(.tideserve.worker.v1.ShipRequestsRequest\x1a).tideserve.worker.v1.ShipRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/worker/v1/worker.proto\x12\x13tideserve.worker.v1\x1a!tideserve/common/v1/adapter.proto\x1a\x1etideserve/common/v1/load.proto\x1a tideserve/common/v1/record.proto\x1a!tideserve/common/v1/service.proto\"\xb6\x02\n\x0ePrepareRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08group_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x14\n\x0cmod_revision\x18\x06 \x01(\x03\x12\x30\n\x06target\x18\x07 \x01(\x0b\x32 .tideserve.common.v1.GroupRecord\x12(\n\x05peers\x18\x08 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x30\n\x06others\x18\t \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12*\n\x07holders\x18\n \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\"\xd9\x01\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x63tivation_address\x18\x03 \x01(\t\x12\x14\n\x0c\x62ulk_address\x18\x04 \x01(\t\x12\x18\n\x10\x61\x63tivation_nonce\x18\x05 \x01(\x0c\x12\x12\n\nbulk_nonce\x18\x06 \x01(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x07 \x01(\x05\x12\x11\n\tend_layer\x18\x08 \x01(\x05\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t\x12\x10\n\x08\x64raining\x18\n \x01(\x08\"7\n\x0fPrepareResponse\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"s\n\x10IntroduceRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12(\n\x05peers\x18\x03 \x03(\x0b\x32\x19.tideserve.worker.v1.Peer\x12\x11\n\ttimeout_s\x18\x04 \x01(\x01\"\x13\n\x11IntroduceResponse\"K\n\x04GoTo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"\xd2\x01\n\x13ShipRequestsRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\r\n\x05order\x18\x05 \x01(\t\x12)\n\x06target\x18\x06 \x01(\x0b\x32\x19.tideserve.worker.v1.GoTo\x12\x14\n\x0crequests_max\x18\x07 \x01(\x05\x12\x12\n\nif_cheaper\x18\x08 \x01(\x08\x12\x12\n\nblocks_max\x18\t \x01(\x05\"C\n\x14ShipRequestsResponse\x12\r\n\x05moved\x18\x01 \x01(\x05\x12\x0c\n\x04kept\x18\x02 \x01(\x05\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\x0c\x41\x62ortRequest\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x0f\n\rAbortResponse\"\xd6\x01\n\x0fGenerateRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.tideserve.worker.v1.StartH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.tideserve.worker.v1.AbortH\x00\x12-\n\x06\x61ttach\x18\x03 \x01(\x0b\x32\x1b.tideserve.worker.v1.AttachH\x00\x12\x32\n\x04more\x18\x04 \x03(\x0b\x32$.tideserve.worker.v1.GenerateRequestB\x06\n\x04\x62ody\"\x91\x04\n\x05Start\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nprompt_ids\x18\x04 \x03(\x05\x12/\n\x08sampling\x18\x05 \x01(\x0b\x32\x1d.tideserve.worker.v1.Sampling\x12+\n\x06limits\x18\x06 \x01(\x0b\x32\x1b.tideserve.worker.v1.Limits\x12-\n\x07service\x18\x07 \x01(\x0b\x32\x1c.tideserve.common.v1.Service\x12\x10\n\x08waited_s\x18\x08 \x01(\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x35\n\x08logprobs\x18\x0c \x01(\x0b\x32#.tideserve.worker.v1.LogprobOptions\x12\x0e\n\x06\x63hoice\x18\r \x01(\x05\x12\x12\n\nreturnable\x18\x0e \x01(\x08\x12\x12\n\noutput_ids\x18\x0f \x03(\x05\x12/\n\x08\x64\x65livery\x18\x10 \x01(\x0e\x32\x1d.tideserve.worker.v1.Delivery\x12\x11\n\tresumable\x18\x11 \x01(\x08\x12\x15\n\rserver_losses\x18\x12 \x01(\x05\x12-\n\x07\x61\x64\x61pter\x18\x15 \x01(\x0b\x32\x1c.tideserve.common.v1.Adapter\"\xfc\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05min_p\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x32\n\nlogit_bias\x18\t \x03(\x0b\x32\x1e.tideserve.worker.v1.LogitBias\x12\x35\n\tbad_words\x18\n \x03(\x0b\x32\".tideserve.worker.v1.TokenSequence\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\x05\x12-\n\x07grammar\x18\x0c \x01(\x0b\x32\x1c.tideserve.worker.v1.GrammarB\x15\n\x13_repetition_penalty\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"I\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x62ody\"`\n\x0eLogprobOptions\x12\x17\n\noutput_top\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\r\n\x0b_output_topB\r\n\x0b_prompt_top\"H\n\x06Limits\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x12\n\nmin_tokens\x18\x02 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x82\x01\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x12\n\nfrom_index\x18\x04 \x01(\x05\x12/\n\x08\x64\x65livery\x18\x05 \x01(\x0e\x32\x1d.tideserve.worker.v1.Delivery\"t\n\x10GenerateResponse\x12\x31\n\x06\x65vents\x18\x01 \x03(\x0b\x32!.tideserve.worker.v1.RequestEvent\x12-\n\x04load\x18\x02 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoad\"\xdf\x03\n\x0cRequestEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12\x38\n\rfinish_reason\x18\x04 \x01(\x0e\x32!.tideserve.worker.v1.FinishReason\x12\x0f\n\x07message\x18\x05 \x01(\t\x12)\n\x05moved\x18\x06 \x01(\x0b\x32\x1a.tideserve.worker.v1.Moved\x12\x30\n\x05times\x18\x07 \x01(\x0b\x32!.tideserve.worker.v1.RequestTimes\x12\x34\n\x08logprobs\x18\x08 \x03(\x0b\x32\".tideserve.worker.v1.TokenLogprobs\x12;\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\".tideserve.worker.v1.TokenLogprobs\x12\x15\n\rcached_tokens\x18\n \x01(\x05\x12\x0f\n\x07kv_lost\x18\x0b \x01(\x08\x12(\n\x05go_to\x18\x0c \x01(\x0b\x32\x19.tideserve.worker.v1.GoTo\x12\x0f\n\x07leaving\x18\r \x01(\x08\x12\x15\n\rserver_losses\x18\x0e \x01(\x05\"U\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\x0f\n\x07top_ids\x18\x03 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"X\n\x0cRequestTimes\x12\x0e\n\x06wait_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x03 \x01(\x01\x12\x13\n\x0bpreempted_s\x18\x04 \x03(\x01\"u\n\x05Moved\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x12\n\nnext_index\x18\x05 \x01(\x05\x12\x13\n\x0btraceparent\x18\x06 \x01(\t*T\n\x08\x44\x65livery\x12\x18\n\x14\x44\x45LIVERY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x44\x45LIVERY_EACH_STEP\x10\x01\x12\x16\n\x12\x44\x45LIVERY_COALESCED\x10\x02*\x8b\x02\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STALE_EPOCH\x10\x03\x12\x19\n\x15\x46INISH_REASON_INVALID\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x1c\n\x18\x46INISH_REASON_OVERLOADED\x10\x06\x12\x1a\n\x16\x46INISH_REASON_RETURNED\x10\x07\x12\x1d\n\x19\x46INISH_REASON_ENGINE_DIED\x10\x08\x32l\n\rWorkerService\x12[\n\x08Generate\x12$.tideserve.worker.v1.GenerateRequest\x1a%.tideserve.worker.v1.GenerateResponse(\x01\x30\x01\x32\xf6\x02\n\rMemberService\x12T\n\x07Prepare\x12#.tideserve.worker.v1.PrepareRequest\x1a$.tideserve.worker.v1.PrepareResponse\x12N\n\x05\x41\x62ort\x12!.tideserve.worker.v1.AbortRequest\x1a\".tideserve.worker.v1.AbortResponse\x12Z\n\tIntroduce\x12%.tideserve.worker.v1.IntroduceRequest\x1a&.tideserve.worker.v1.IntroduceResponse\x12\x63\n\x0cShipRequests\x12(.tideserve.worker.v1.ShipRequestsRequest\x1a).tideserve.worker.v1.ShipRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DELIVERY']._serialized_start=3802
-  _globals['_DELIVERY']._serialized_end=3886
-  _globals['_FINISHREASON']._serialized_start=3889
-  _globals['_FINISHREASON']._serialized_end=4156
-  _globals['_PREPAREREQUEST']._serialized_start=159
-  _globals['_PREPAREREQUEST']._serialized_end=469
-  _globals['_PEER']._serialized_start=472
-  _globals['_PEER']._serialized_end=689
-  _globals['_PREPARERESPONSE']._serialized_start=691
-  _globals['_PREPARERESPONSE']._serialized_end=746
-  _globals['_INTRODUCEREQUEST']._serialized_start=748
-  _globals['_INTRODUCEREQUEST']._serialized_end=863
-  _globals['_INTRODUCERESPONSE']._serialized_start=865
-  _globals['_INTRODUCERESPONSE']._serialized_end=884
-  _globals['_GOTO']._serialized_start=886
-  _globals['_GOTO']._serialized_end=961
-  _globals['_SHIPREQUESTSREQUEST']._serialized_start=964
-  _globals['_SHIPREQUESTSREQUEST']._serialized_end=1174
-  _globals['_SHIPREQUESTSRESPONSE']._serialized_start=1176
-  _globals['_SHIPREQUESTSRESPONSE']._serialized_end=1243
-  _globals['_ABORTREQUEST']._serialized_start=1245
-  _globals['_ABORTREQUEST']._serialized_end=1312
-  _globals['_ABORTRESPONSE']._serialized_start=1314
-  _globals['_ABORTRESPONSE']._serialized_end=1329
-  _globals['_GENERATEREQUEST']._serialized_start=1332
-  _globals['_GENERATEREQUEST']._serialized_end=1546
-  _globals['_START']._serialized_start=1549
-  _globals['_START']._serialized_end=2031
-  _globals['_SAMPLING']._serialized_start=2034
-  _globals['_SAMPLING']._serialized_end=2414
-  _globals['_LOGITBIAS']._serialized_start=2416
-  _globals['_LOGITBIAS']._serialized_end=2459
-  _globals['_TOKENSEQUENCE']._serialized_start=2461
-  _globals['_TOKENSEQUENCE']._serialized_end=2495
-  _globals['_GRAMMAR']._serialized_start=2497
-  _globals['_GRAMMAR']._serialized_end=2570
-  _globals['_LOGPROBOPTIONS']._serialized_start=2572
-  _globals['_LOGPROBOPTIONS']._serialized_end=2668
-  _globals['_LIMITS']._serialized_start=2670
-  _globals['_LIMITS']._serialized_end=2742
-  _globals['_ABORT']._serialized_start=2744
-  _globals['_ABORT']._serialized_end=2771
-  _globals['_ATTACH']._serialized_start=2774
-  _globals['_ATTACH']._serialized_end=2904
-  _globals['_GENERATERESPONSE']._serialized_start=2906
-  _globals['_GENERATERESPONSE']._serialized_end=3022
-  _globals['_REQUESTEVENT']._serialized_start=3025
-  _globals['_REQUESTEVENT']._serialized_end=3504
-  _globals['_TOKENLOGPROBS']._serialized_start=3506
-  _globals['_TOKENLOGPROBS']._serialized_end=3591
-  _globals['_REQUESTTIMES']._serialized_start=3593
-  _globals['_REQUESTTIMES']._serialized_end=3681
-  _globals['_MOVED']._serialized_start=3683
-  _globals['_MOVED']._serialized_end=3800
-  _globals['_WORKERSERVICE']._serialized_start=4158
-  _globals['_WORKERSERVICE']._serialized_end=4266
-  _globals['_MEMBERSERVICE']._serialized_start=4269
-  _globals['_MEMBERSERVICE']._serialized_end=4643
+  _globals['_DELIVERY']._serialized_start=3884
+  _globals['_DELIVERY']._serialized_end=3968
+  _globals['_FINISHREASON']._serialized_start=3971
+  _globals['_FINISHREASON']._serialized_end=4238
+  _globals['_PREPAREREQUEST']._serialized_start=194
+  _globals['_PREPAREREQUEST']._serialized_end=504
+  _globals['_PEER']._serialized_start=507
+  _globals['_PEER']._serialized_end=724
+  _globals['_PREPARERESPONSE']._serialized_start=726
+  _globals['_PREPARERESPONSE']._serialized_end=781
+  _globals['_INTRODUCEREQUEST']._serialized_start=783
+  _globals['_INTRODUCEREQUEST']._serialized_end=898
+  _globals['_INTRODUCERESPONSE']._serialized_start=900
+  _globals['_INTRODUCERESPONSE']._serialized_end=919
+  _globals['_GOTO']._serialized_start=921
+  _globals['_GOTO']._serialized_end=996
+  _globals['_SHIPREQUESTSREQUEST']._serialized_start=999
+  _globals['_SHIPREQUESTSREQUEST']._serialized_end=1209
+  _globals['_SHIPREQUESTSRESPONSE']._serialized_start=1211
+  _globals['_SHIPREQUESTSRESPONSE']._serialized_end=1278
+  _globals['_ABORTREQUEST']._serialized_start=1280
+  _globals['_ABORTREQUEST']._serialized_end=1347
+  _globals['_ABORTRESPONSE']._serialized_start=1349
+  _globals['_ABORTRESPONSE']._serialized_end=1364
+  _globals['_GENERATEREQUEST']._serialized_start=1367
+  _globals['_GENERATEREQUEST']._serialized_end=1581
+  _globals['_START']._serialized_start=1584
+  _globals['_START']._serialized_end=2113
+  _globals['_SAMPLING']._serialized_start=2116
+  _globals['_SAMPLING']._serialized_end=2496
+  _globals['_LOGITBIAS']._serialized_start=2498
+  _globals['_LOGITBIAS']._serialized_end=2541
+  _globals['_TOKENSEQUENCE']._serialized_start=2543
+  _globals['_TOKENSEQUENCE']._serialized_end=2577
+  _globals['_GRAMMAR']._serialized_start=2579
+  _globals['_GRAMMAR']._serialized_end=2652
+  _globals['_LOGPROBOPTIONS']._serialized_start=2654
+  _globals['_LOGPROBOPTIONS']._serialized_end=2750
+  _globals['_LIMITS']._serialized_start=2752
+  _globals['_LIMITS']._serialized_end=2824
+  _globals['_ABORT']._serialized_start=2826
+  _globals['_ABORT']._serialized_end=2853
+  _globals['_ATTACH']._serialized_start=2856
+  _globals['_ATTACH']._serialized_end=2986
+  _globals['_GENERATERESPONSE']._serialized_start=2988
+  _globals['_GENERATERESPONSE']._serialized_end=3104
+  _globals['_REQUESTEVENT']._serialized_start=3107
+  _globals['_REQUESTEVENT']._serialized_end=3586
+  _globals['_TOKENLOGPROBS']._serialized_start=3588
+  _globals['_TOKENLOGPROBS']._serialized_end=3673
+  _globals['_REQUESTTIMES']._serialized_start=3675
+  _globals['_REQUESTTIMES']._serialized_end=3763
+  _globals['_MOVED']._serialized_start=3765
+  _globals['_MOVED']._serialized_end=3882
+  _globals['_WORKERSERVICE']._serialized_start=4240
+  _globals['_WORKERSERVICE']._serialized_end=4348
+  _globals['_MEMBERSERVICE']._serialized_start=4351
+  _globals['_MEMBERSERVICE']._serialized_end=4725
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import record_pb2 as _record_pb2
 from tideserve.common.v1 import service_pb2 as _service_pb2
@@ -558,6 +559,7 @@ class Start(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     SERVER_LOSSES_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request. A second start with the same id is refused; if it comes on another
     stream, the first request ends silently, since the gateway has lost that stream.
@@ -613,6 +615,12 @@ class Start(_message.Message):
         first event has their number as its first index; `limits` and penalties include them.
         """
 
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter to apply; absent: none. A worker that cannot load it refuses the request. Older
+        workers would ignore it, so gateways send it only to workers whose record has `adapters`.
+        """
+
     def __init__(
         self,
         *,
@@ -633,10 +641,11 @@ class Start(_message.Message):
         delivery: Global___Delivery.ValueType = ...,
         resumable: _builtins.bool = ...,
         server_losses: _builtins.int = ...,
+        adapter: _adapter_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "server_losses", b"server_losses", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "server_losses", b"server_losses", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

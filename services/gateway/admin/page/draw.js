@@ -82,7 +82,9 @@ class WorkerColumn {
     this.column.style.setProperty("--held", String(Math.max(1, Math.min(48, end - first))));
     const all = end - first >= layers;
     write(this.layers, all ? `all ${layers || ""} layers` : `layers ${first}–${end - 1} of ${layers}`);
-    write(this.load, `${worker.running} running · ${worker.waiting} waiting`);
+    const slots = worker.adapter_slots;
+    const adapters = slots ? ` · ${worker.adapters_loaded} of ${slots} adapters` : "";
+    write(this.load, `${worker.running} running · ${worker.waiting} waiting${adapters}`);
     const text = PARTS.filter((part) => NAMES[part]).map((part) => `${NAMES[part]} ${size(bytes[part])}`);
     this.column.setAttribute("aria-label", `${worker.id}: ${text.join(", ")} of ${size(whole)}`);
   }

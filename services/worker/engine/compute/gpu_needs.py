@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from services.worker.config import DEVICES, cpu_only_torch_error
+from services.worker.config import DEVICES
 from services.worker.engine.compute.runner_config import RunnerConfig
-from services.worker.errors import DeviceError
+from services.worker.errors import DeviceError, cpu_only_torch_error
 
 PACKAGES = ("cuda", "triton")
 """Modules that torch's CUDA build installs."""

@@ -12,6 +12,7 @@ from services.core.prefix.block_hash import (
 )
 
 ROOT = root_hash("model", "float32", "")
+ANN_S = "9aab307ea59069f16243f34f9a5c7ab8"
 
 
 def _hashes(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
@@ -77,3 +78,13 @@ def test_long_prompts_have_a_bounded_number_of_thin_hashes_and_share_them_with_s
     assert long.stride % short.stride == 0
     step = long.stride // short.stride
     assert short.hashes[step - 1 :: step] == long.hashes[: THIN_MAX // step]
+
+
+def test_an_adapter_has_salts_of_its_own_and_none_changes_no_salt() -> None:
+    digests = ("", "0" * 64, "1" * 64)
+    owners, wanted = ("", "ann", "0" * 64), ("", "s", "1" * 64)
+    salts = [tenant_salt(o, w, d) for o in owners for w in wanted for d in digests]
+    assert len(set(salts)) == len(salts)
+    # As before there were adapters.
+    assert tenant_salt("", "", "") == ""
+    assert tenant_salt("ann", "s", "") == tenant_salt("ann", "s") == ANN_S

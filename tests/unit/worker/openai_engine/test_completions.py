@@ -13,8 +13,8 @@ from services.worker.openai_engine.completions import (
 )
 from services.worker.openai_engine.errors import UpstreamFailed, UpstreamLost, UpstreamRefused
 from services.worker.openai_engine.output import StreamedLogprob, StreamPiece
-from services.worker.vllm_engine.adapter import parameters_of
 from services.worker.vllm_engine.arguments import RANK_MAX, class_of, priority_of
+from services.worker.vllm_engine.parameters import parameters_of
 
 
 def body_of(**fields: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from services.worker.openai_engine.errors import UpstreamLost, UpstreamRefused
 from services.worker.openai_engine.llama_cpp import MARGIN, LlamaCpp
 from services.worker.openai_engine.output import StreamedLogprob, StreamPiece
 from services.worker.openai_engine.retokenizer import Retokenizer
-from services.worker.vllm_engine.adapter import parameters_of
+from services.worker.vllm_engine.parameters import parameters_of
 from tests.support.tiny_models import write_tokenizer
 
 EOS = 2

@@ -8,6 +8,7 @@ import pytest
 from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
 from services.core.service import Service, ServiceClass
+from services.worker.adapter_settings import AdapterSettings
 from services.worker.config import WorkerConfig
 from services.worker.vllm_engine.arguments import (
     FIT_MODEL_LEN,
@@ -20,6 +21,7 @@ from services.worker.vllm_engine.arguments import (
 def config(**changes: Any) -> WorkerConfig:
     max_model_len = changes.pop("max_model_len", None)
     engine_args = changes.pop("engine_args", {})
+    adapters = changes.pop("adapters", AdapterSettings())
     return WorkerConfig(
         etcd_url="http://127.0.0.1:2379",
         engine="vllm",
@@ -28,6 +30,7 @@ def config(**changes: Any) -> WorkerConfig:
         model_dir=Path("/models/m"),
         max_model_len=max_model_len,
         engine_args=engine_args,
+        adapters=adapters,
         memory_bytes=1 << 30,
         planner=IterationConfig(max_running=7, max_batch_tokens=300, **changes),
     )
@@ -89,3 +92,10 @@ def test_a_priority_is_that_of_the_class_and_then_the_rank() -> None:
     ]
     found = [priority_of(service) for service in rising]
     assert found == sorted(found) and len(set(found)) == len(found)
+
+
+def test_adapters_have_slots_of_their_largest_rank() -> None:
+    adapters = AdapterSettings(adapter_slots=3, adapter_rank_max=32, adapter_roots=("/adapters",))
+    arguments = arguments_of(config(adapters=adapters), 1 << 20)
+    added = {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 3, "max_lora_rank": 32}
+    assert arguments == arguments_of(config(), 1 << 20) | added

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.core.request import Grammar, GrammarKind, Limits, LogprobOptions, Request, Sampling
-from services.worker.vllm_engine.adapter import CannotResume, CannotServe, parameters_of
+from services.worker.vllm_engine.parameters import CannotResume, CannotServe, parameters_of
 
 
 def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""The digest of an adapter's files."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.adapter_files import CONFIG, WEIGHTS, AdapterUnreadable, adapter_digest
+
+
+def write(folder: Path, config: bytes = b"{}", weights: bytes = b"w") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_bytes(config)
+    (folder / WEIGHTS).write_bytes(weights)
+    return folder
+
+
+def test_it_depends_on_both_files_and_nothing_else(tmp_path: Path) -> None:
+    contents = [(b"{}", b"w"), (b"{ }", b"w"), (b"{}", b"w2"), (b"{}w", b""), (b"", b"{}w")]
+    digests = [adapter_digest(write(tmp_path / "a", *content)) for content in contents]
+    assert len(set(digests)) == len(contents)
+    (write(tmp_path / "b") / "README.md").write_text("text")
+    assert adapter_digest(tmp_path / "b") == digests[0]
+
+
+def test_the_copy_has_the_bytes_that_were_read(tmp_path: Path) -> None:
+    source, copy = write(tmp_path / "a", weights=b"w" * (2**20 + 1)), tmp_path / "copy"
+    copy.mkdir()
+    assert adapter_digest(source, copy) == adapter_digest(copy)
+    assert sorted(path.name for path in copy.iterdir()) == [CONFIG, WEIGHTS]
+
+
+@pytest.mark.parametrize("wrong", ["missing", "folder", "large"])
+def test_a_file_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
+    folder = write(tmp_path / "a")
+    if wrong == "missing":
+        (folder / WEIGHTS).unlink()
+    elif wrong == "folder":
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).mkdir()
+    else:
+        (folder / CONFIG).write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(AdapterUnreadable, match=r"cannot be read: .*write the adapter in peft"):
+        adapter_digest(folder)

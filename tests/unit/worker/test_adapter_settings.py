@@ -1,0 +1,32 @@
+"""Settings of a worker for adapters."""
+
+from typing import Any
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.worker.adapter_settings import AdapterSettings
+
+
+def settings(**changes: Any) -> AdapterSettings:
+    given = {"adapter_slots": 2, "adapter_roots": ("/adapters",)}
+    return AdapterSettings(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "words"),
+    [
+        ({}, "tideserve", "only `engine: vllm` loads adapters"),
+        ({}, "openai", "only `engine: vllm` loads adapters"),
+        ({"adapter_roots": ()}, "vllm", "requires 'adapter_roots'"),
+        ({"adapter_rank_max": 24}, "vllm", "'adapter_rank_max' is 24, but vLLM supports 8, 16"),
+    ],
+)
+def test_what_contradicts_is_refused(changes: dict[str, Any], engine: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings(**changes).check(engine)
+
+
+@pytest.mark.parametrize(("changes", "engine"), [({}, "vllm"), ({"adapter_slots": 0}, "tideserve")])
+def test_what_fits_is_accepted(changes: dict[str, Any], engine: str) -> None:
+    settings(**changes).check(engine)
