@@ -85,6 +85,7 @@ def gateway() -> Metrics:
     metrics.export_calls({"waiting": ConcurrencyLimit(1, 1)})
     metrics.export_connections(lambda _port: 0)
     metrics.count_closed_connection("http", "idle")
+    metrics.export_readiness("m", lambda: True, lambda: 1)
     metrics.quotas.set_limits({("owner", limit): 1 for limit in Limit})
     BatchMetrics(metrics.registry).observe_call("claim", 0.0, failed=False)
     return metrics

@@ -25,7 +25,7 @@ from tests.support.byte_tokenizer import (
 from tests.support.client import open_client
 from tests.support.exposition import samples, value
 from tests.support.fake_cluster import FakeWorker, fake_cluster
-from tests.support.gateway import TIMEOUT_S, Case, endless, gateway_before
+from tests.support.gateway import TEXT, TIMEOUT_S, Case, endless, gateway_before
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 from tideserve.client import AsyncClient
@@ -33,7 +33,7 @@ from tideserve.client.errors import ModelNotFound
 from tideserve.kserve.v2 import inference_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2_grpc
 
-TEXTS = {"m": "The tide comes in, and the tide goes out. Ça va — 日本語! ", "n": "Ebb and flow. "}
+TEXTS = {"m": TEXT, "n": "Ebb and flow. "}
 TOKENIZERS = {"m": byte_tokenizer(), "n": byte_tokenizer(other=True)}
 LENGTHS = {"m": 256, "n": 128}
 # The names of each model: its own and an alias.
@@ -60,7 +60,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @dataclass
 class Models:
-    """The gateway, and keys: of `m`, of `n`, of both, and of neither."""
+    """The gateway, and keys: of `m`, of `n`, of both, of neither, and of an operator."""
 
     gateway: Case
     keys: dict[str, str]
@@ -80,6 +80,7 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Models]:
         name: add_key(file, name, False, models, QuotaLimits(tokens_per_minute=100_000))
         for name, models in allowed.items()
     }
+    keys["ops"] = add_key(file, "ops", True, None, QuotaLimits())
     other = FakeWorker("other", lambda _: ids_of("n", TEXTS["n"]) * 20, "n")
     other.record["max_model_len"] = LENGTHS["n"]
     models: list[dict[str, Any]] = [
@@ -220,8 +221,9 @@ async def test_a_key_of_a_model_sees_no_other(case: Models, mine: str) -> None:
         hidden = await case.post(path, {**body, "model": other}, mine)
         assert unknown.status_code == hidden.status_code == 404
         # Like a model that does not exist.
-        assert hidden.text.replace(f"'{other}'", "'none'") == unknown.text
-        assert f"this server has '{mine}'" in hidden.text
+        told, wanted = (r.json()["error"]["message"] for r in (hidden, unknown))
+        assert told.replace(f"'{other}'", "'none'") == wanted
+        assert told.endswith(f"this server has '{mine}'")
         assert (await case.post(path, {**body, "model": alias}, mine)).status_code == 200
         foreign = await case.post(path, {**body, "model": mine}, "neither")
         assert foreign.status_code == 403
@@ -266,7 +268,7 @@ async def test_readiness_by_model(case: Models) -> None:
         *(("/ready", 503), ("/health", 200)),
     ):
         assert (await case.gateway.http.get(path)).status_code == status, path
-    rows = samples((await case.gateway.admin.get("/metrics")).text)
+    rows = samples((await case.get("/metrics", "ops")).text)
     for model, ready in (("m", 1), ("n", 0)):
         assert value(rows, "tideserve_gateway_model_ready", model_name=model) == ready
         assert value(rows, "tideserve_gateway_groups_serving", model_name=model) == ready
@@ -313,7 +315,7 @@ async def test_metrics_and_quotas_by_model(case: Models) -> None:
         body = {"model": name, "prompt": "hi", "max_tokens": tokens}
         answer = await case.post("/v1/completions", body)
         assert answer.status_code == 200
-    rows = samples((await case.gateway.admin.get("/metrics")).text)
+    rows = samples((await case.get("/metrics", "ops")).text)
     for model, tokens in (("m", 5), ("n", 7)):
         for name, wanted in (
             *(("vllm:request_generation_tokens_sum", tokens), ("vllm:request_params_n_sum", 1)),

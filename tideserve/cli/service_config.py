@@ -48,18 +48,11 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
     Keys whose option is None are omitted, so the service uses its default. Keys of a section
     override derived keys.
     """
-    model: dict[str, Any] = {
-        "model_name": placement.model_name,
-        "model_dir": str(placement.model_dir),
-        "expected_workers": options.workers,
-    }
-    if placement.models:
-        model = {"models": [model.gateway_entry() for model in placement.models]}
     ports = placement.metrics_ports
     settled: dict[str, dict[str, Any]] = {
         "memmgr": {"metrics_port": ports.get("memmgr")},
         "scheduler": {"metrics_port": ports.get("scheduler")},
-        "gateway": model
+        "gateway": _gateway_models(options, placement)
         | {
             "expected_wait_s": options.ready_timeout_s,
             "metrics_port": ports.get("gateway"),
@@ -93,6 +86,17 @@ def service_configs(options: ClusterOptions, placement: Placement) -> dict[str, 
             devices += devices_of(normalized(config.get("engine_args", {})))
         configs[name] = config
     return configs
+
+
+def _gateway_models(options: ClusterOptions, placement: Placement) -> dict[str, Any]:
+    """The keys of the gateway that name its models."""
+    if placement.models:
+        return {"models": [model.gateway_entry() for model in placement.models]}
+    return {
+        "model_name": placement.model_name,
+        "model_dir": str(placement.model_dir),
+        "expected_workers": options.workers,
+    }
 
 
 def _worker_keys(options: ClusterOptions, placement: Placement) -> dict[str, dict[str, Any]]:

@@ -79,21 +79,7 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self._rejections = counter(
-            "vllm:admission_rejections",
-            "Requests refused for lack of capacity, by reason: queue_full, too_late, expired,"
-            " unavailable, shutting_down. The class is unknown if the body was not read.",
-            ["model_name", "reason", "class"],
-        )
-        for name in {*self._of, self._unread_model}:
-            for refusal in REFUSALS:
-                for service_class in (*ServiceClass, UNREAD):
-                    self._rejections.labels(name, refusal.code, str(service_class))
-        self._prompt_tokens = counter(
-            "tideserve_gateway_prompt_tokens", "Accepted prompt tokens.", ["model_name"]
-        )
-        for name in self._of:
-            self._prompt_tokens.labels(name)
+        self._add_tokens_and_rejections(counter)
         self._stream_errors = counter(
             "tideserve_gateway_stream_errors",
             "Streams that failed after they had begun; client_gone: the client disconnected.",
@@ -116,6 +102,24 @@ class Metrics:
         self._add_states(partial(Gauge, registry=registry))
         self._add_loads(partial(Gauge, registry=registry))
         self._add_connections(registry)
+
+    def _add_tokens_and_rejections(self, counter: Callable[..., Counter]) -> None:
+        """Add the counters of prompt tokens and refusals, with a series per model."""
+        self._rejections = counter(
+            "vllm:admission_rejections",
+            "Requests refused for lack of capacity, by reason: queue_full, too_late, expired,"
+            " unavailable, shutting_down. The class is unknown if the body was not read.",
+            ["model_name", "reason", "class"],
+        )
+        for name in {*self._of, self._unread_model}:
+            for refusal in REFUSALS:
+                for service_class in (*ServiceClass, UNREAD):
+                    self._rejections.labels(name, refusal.code, str(service_class))
+        self._prompt_tokens = counter(
+            "tideserve_gateway_prompt_tokens", "Accepted prompt tokens.", ["model_name"]
+        )
+        for name in self._of:
+            self._prompt_tokens.labels(name)
 
     def _add_states(self, gauge: Callable[..., Gauge]) -> None:
         """Add gauges about the health of quotas, keys and the cluster."""
