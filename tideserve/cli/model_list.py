@@ -55,7 +55,7 @@ class PlacedModel:
 
     def worker_keys(self, memory_bytes: int) -> dict[str, Any]:
         """The keys of each of its workers; `memory_bytes`: of workers whose entry has none."""
-        keys = {"model_name": self.name, "model_dir": str(self.dir)}
+        keys: dict[str, Any] = {"model_name": self.name, "model_dir": str(self.dir)}
         keys["memory_bytes"] = self.listed.memory or memory_bytes
         return keys | _given(self.listed, _OF_WORKERS)
 

@@ -49,4 +49,4 @@ def test_what_a_registration_adds() -> None:
     assert worker_facts(worker_record())["can_merge"] is True
     assert worker_facts(worker_record(no_drops="no UCX"))["no_drops"] == "no UCX"
     assert worker_facts(worker_record(capabilities=["engine:vllm"]))["engine"] == "vllm"
-    assert worker_facts(None) == {"paced": None, "engine": None}
+    assert worker_facts(None) == {"model": None, "paced": None, "engine": None}
