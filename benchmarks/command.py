@@ -68,10 +68,19 @@ Systems = Annotated[
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
         "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
         "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
-        "-preempting lets online requests interrupt batch work, -packing, -slots and "
-        "-victims enable parts of BROS, -groups sets a deadline for each token instead of "
-        "each group, -api sends batch work as files to /v1/batches. -float32 "
-        "or -bfloat16 sets the dtype.",
+        "-preempting lets online requests interrupt batch work, -packing, -slots, -victims "
+        "and -sharing enable parts of BROS, -block64 sets KV blocks of 64 tokens, -groups "
+        "sets a deadline for each token instead of each group, -api sends batch work as files "
+        "to /v1/batches. -float32 or -bfloat16 sets the dtype.",
+        show_default="the scenario's",
+    ),
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100,
+        help="Rounds in which all systems take turns.",
         show_default="the scenario's",
     ),
 ]
@@ -176,6 +185,7 @@ def bench(
     quick: Quick = False,
     ablation: Ablation = False,
     systems: Systems = None,
+    rounds: Rounds = None,
     json: FiguresFile = None,
     plot: PictureFile = None,
     slo: Targets = None,
@@ -225,6 +235,7 @@ def bench(
         append=append,
         minutes=minutes,
         seconds=seconds,
+        rounds=rounds,
         workers=flags.get("workers", DEFAULT_WORKERS),
     )
     if scenario == "burst" and ablation:

@@ -37,13 +37,13 @@ def change_groups(url: str, path: str, timeout_s: float) -> int:
     return refused
 
 
-def move_requests(url: str, source: str, target: str) -> None:
-    """Move all running requests of a worker to another; returns when no further one can move.
+def move_requests(url: str, source: str, target: str, requests_max: int) -> None:
+    """Move at most `requests_max` running requests of a worker to another; returns afterwards.
 
     Raises:
         ChangeFailed: if the cluster at the admin port `url` refuses, or does not answer.
     """
-    query = urlencode({"source": source, "target": target})
+    query = urlencode({"source": source, "target": target, "requests": requests_max})
     try:
         _post(f"{url}{MOVE_PATH}?{query}").close()
     except OSError as error:

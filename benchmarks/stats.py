@@ -45,8 +45,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float | None]:
-    """The percentiles in `PERCENTILES`, and the maximum."""
-    return percentiles(values) | {"max": max(values, default=None)}
+    """The percentiles in `PERCENTILES`, the mean and the maximum."""
+    mean = quotient(sum(values), len(values))
+    return {"mean": mean, **percentiles(values), "max": max(values, default=None)}
 
 
 def latencies(records: Iterable[SentRequest], metric: str) -> list[float]:

@@ -191,8 +191,7 @@ def _class_figures(records: Sequence[SentRequest], waited_s: Sequence[float]) ->
         "without_token": sum(not r.token_times_s for r in records),
         "ttft_s": distribution(waited_s),
         "inter_token_s": percentiles(gaps) | {"max": max(gaps, default=None)},
-        "normalized_latency_s": distribution(normalized)
-        | {"mean": quotient(sum(normalized), len(normalized))},
+        "normalized_latency_s": distribution(normalized),
     }
 
 

@@ -23,7 +23,7 @@ from benchmarks.faults.cluster import (
 )
 from benchmarks.faults.judge import CellSeen, CellVerdict, judge_cell
 from benchmarks.faults.load import Streams, stream_requests, undisturbed_answers
-from benchmarks.faults.matrix import FAULTS, MOVE, PHASES, FaultCell
+from benchmarks.faults.matrix import FAULTS, MOVE, MOVED_AT_ONCE, PHASES, FaultCell
 from benchmarks.faults.outcomes import Undisturbed
 from benchmarks.group_changes import (
     MERGE_PATH,
@@ -170,13 +170,14 @@ class CellRun:
     def _change(self) -> None:
         """Request the change of the phase until the failpoint is hit.
 
-        The cluster refuses a change right after another change. Moves are repeated, since some
-        requests may move only later.
+        The cluster refuses a change right after another change. Moves are repeated, since an order
+        moves a few requests.
         """
         while not self._hits():
             try:
                 if self._phase.change == MOVE:
-                    move_requests(self._cluster.admin_url, *self._cluster.workers[:2])
+                    source, target = self._cluster.workers[:2]
+                    move_requests(self._cluster.admin_url, source, target, MOVED_AT_ONCE)
                 else:
                     change_groups(self._cluster.admin_url, PATHS[self._phase.change], 0.0)
                     return

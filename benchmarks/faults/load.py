@@ -277,6 +277,9 @@ def undisturbed_answers(
                 f" {outcome.failure or 'it ended too early'}"
             )
     return [
-        Undisturbed(outcome.token_ids, outcome.text, outcome.finish_reason, outcome.prompt_tokens)
+        Undisturbed(
+            *(outcome.token_ids, outcome.text, outcome.finish_reason, outcome.prompt_tokens),
+            times_s=outcome.times_s,
+        )
         for outcome in outcomes
     ]

@@ -26,6 +26,10 @@ SOURCE, TARGET = "source", "target"
 SIZES = (2, 3, 4)
 QUICK_SIZES = (2,)
 MOVE = "move"
+MOVED_AT_ONCE = 3
+"""Requests of an order to move. The fault hits a later order, or it would hit all requests before
+any of them runs at the target.
+"""
 SHIP_FAULTS = (
     *("kill-worker", "kill-engine", "kill-servicer", "stop-3", "stop-12", "cut", "cut-bulk"),
     *("gateway-kill", "scheduler-kill", "memmgr-kill"),
@@ -58,7 +62,7 @@ class FaultPhase:
 
 
 def _shipping(description: str, point: str, nth: int) -> FaultPhase:
-    """A phase of moves between single workers; some requests have moved at hit `nth`."""
+    """A phase of moves between single workers; a whole order has ended at hit `nth`."""
     return FaultPhase(
         description,
         point,
@@ -131,7 +135,9 @@ PHASES: Mapping[str, FaultPhase] = {
         "KV of a running request is about to be packed or stored", "engine.ship.part.{}", nth=150
     ),
     "ship_sealed": _shipping(
-        "a request ends at its worker, and its last KV is on the way", "engine.ship.sealed.{}", 4
+        "a request ends at its worker, and its last KV is on the way",
+        "engine.ship.sealed.{}",
+        nth=MOVED_AT_ONCE + 1,
     ),
 }
 

@@ -14,12 +14,13 @@ ERRORS_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class Undisturbed:
-    """The answer of an undisturbed run. `prompt_tokens` is from its usage."""
+    """The answer of an undisturbed run; `times_s` of its tokens, `prompt_tokens` of its usage."""
 
     token_ids: tuple[int, ...]
     text: str = ""
     finish_reason: str = ""
     prompt_tokens: int = 0
+    times_s: tuple[float, ...] = ()
 
     def contradiction(self, token_ids: Sequence[int], text: str) -> str:
         """How the received part of another run differs; "" if it does not."""

@@ -115,7 +115,7 @@ def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
     ):
         yield [
             (f"{label} {name.upper()} [ms]", at(metric, name), _milliseconds)
-            for name in (*PERCENTILES, "max")
+            for name in ("mean", *PERCENTILES, "max")
             if all(name in figures[metric] for figures in systems.values())
         ]
     yield [("throughput [tokens/s]", at("throughput_tokens_per_s"), _plain)]

@@ -104,7 +104,7 @@ def _config(plan: BenchPlan, outcomes: RunOutcomes) -> dict[str, Any]:
         "seed": plan.choice.seed,
         # All options that a simulation needs to generate the same requests.
         "load": asdict(plan.choice),
-        "rounds": plan.scenario.round_count(plan.choice.quick),
+        "rounds": plan.scenario.round_count(plan.choice),
         "model": deployment.model_name,
         "dtype": deployment.dtype,
         "workers": deployment.workers,

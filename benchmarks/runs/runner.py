@@ -80,7 +80,7 @@ class Runner:
         self._progress = progress
         self._deployment = plan.deployment
         self._cases = plan.scenario.cases(plan.choice)
-        self._round_count = plan.scenario.round_count(plan.choice.quick)
+        self._round_count = plan.scenario.round_count(plan.choice)
         self._systems = self._in_order()
         self._fits = True
         self._kv_bytes: dict[str, int] = {}
@@ -130,7 +130,8 @@ class Runner:
         ):
             if self._deployment.paced and is_tideserve(name):
                 systems[f"{name}@{self._deployment.paced}"] = (name, True)
-                if self._plan.scenario.co_serving is not None:
+                scenario = self._plan.scenario
+                if scenario.paced_alone or scenario.co_serving is not None:
                     continue  # its load is sized for a single pace
             systems[name.partition("=")[0]] = (name, False)
         return systems

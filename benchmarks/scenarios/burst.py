@@ -186,6 +186,7 @@ SCENARIO = Scenario(
     paced_systems=("drop", "recompute", "recompute-ample"),
     paced_memory="22016KiB",
     paced_options={"worker": {"pace_links": LINK_GBITS}},
+    paced_alone=True,
     tiny_model=PACED_MODEL,
     cases=cases,
     options=TRACE | GPU | {ABLATION},

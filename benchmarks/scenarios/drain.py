@@ -2,11 +2,13 @@
 
 Each worker gets SIGTERM while it runs its share of the streams; `tideserve up` starts its
 successor, and the next worker follows once that serves. Figures per value of the workers' option
-`drain`: the time from the signal to the end of the process, and the longest time between two tokens
-of a stream. Every answer is compared with its undisturbed answer, and the event logs are audited.
+`drain`: the time from the signal to the end of the process, the longest time between two tokens of
+a stream, and the times between two tokens while workers are replaced, beside those of undisturbed
+streams. Every answer is compared with its undisturbed answer, and the event logs are audited.
 """
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -87,6 +89,8 @@ class Rollout:
     gone_s: list[float] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)  # streams that continued at another worker
     silences_s: list[float] = field(default_factory=list)  # the longest of each stream
+    replacing_s: tuple[float, float] = (0.0, 0.0)  # from the first signal until all serve again
+    gaps_s: list[float] = field(default_factory=list)  # between two tokens of a stream meanwhile
     tally: Tally = field(default_factory=Tally)
 
     def note_streams(
@@ -97,8 +101,8 @@ class Rollout:
             answer = wanted[number % len(wanted)]
             self.tally.sent += 1
             self.tally.note(number, outcome, len(answer.token_ids), answer)
-            gaps_s = [later - earlier for earlier, later in pairwise(outcome.times_s)]
-            self.silences_s.append(max(gaps_s, default=0.0))
+            self.silences_s.append(max(gaps_of(outcome.times_s), default=0.0))
+            self.gaps_s += gaps_of(outcome.times_s, *self.replacing_s)
 
     def figures(self) -> dict[str, Any]:
         """The figures as JSON."""
@@ -108,8 +112,21 @@ class Rollout:
             "resumed": self.resumed,
             "longest_silence_s": max(self.silences_s, default=None),
             "silence_s": distribution(self.silences_s),
+            "replaced_in_s": self.replacing_s[1] - self.replacing_s[0],
+            "inter_token_s": distribution(self.gaps_s),
             "requests": self.tally.counts(),
         }
+
+
+def gaps_of(
+    times_s: Sequence[float], began_s: float = -math.inf, ended_s: float = math.inf
+) -> list[float]:
+    """The times between two tokens, the later of which arrived between `began_s` and `ended_s`."""
+    return [
+        later_s - earlier_s
+        for earlier_s, later_s in pairwise(times_s)
+        if began_s <= later_s <= ended_s
+    ]
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
@@ -126,7 +143,8 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             audits.append(cluster.audit())
             problems = [*rollouts[mode].tally.problems(), *_broken(audits[-1])]
             cluster.keep_if(problems, "drain", say)
-    return judge(rollouts, audits, GONE_PACED_MAX_S if deployment.paced else GONE_MAX_S)
+    gone_max_s = GONE_PACED_MAX_S if deployment.paced else GONE_MAX_S
+    return judge(rollouts, wanted, audits, gone_max_s)
 
 
 def roll(cluster: FaultCluster, seed: int, wanted: list[Undisturbed], say: Say) -> Rollout:
@@ -149,10 +167,11 @@ def roll(cluster: FaultCluster, seed: int, wanted: list[Undisturbed], say: Say) 
     try:
         await_true(lambda: streams.begun >= STREAMS, WHOLE_TIMEOUT_S)
         # Later, `workers` lacks those that restart.
-        names = cluster.workers
+        names, began_s = cluster.workers, monotonic_s()
         for name in names:
             say(f"replacing {name}")
             replace_worker(cluster, name, names, rollout)
+        rollout.replacing_s = began_s, monotonic_s()
     finally:
         streams.finish()
     rollout.note_streams(streams.outcomes, wanted)
@@ -182,12 +201,17 @@ def _continued(cluster: FaultCluster) -> int:
 
 
 def judge(
-    rollouts: Mapping[str, Rollout], audits: Sequence[Audited], gone_max_s: float
+    rollouts: Mapping[str, Rollout],
+    wanted: Sequence[Undisturbed],
+    audits: Sequence[Audited],
+    gone_max_s: float,
 ) -> TrialVerdict:
     """Figures, and a problem for every violated property."""
     by_mode = {mode: rollout.figures() for mode, rollout in rollouts.items()}
+    undisturbed = distribution([gap_s for answer in wanted for gap_s in gaps_of(answer.times_s)])
     figures: dict[str, Any] = {
         "streams": STREAMS,
+        "undisturbed_inter_token_s": undisturbed,
         "gone_s": {mode: max(rollout.gone_s) for mode, rollout in rollouts.items()},
         "longest_silence_s": {mode: part["longest_silence_s"] for mode, part in by_mode.items()},
         **{
@@ -216,8 +240,10 @@ def judge(
             ("workers ended after", ", ".join(f"{gone_s:.1f} s" for gone_s in part["gone_s"])),
             ("streams that moved", ", ".join(map(str, part["resumed"]))),
             ("longest time between two tokens", f"{part['longest_silence_s']:.2f} s"),
+            ("P99 between two tokens meanwhile", _p99(part["inter_token_s"])),
         )
     ]
+    rows.append(("P99 between two tokens of undisturbed streams", _p99(undisturbed)))
     rows += [row for audited in audits for row in audited.rows]
     return TrialVerdict(figures, rows, problems)
 
@@ -225,6 +251,10 @@ def judge(
 def _broken(audited: Audited) -> list[str]:
     """Problems of an audit; without changes of groups, some invariants have nothing to check."""
     return [*audited.differing, *audited.findings.violations]
+
+
+def _p99(gaps: Mapping[str, float | None]) -> str:
+    return "–" if gaps["p99"] is None else f"{1e3 * gaps['p99']:.0f} ms"
 
 
 def _say_with(say: Say, label: str, text: str) -> None:

@@ -16,7 +16,7 @@ from tideserve.load.record import Round
 from tideserve.load.workload import Backlog, Workload
 
 COMMON = frozenset({"model", "workers", "memory", "dtype", "quick", "json", "seed"})
-COMPARISON = frozenset({"systems", "paced", "slo", "plot", "api_key"})
+COMPARISON = frozenset({"systems", "rounds", "paced", "slo", "plot", "api_key"})
 GPU = frozenset({"device", "load_format"})
 TRACE = frozenset({"trace", "trace_start", "trace_duration", "trace_repeat", "time_scale", "rate"})
 """Groups of parameters of `tideserve bench`."""
@@ -43,6 +43,7 @@ class LoadChoice:
     append        file with the finished cells, which are skipped
     minutes       no cell starts after this time, or duration of random faults
     seconds       duration of each load
+    rounds        number of rounds of a comparison, instead of the scenario's
     """
 
     quick: bool = False
@@ -62,6 +63,7 @@ class LoadChoice:
     append: Path | None = None
     minutes: float | None = None
     seconds: float | None = None
+    rounds: int | None = None
 
     @property
     def draws_faults(self) -> bool:
@@ -141,6 +143,7 @@ class Scenario:
     demand_min     minimum peak KV demand of the load, as a multiple of the capacity
     co_serving     cases have online requests and a backlog of batch requests: other figures, bars,
                    and no unpaced systems in a paced run
+    paced_alone    the load of a paced run overflows paced systems only, so it has no unpaced ones
     """
 
     name: str
@@ -171,6 +174,7 @@ class Scenario:
     steps: Mapping[str, str] = field(default_factory=dict)
     demand_min: float = 0.0
     co_serving: CoServing | None = None
+    paced_alone: bool = False
 
     @property
     def reads(self) -> frozenset[str]:
@@ -186,9 +190,9 @@ class Scenario:
             return self.random_memory[choice.on_gpu]
         return (self.gpu_memory if choice.on_gpu else self.paced_memory) or self.memory
 
-    def round_count(self, quick: bool) -> int:
-        """Number of rounds of a quick or full run."""
-        return self.rounds[0 if quick else 1]
+    def round_count(self, choice: LoadChoice) -> int:
+        """Number of rounds of a run."""
+        return choice.rounds or self.rounds[0 if choice.quick else 1]
 
 
 def find_scenario(name: str) -> Scenario:

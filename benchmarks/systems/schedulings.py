@@ -66,11 +66,14 @@ SUFFIXES: Mapping[str, Options] = {
     "packing": {"worker": {"packing": True}},
     "slots": {"worker": {"adaptive_slots": True}},
     "victims": {"worker": {"victims": "slack"}},
+    "sharing": {"worker": {"block_sharing": True}},
+    "block64": {"worker": {"block_size": 64}},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
     API: {},
 }
 """Options of suffixes. `-preempting` lets online requests interrupt iterations with only batch
-work; `-packing`, `-slots` and `-victims` enable parts of BROS that are off by default; `-groups`
+work; `-packing`, `-slots`, `-victims` and `-sharing` enable parts of BROS that are off by default;
+`-block64` sets KV blocks of 64 tokens; `-groups`
 sets a deadline per token instead of per group of tokens; `-api` gets batch requests as files."""
 
 

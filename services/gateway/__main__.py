@@ -1,8 +1,8 @@
 """`python -m services.gateway [--config FILE]`, or `tideserve-gateway`."""
 
 from services.common import lifecycle
+from services.common.allocator import limit_arenas
 from services.gateway.app import serve
-from services.gateway.bounds.allocator import limit_arenas
 from services.gateway.config import GatewayConfig
 
 

@@ -28,12 +28,13 @@ class MemmgrConfig(ServiceConfig):
         " for comparisons, never merges and moves running requests as with rebalance: all, and also"
         " to even out the workers.",
     )
-    rebalance: Rebalance = choice(
-        MONITOR.rebalance,
+    rebalance: Rebalance | None = choice(
+        None,
         Rebalance,
         "When running requests move to other workers with their KV: never (off); away from workers"
         " that lack KV cache while others have room, before workers merge for them (stuck); also to"
         " make room at a worker for a large request that waits (all). Needs prefix_caching.",
+        default_text="with overload_policy drop stuck, else off",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from services.common.clock import monotonic_s
+from services.common.grpc_server import accept_stream
 from services.common.report import InvalidReport, to_memory_report
 from services.common.timeouts import timeout
 from services.core.groups.coordinator import ChangePhase
@@ -60,6 +61,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         request_iterator: AsyncIterator[memmgr_pb2.ReportMemoryRequest],
         context: Context,
     ) -> memmgr_pb2.ReportMemoryResponse:
+        await accept_stream(context)
         async for report in request_iterator:
             try:
                 memory = to_memory_report(report.memory)
@@ -73,6 +75,7 @@ class MemmgrServicer(memmgr_pb2_grpc.MemmgrServiceServicer):
         request_iterator: AsyncIterator[memmgr_pb2.ReportDemandRequest],
         context: Context,
     ) -> memmgr_pb2.ReportDemandResponse:
+        await accept_stream(context)
         with self._demand.stream() as stream:
             async for report in request_iterator:
                 try:

@@ -12,6 +12,7 @@ import grpc.aio
 
 from services.common.clock import monotonic_s
 from services.common.frames import TAKES_MANY, packed, takes_many, unpacked
+from services.common.grpc_server import accept_stream
 from services.common.report import InvalidReport
 from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import LoadLost, LoadReported
@@ -71,6 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.ReportLoadRequest],
         context: ReportLoadContext,
     ) -> scheduler_pb2.ReportLoadResponse:
+        await accept_stream(context)
         last: LoadReported | None = None
         try:
             async for report in request_iterator:

@@ -38,8 +38,16 @@ PORT_MAX = 65535
 UPSTREAM_KEY = re.compile(r"[!-~]+")
 # Kinds of device that tideserve's engine supports.
 DEVICES = ("cpu", "cuda")
-# Options that only tideserve's own engine supports; each is None if unset.
-OWN_ENGINE_OPTIONS = ("chunk_bytes", "event_log", "host_weights_bytes", "paced", "pace_links")
+# Options of workers and planners that only tideserve's own engine supports; each is None, 0 or
+# false if unset.
+OWN_ENGINE_OPTIONS = (
+    "block_sharing",
+    "chunk_bytes",
+    "event_log",
+    "host_weights_bytes",
+    "paced",
+    "pace_links",
+)
 # Options that only vLLM supports.
 VLLM_OPTIONS = ("engine_args", "engine_python")
 # Options of `engine: openai`; each is empty or None if unset.
@@ -255,8 +263,8 @@ class WorkerConfig(ServiceConfig):
     pace_links: float = number(
         0.0,
         "With `paced`: Gbit/s of the link of a simulated device. KV and parameters are sent as"
-        " slowly as those of the profile's model over such a link; 0: as fast as this machine"
-        " sends.",
+        " slowly as those of the profile's model over such a link, by each worker; what a worker"
+        " receives from several others at once is not slowed. 0: as fast as this machine sends.",
         minimum=0,
         maximum=100_000,
     )
@@ -366,7 +374,7 @@ class WorkerConfig(ServiceConfig):
     def _check_own_options(self, engine: str) -> None:
         """Reject options that only tideserve's own engine supports."""
         for name in OWN_ENGINE_OPTIONS:
-            if getattr(self, name) not in (None, 0):
+            if getattr(self, name, None) or getattr(self.planner, name, None):
                 raise ConfigError(
                     f"'{name}' has no effect with {engine}; remove it, or set 'engine' to"
                     " 'tideserve'"

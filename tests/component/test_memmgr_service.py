@@ -11,6 +11,7 @@ from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
+from services.common.timeouts import timeout
 from services.core.scheduler.vocabulary import ShortfallsReported
 from services.memmgr.app import serve
 from services.memmgr.config import MemmgrConfig
@@ -176,11 +177,11 @@ class Reporter:
 
     async def __aenter__(self) -> "Reporter":
         self._channel = open_channel(self._address)
-        self._call = memmgr_pb2_grpc.MemmgrServiceStub(self._channel).ReportMemory(self._reports())
+        self.call = memmgr_pb2_grpc.MemmgrServiceStub(self._channel).ReportMemory(self._reports())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._call.cancel()
+        self.call.cancel()
         await self._channel.close(None)
 
     async def _reports(self) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
@@ -234,7 +235,7 @@ async def test_the_cluster_shows_registered_workers_that_report(store: Store) ->
 async def test_an_impossible_report_is_refused(store: Store, fields: dict[str, object]) -> None:
     async with memmgr(store) as address, Reporter(address, **fields) as reporter:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reporter._call
+            await reporter.call
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -259,6 +260,19 @@ class DemandStream:
         while True:
             yield memmgr_pb2.ReportDemandRequest(demands=self.demands)
             await asyncio.sleep(0.1)
+
+
+async def test_reports_are_accepted_before_their_streams_end(store: Store) -> None:
+    """Otherwise the sender's gRPC keeps its reports for a retry."""
+    async with (
+        memmgr(store) as address,
+        Reporter(address) as memory,
+        DemandStream(address) as demand,
+        timeout(30),
+    ):
+        for call in (memory.call, demand.call):
+            await call.initial_metadata()
+            assert not call.done()
 
 
 async def test_demand_beyond_the_capacity_leads_to_a_decision(store: Store) -> None:

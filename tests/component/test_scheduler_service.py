@@ -12,6 +12,7 @@ from services.common.etcd import Store
 from services.common.grpc_client import open_channel
 from services.common.membership import GROUPS, SERVICES, WORKERS
 from services.common.records import decode_record
+from services.common.timeouts import timeout
 from services.scheduler import servicer
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
@@ -358,6 +359,16 @@ async def test_an_impossible_report_is_refused(store: Store, report: dict[str, o
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ReportLoad(reports(), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_reports_are_accepted_before_the_stream_ends(store: Store) -> None:
+    """Otherwise the worker's gRPC keeps its reports for a retry."""
+    worker = FakeWorker(worker_record())
+    async with scheduler(store) as address, open_channel(address) as channel:
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(worker.reports())
+        async with timeout(30):
+            await call.initial_metadata()
+        assert not call.done()
 
 
 async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: Store) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from services.core.audit.record import BATCH, COMMAND, EVENT
 from services.core.changeover import vocabulary
 from services.core.changeover.epoch_fence import EpochFence
 from services.core.changeover.frames import Activations, MemberFrame, Samples, activations
@@ -17,6 +18,7 @@ from services.core.planner.events import (
     IterationDropped,
     IterationFinished,
     MoveBlocks,
+    Planned,
     RefuseRequest,
     RequestAborted,
     RequestArrived,
@@ -199,6 +201,7 @@ class WorldMember:
         self.machine.check_invariants()
         if microbatch is None:
             return
+        self.note(BATCH, Planned(self.now_s, microbatch))
         sampled, payload = {}, {}
         for chunk in microbatch.batch.chunks:
             payload[chunk.seq_id] = chunk.token_ids
@@ -281,8 +284,13 @@ class WorldMember:
 
     # --- commands
 
+    def note(self, kind: str, value: Any) -> None:
+        """What an engine writes into its event log."""
+
     def _handle(self, event: vocabulary.Event) -> None:
+        self.note(EVENT, event)
         for command in self.machine.handle(event):
+            self.note(COMMAND, command)
             carry_out = self._handlers.get(type(command))
             if carry_out is None:
                 self._later.append(command)

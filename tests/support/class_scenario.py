@@ -41,8 +41,8 @@ ENGINES_MIN = 2
 class ClassScenario(Scenario):
     """Requests that lose their worker are asked for again, after their tokens.
 
-    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "rested" and
-    "killed".
+    `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "shared",
+    "lost tails", "rested" and "killed".
     """
 
     WORKERS = (3,)
@@ -54,6 +54,7 @@ class ClassScenario(Scenario):
         seed: int,
         scheduling: Scheduling | None = None,
         event_logs: Path | None = None,
+        block_sharing: bool = False,
     ) -> None:
         """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
         self.seen: Counter[str] = Counter()
@@ -63,6 +64,7 @@ class ClassScenario(Scenario):
         scheduling = scheduling or chosen
         planner = {
             "scheduling": scheduling,
+            "block_sharing": block_sharing,
             "cost_model": chances.choice([None, MODEL]),
             "packing": chances.random() < 0.5,
             "adaptive_slots": chances.random() < 0.5,
@@ -142,4 +144,6 @@ class ClassScenario(Scenario):
             state = engine.member.state
             self.seen["resumed"] += state.resumed_iterations_total
             self.seen["yielded"] += state.preemptions_total
+            self.seen["shared"] += state.sequence_table.tails.shared_total
+            self.seen["lost tails"] += state.sequence_table.tails.lost_tokens_total > 0
             self.seen["rested"] += engine.member.changeover.parked_due_s is not None

@@ -167,13 +167,14 @@ class FakeWorker:
     ) -> AsyncIterator[None]:
         """Report to the scheduler during the body."""
         async with (transport or Transport()).dial(address, "scheduler") as channel:
-            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self._reports())
+            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(self.reports())
             try:
                 yield
             finally:
                 call.cancel()
 
-    async def _reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+    async def reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
+        """The reports, for ever."""
         while True:
             self.load.number += 1
             yield scheduler_pb2.ReportLoadRequest(load=self.load)

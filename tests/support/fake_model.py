@@ -130,17 +130,24 @@ class FakeRunner:
         blocks, parts, first = self.stage_memory.kv_ranges[layer].blocks(), [], 0
         for chunk in batch.chunks:
             end = first + len(chunk.token_ids)
-            parts.append(self._attend(blocks, chunk, hidden[first:end, 0]))
+            turned = chunk.seq_id in batch.turned
+            parts.append(self._attend(blocks, chunk, hidden[first:end, 0], turned))
             first = end
         return torch.cat(parts).view(-1, 1)
 
-    def _attend(self, blocks: torch.Tensor, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, blocks: torch.Tensor, chunk: Chunk, rows: torch.Tensor, turned: bool
+    ) -> torch.Tensor:
         end = chunk.start + len(chunk.token_ids)
         positions = torch.arange(chunk.start, end)
         ids = torch.tensor(chunk.block_ids)
         size = self.block_size
-        blocks[ids[positions // size], 0, positions % size, 0, 0] = rows
-        return hashed(blocks[ids, 0, :, 0, 0].reshape(-1)[:end])[chunk.start :]
+        slots = size - 1 - positions % size if turned else positions % size
+        blocks[ids[positions // size], 0, slots, 0, 0] = rows
+        keys = blocks[ids, 0, :, 0, 0]
+        if turned:
+            keys[-1] = keys[-1].flip(0)
+        return hashed(keys.reshape(-1)[:end])[chunk.start :]
 
     def hidden_from_bytes(self, payload: npt.NDArray[np.uint8], tokens: int) -> torch.Tensor:
         """As `ModelRunner.hidden_from_bytes`."""

@@ -2,11 +2,12 @@
 
 Moves begin at any moment between any two single workers, of any number of requests; groups merge
 and split, workers die, parts fail and requests end meanwhile. A client resumes at the worker that
-has its KV, else at some leader. Besides the oracle of `World`, a worker that has returned a request
-sends no further token of it (I15).
+has its KV, else at some leader. Besides the oracle of `World`, the event logs of all engines
+and of the gateway are audited: a request runs at one worker at a time (I15).
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,7 @@ from tests.support.changeover_clients import Clients, Source, Stream
 from tests.support.changeover_member import Packet, WorldMember
 from tests.support.changeover_world import World
 from tests.support.fake_stage import FakeMemory, require
+from tests.support.request_logs import RequestLogs
 
 FRAMES = frozenset(get_args(ShipmentFrame))
 PART_FAILS = 0.02
@@ -39,8 +41,9 @@ PART_FAILS = 0.02
 class ResumingClients(Clients):
     """Clients whose gateway resumes them after their tokens so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: RequestLogs) -> None:
         super().__init__()
+        self.logs = logs
         self.go_to: dict[str, Destination] = {}  # by request that has just been returned
         self.shipped = 0
 
@@ -51,14 +54,43 @@ class ResumingClients(Clients):
 
     def tell(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
         request_id = request_id_of(command.request_id)
-        require(not self.sources[worker_id, request_id].returned, f"{worker_id} goes on: {command}")
         if isinstance(command, RefuseRequest) and command.go_to is not None:
             self.shipped += 1
             if self.streams[request_id].owner == worker_id:
                 self.go_to[request_id] = command.go_to
         super().tell(worker_id, command)
 
+    def start(self, request_id: str, *rest: Any) -> Stream:
+        stream = super().start(request_id, *rest)
+        self.logs.open(request_id, stream.request.limits.max_tokens)
+        self.logs.read_from(request_id, stream.owner, moved=False)
+        return stream
+
+    def resume(self, stream: Stream) -> None:
+        """A gateway starts a request at its new owner."""
+        self.logs.read_from(stream.request.request_id, stream.owner, moved=False)
+
+    def _read(self, request_id: str) -> None:
+        stream = self.streams[request_id]
+        self._note_owner(request_id, stream)
+        super()._read(request_id)
+        self.logs.forward(request_id, stream.tokens)
+        if stream.finished and request_id in self.logs.segments:
+            self.logs.end(request_id, "length")
+
+    def _note_owner(self, request_id: str, stream: Stream) -> None:
+        """Log that a gateway followed a sequence that was handed over."""
+        segments = self.logs.segments.get(request_id)
+        if segments and stream.owner and segments[-1].worker_id != stream.owner:
+            self.logs.forward(request_id, stream.tokens)
+            self.logs.read_from(request_id, stream.owner, moved=True)
+
     def _lose(self, stream: Stream, ask_again: bool) -> None:
+        request_id = stream.request.request_id
+        self._note_owner(request_id, stream)
+        source = self.sources.get((stream.owner, request_id))
+        if source is not None and source.returned:
+            self.logs.note_returned(request_id)
         if ask_again:
             stream.lost, stream.owner = True, ""
         else:
@@ -87,13 +119,20 @@ class MovingMember(WorldMember):
             ShipBlocks: lambda command: self.parts.append(Part(command)),
             CancelShipping: lambda command: self.fail_part(command.transfer_id),
             ShippingOver: self._note_answer,
-            RefuseRequest: self._refuse,
         }
+        self._logs.start_engine(self.worker_id, self.memory.num_layers)
 
-    def _refuse(self, command: RefuseRequest) -> None:
-        if command.returned:
-            require(command.request_id not in self.planner.sequences, f"it runs on: {command}")
-        self.world.clients.tell(self.worker_id, command)
+    @property
+    def _logs(self) -> RequestLogs:
+        assert isinstance(self.world, RebalancedWorld)
+        return self.world.logs
+
+    def note(self, kind: str, value: Any) -> None:
+        self._logs.log(self.worker_id, kind, value)
+
+    def _switch(self, command: vocabulary.SwitchStage) -> vocabulary.StageSwitched:
+        self._logs.switch(self.now_s, self.worker_id, command.configuration)
+        return super()._switch(command)
 
     def _note_answer(self, answer: ShippingOver) -> None:
         self.answers[answer.order] = answer
@@ -147,15 +186,24 @@ class RebalancedWorld(World):
     """`World` with cached prefixes and longer requests; `moves` counts orders."""
 
     blocks_of_a_worker = (8, 16, 24)
+    checks: Counter[str]
+    """Number of the audit's checks by invariant, at the end."""
 
     def __init__(self, seed: int, **options: Any) -> None:
         self._moves = random.Random(seed)
+        self.logs = RequestLogs()
         super().__init__(seed, prefixes=True, **options)
-        self.clients = self.resuming = ResumingClients()
+        self.clients = self.resuming = ResumingClients(self.logs)
         self.moves = 0
 
     def _new_member(self, name: str, memory: FakeMemory, config: IterationConfig) -> WorldMember:
         return MovingMember(self, name, memory, config, *self._slabs(), kv_layout="layout")
+
+    def check_rest(self) -> None:
+        super().check_rest()
+        findings = self.logs.audit()
+        require(not findings.violations, "; ".join(findings.violations))
+        self.checks = findings.checks
 
     def step(self) -> None:
         super().step()
@@ -246,6 +294,7 @@ class RebalancedWorld(World):
         member, source = self._moving(stream.owner), self.clients.sources.get((stream.owner, name))
         if source is not None and not source.returned:
             member.abort(name)
+        self.resuming.resume(stream)
         member.resume(stream)
 
     def _is_current(self, place: Destination) -> bool:

@@ -63,7 +63,7 @@ class SimulationOptions:
     delays: Delays = field(default_factory=Delays)
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
     # When running requests move to other instances with their KV.
-    rebalance: Rebalance = choice(Rebalance.OFF, Rebalance)
+    rebalance: Rebalance | None = choice(None, Rebalance)  # None: the default of the policy
     # When groups merge and split, the protocol, and the costs of a change.
     monitor: OverloadConfig = field(default_factory=OverloadConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -169,7 +169,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     systems = {}
     for policy in _policies(options.overload_policy, path):
         spec = plain
-        if policy is not OverloadPolicy.RECOMPUTE or options.rebalance is not Rebalance.OFF:
+        if policy is not OverloadPolicy.RECOMPUTE or options.rebalance not in (None, Rebalance.OFF):
             spec = replace(plain, change=_change(options, policy, profile, blocks, path))
             assert spec.change is not None
             description[policy.value] = asdict(spec.change)
@@ -235,11 +235,14 @@ def _change(
     if profile.network_bytes_per_s is not None:
         link.setdefault("bytes_per_s", profile.network_bytes_per_s)
     kv_bytes = blocks * options.planner.block_size * shape.num_layers * shape.kv_bytes
+    rebalance = options.rebalance
+    if rebalance is None and not options.planner.prefix_caching:
+        rebalance = Rebalance.OFF  # as workers refuse moves then
     return ChangeSpec(
         shape=shape,
         arena_bytes=shape.parameter_bytes(1) + kv_bytes,
         hidden_bytes=hidden_bytes,
-        monitor=replace(options.monitor, policy=policy, rebalance=options.rebalance),
+        monitor=replace(options.monitor, policy=policy, rebalance=rebalance),
         protocol=options.protocol,
         link=from_mapping(LinkSpec, link, f"section 'link' of {path}"),
         costs=options.change,

@@ -429,7 +429,7 @@ class Cluster:
 
     def _sample(self, progress: Progress | None) -> None:
         now_s = self._simulation.now_s
-        used = wanted = running = capacity = 0
+        used = wanted = running = capacity = processed = 0
         for instance in self.instances.values():
             load = instance.state.load()
             if load.running or load.waiting or instance.launches:
@@ -438,9 +438,13 @@ class Cluster:
                 used += load.kv_blocks_total - load.kv_blocks_free
             wanted += load.kv_blocks_wanted
             running += load.running
+            processed += load.tokens.online_processed_tokens_total
+            processed += load.tokens.batch_processed_tokens_total
         queued = self._queued_blocks
         self.outcomes.samples.append(
-            KvSample(now_s, used, wanted + queued, running, len(self._queued), capacity)
+            KvSample(
+                *(now_s, used, wanted + queued, running, len(self._queued), capacity, processed)
+            )
         )
         if progress is not None:
             progress(now_s)

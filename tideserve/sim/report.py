@@ -8,7 +8,8 @@ from typing import Any
 
 from services.core.report import ClassTokens
 from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
-from tideserve.sim.pipeline import ChangeLog, ChangeRecord
+from tideserve.sim.change_figures import change_figures
+from tideserve.sim.pipeline import ChangeLog
 from tideserve.sim.token_times import (
     NO_TARGETS_MET,
     Gaps,
@@ -20,6 +21,8 @@ from tideserve.sim.token_times import (
     percentiles_of,
 )
 
+WINDOW_S = 10.0
+"""Width of the windows of figures over time."""
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 
 
@@ -91,7 +94,7 @@ class KvSample:
     """The cluster's KV blocks at `time_s`.
 
     `wanted`: blocks that requests wait for, at workers or in the queue; `capacity`: blocks of the
-    current groups.
+    current groups; `processed`: tokens that were computed for the first time, since the start.
     """
 
     time_s: float
@@ -100,6 +103,7 @@ class KvSample:
     running: int
     queued: int
     capacity: int
+    processed: int
 
 
 @dataclass(slots=True)
@@ -144,7 +148,8 @@ def figures(outcomes: Outcomes) -> dict[str, Any]:
     report = pooled_figures([outcomes])
     report |= class_figures([outcomes])
     report |= _kv_figures(outcomes)
-    report["changes"] = _change_figures(outcomes.changes)
+    report["over_time"] = _windows(outcomes)
+    report["changes"] = change_figures(outcomes.changes)
     report["iterations"] = outcomes.iterations
     report["iterations_fast_forwarded"] = outcomes.iterations_fast_forwarded
     report["events"] = outcomes.events
@@ -282,8 +287,6 @@ def _figures_of_class(rounds: Sequence[Outcomes], *, batch: bool) -> dict[str, A
     completed = [record for record in records if record.outcome is Outcome.COMPLETED]
     report = {"sent": len(records), "completed": len(completed)} | _latency_figures(completed)
     report["ttft_s"] = _distribution(waited_s)
-    normalized_s = [record.normalized_s for record in completed]
-    report["normalized_latency_s"]["mean"] = _share(sum(normalized_s), len(normalized_s))
     return report | {"inter_token_s": percentiles_of(merge_gaps(gaps), PERCENTILES)}
 
 
@@ -323,7 +326,8 @@ def _latency_figures(completed: Sequence[Record]) -> dict[str, Any]:
 
 def _distribution(values: Sequence[float]) -> dict[str, float | None]:
     percentiles = {name: percentile(values, share) for name, share in PERCENTILES.items()}
-    return percentiles | {"max": max(values, default=None)}
+    mean = _share(sum(values), len(values))
+    return {"mean": mean, **percentiles, "max": max(values, default=None)}
 
 
 def _duration_s(records: Sequence[Record]) -> float:
@@ -354,52 +358,27 @@ def _kv_figures(outcomes: Outcomes) -> dict[str, Any]:
     }
 
 
-def _change_figures(log: ChangeLog) -> dict[str, Any]:
-    """Compute counts, durations and bytes of merges and splits."""
-    merges = [change for change in log.changes if change.is_merge]
-    splits = [change for change in log.changes if not change.is_merge]
-    freed_bytes = peak_bytes = 0
-    for change in log.changes:
-        freed_bytes += change.freed_bytes
-        peak_bytes = max(peak_bytes, freed_bytes)
-    return {
-        "merges": len(merges),
-        "splits": len(splits),
-        "failed": dict(log.failed),
-        "decisions": len(log.decisions),
-        "moved_requests": log.shipped,
-        "moved_request_bytes": log.shipped_bytes,
-        "moves_of_none": log.shipped_none,
-        "freed_bytes": sum(change.freed_bytes for change in merges),
-        "freed_bytes_peak": peak_bytes,
-        "moved_bytes": sum(change.moved_bytes for change in log.changes),
-        "merge_s": _durations(merges, lambda change: change.committed_s - change.decided_s),
-        "restore_s": _durations(splits, lambda change: change.committed_s - change.decided_s),
-        "exchange_s": _durations(
-            log.changes,
-            lambda change: (
-                None if change.settled_s is None else change.settled_s - change.committed_s
-            ),
-        ),
-        "bubble_share": 1 - log.busy_s / log.present_s if log.present_s else None,
-        "over_time": [
+def _windows(outcomes: Outcomes) -> list[dict[str, float | None]]:
+    """Compute figures of each window: mean TTFT of the requests sent in it, tokens/s."""
+    waits_s: dict[int, list[float]] = {}
+    for record in outcomes.records:
+        if record.outcome is Outcome.COMPLETED:
+            waits_s.setdefault(int(record.sent_s // WINDOW_S), []).append(record.ttft_s)
+    # The last sample of each window, which counts the tokens until then.
+    last = {int(sample.time_s // WINDOW_S): sample for sample in outcomes.samples}
+    if outcomes.samples:
+        last[-1] = outcomes.samples[0]
+    figures: list[dict[str, float | None]] = []
+    for window, sample in sorted(last.items()):
+        if (before := last.get(window - 1)) is None:
+            continue
+        own_s = waits_s.get(window, [])
+        tokens, seconds = sample.processed - before.processed, sample.time_s - before.time_s
+        figures.append(
             {
-                "committed_s": change.committed_s,
-                "settled_s": change.settled_s,
-                "workers": list(change.workers),
-                "kind": "merge" if change.is_merge else "split",
-                "freed_bytes": change.freed_bytes,
-                "moved_bytes": change.moved_bytes,
+                "time_s": (window + 1) * WINDOW_S,
+                "ttft_mean_s": _share(sum(own_s), len(own_s)),
+                "processed_tokens_per_s": _share(tokens, seconds),
             }
-            for change in log.changes
-        ],
-    }
-
-
-def _durations(
-    records: Sequence[ChangeRecord], measure: Callable[[ChangeRecord], float | None]
-) -> dict[str, float | None]:
-    """Return mean and maximum of a duration over the changes for which `measure` has one."""
-    values = [value for record in records if (value := measure(record)) is not None]
-    mean = sum(values) / len(values) if values else None
-    return {"mean": mean, "max": max(values, default=None)}
+        )
+    return figures

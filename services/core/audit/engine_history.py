@@ -160,6 +160,14 @@ class EngineHistory:
                     "{} planned microbatch {} in epoch {}, which another worker leads",
                     *(self.worker_id, microbatch.number, self.epoch),
                 )
+                for chunk in microbatch.batch.chunks:
+                    if chunk.seq_id in self._returned:
+                        self.findings.check(
+                            "I15",
+                            False,
+                            "{} planned {}, which it had returned",
+                            *(self.worker_id, request_id_of(chunk.seq_id)),
+                        )
             case RunStage(frame=frame) if frame.chunks:
                 self.findings.check(
                     "I1",

@@ -71,7 +71,7 @@ class OverloadConfig:
     """Thresholds and times of the monitor; times in seconds."""
 
     policy: OverloadPolicy = computed(OverloadPolicy.DROP)
-    rebalance: Rebalance = computed(Rebalance.OFF)
+    rebalance: Rebalance | None = computed(None)  # None: see `moves`
     overload_dwell_s: float = seconds(0.2)  # overload must last this long before a merge
     split_dwell_s: float = seconds(5.0)  # low demand must last this long before a split
     split_dwell_max_s: float = seconds(80.0)  # limit of the doubling after regretted splits
@@ -94,8 +94,11 @@ class OverloadConfig:
 
     @property
     def moves(self) -> Rebalance:
-        """When requests move: the policy `migrate` moves them in every case."""
-        return Rebalance.ALL if self.policy is OverloadPolicy.MIGRATE else self.rebalance
+        """When requests move: `migrate` moves them in every case; by default only `drop` does."""
+        if self.policy is OverloadPolicy.MIGRATE:
+            return Rebalance.ALL
+        default = Rebalance.STUCK if self.policy is OverloadPolicy.DROP else Rebalance.OFF
+        return default if self.rebalance is None else self.rebalance
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,8 @@ class GroupUse:
     `waiting` requests at workers need `waiting_tokens` of KV to start. `draining`: a member is
     shutting down. `partial_splits`: most parts first; each has a higher limit than the one before.
     `whole_reason`: why a group of three or more has none, or that reports are not CURRENT.
-    `running` requests have KV. Running requests can move between groups with equal `kv_layout`, ""
-    for groups that can move none.
+    `running` requests have KV that counts as used. Running requests can move between groups with
+    equal `kv_layout`, "" for groups that can move none.
     """
 
     group_id: str

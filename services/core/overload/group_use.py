@@ -6,7 +6,7 @@ from services.core.groups.vocabulary import Group
 from services.core.overload.events import GroupUse, MemberUse, ReportStatus
 from services.core.overload.partial_split import partial_splits_of
 from services.core.overload.worker_facts import WorkerFacts
-from services.core.report import EngineReport
+from services.core.report import EngineReport, Load
 
 
 def group_uses(
@@ -47,11 +47,16 @@ def group_uses(
                 draining,
                 partial_splits=partial_splits,
                 whole_reason=whole_reason,
-                running=reports[ids[0]].load.running,
+                running=_running(reports[ids[0]].load),
                 kv_layout=_kv_layout(group, facts),
             )
         )
     return tuple(usages)
+
+
+def _running(load: Load) -> int:
+    """Running requests whose KV counts as used."""
+    return load.running - load.batch_running if load.batch_yields else load.running
 
 
 def _kv_layout(group: Group, facts: Mapping[str, WorkerFacts]) -> str:

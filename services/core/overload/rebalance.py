@@ -11,7 +11,7 @@ groups have room, so their KV moves there first. Three causes, in this order:
 
 Damping: a group takes part in one move at a time and then rests for `REST_S`; one that received
 requests gives none away for `STAY_S`, unless its requests wait. A pair whose last move failed backs
-off. Amounts are KV in tokens.
+off instead. Amounts are KV in tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -83,13 +83,15 @@ class Rebalancer:
         """Record the end of a move of `moved` requests; None: it was not tried."""
         if self._under_way.pop((source_id, target_id), None) is None:
             return
-        self._rest_until_s |= {source_id: now_s + REST_S, target_id: now_s + REST_S}
         pair = [_name(source_id, target_id)]
+        if moved == 0:
+            # Nothing changes, so that reports need no time: another group, or a merge, may help.
+            self._backoff.note_failure(pair, now_s, BACKOFF_S, BACKOFF_MAX_S)
+            return
+        self._rest_until_s |= {source_id: now_s + REST_S, target_id: now_s + REST_S}
         if moved:
             self._stay_until_s[target_id] = now_s + STAY_S
             self._backoff.note_success(pair)
-        elif moved is not None:
-            self._backoff.note_failure(pair, now_s, BACKOFF_S, BACKOFF_MAX_S)
 
     def may_help(self, groups: Sequence[GroupUse], within_s: float, now_s: float) -> bool:
         """Whether moves may still free all groups that are stuck, none for `within_s` or longer."""

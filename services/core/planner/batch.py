@@ -98,11 +98,24 @@ class Chunk(NamedTuple):
     score: PromptScore | None = None
 
 
+class TailTurn(NamedTuple):
+    """Move the K/V of the first `filled` slots of `block` to its end, in reverse order."""
+
+    block: int
+    filled: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Chunks that run in the same iteration: at most one per sequence."""
+    """Chunks that run in the same iteration: at most one per sequence.
+
+    `turned` and `shared` are decodes whose last block another sequence may use (`shared_tails.py`):
+    those of `turned` fill it from the end, those of `shared` from its first slot.
+    """
 
     chunks: tuple[Chunk, ...]
+    turned: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -122,7 +135,7 @@ class Microbatch:
     prefix caches; None: no change.
 
     `preemptible`: an online request may interrupt it between layers. A microbatch that `resumes` an
-    interrupted one has the same batch and runs the remaining layers.
+    interrupted one has the same batch and runs the remaining layers. `turns` precede its run.
     """
 
     number: int
@@ -131,6 +144,7 @@ class Microbatch:
     prefixes: PrefixCacheUpdate | None = None
     preemptible: bool = False
     resumes: int | None = None
+    turns: tuple[TailTurn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

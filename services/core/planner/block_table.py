@@ -116,6 +116,11 @@ class StageTable:
         self.tables[seq_id] = (*have[:place], block, *have[place + 1 :])
         self.pool.release((have[place],))
 
+    def share_block(self, seq_id: str, block: int) -> None:
+        """Extend the table of a sequence by a block that another sequence uses."""
+        self.pool.share((block,))
+        self.tables[seq_id] = (*self.tables.get(seq_id, ()), block)
+
     def truncate(self, seq_id: str, count: int) -> None:
         """Free all blocks from the `count`-th on; `count` is at least 1."""
         have = self.tables[seq_id]

@@ -169,8 +169,8 @@ class BrosPlanner:
                     continue  # no waiting request finds blocks: pack only running ones
             if not (packed.fits(sequence) or packed.empty):
                 return packed.is_late_with(sequence)
-            if pending and pending[0] is sequence:
-                pending.popleft()
+            if sequence in pending:  # also a preempted sequence that starts again
+                pending.remove(sequence)
             self._start(packed, sequence)
         return False
 

@@ -136,6 +136,13 @@ class IterationConfig:
         " blocks: newest, or slack (its next token is due last).",
         expert=True,
     )
+    block_sharing: bool = option(
+        False,
+        "With scheduling slo, conserve or bros: whether an online request that finds no free KV"
+        " block shares the partly filled last block of a batch request, which it fills from the"
+        " other end (BROS). Not for merged groups.",
+        expert=True,
+    )
     preempt: Preempt | None = choice(
         None,
         Preempt,
@@ -196,6 +203,11 @@ class IterationConfig:
         return Preempt.ALWAYS if self.scheduling is Scheduling.SLO else Preempt.OFF
 
     def __post_init__(self) -> None:
+        if self.block_sharing and not self.scheduling.deadlines_bound_iterations:
+            raise ValueError(
+                f"'block_sharing' is on, but 'scheduling' is '{self.scheduling}': set it to slo,"
+                " conserve or bros, or turn 'block_sharing' off"
+            )
         if not 1 <= self.max_running <= self.max_batch_tokens:
             raise ValueError(
                 f"'max_running' is {self.max_running}, but must be 1 to 'max_batch_tokens'"

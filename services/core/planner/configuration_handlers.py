@@ -155,6 +155,12 @@ class ConfigurationHandlers:
 
     # --- changes of sequences
 
+    def _take_over(self, event: changes.SequenceAdopted) -> list[Command]:
+        if not (event.state.blocks or event.state.request.request_id in self._sequences):
+            # Its earlier leader starts it again: this stage may still have its KV.
+            self._table.release(event.state.request.request_id)
+        return self._adopt(event)
+
     def _adopt(self, event: changes.SequenceAdopted) -> list[Command]:
         sequence = Sequence.restore(event.state)
         if sequence.seq_id in self._sequences:
@@ -231,7 +237,7 @@ _HANDLERS: dict[type[Any], Callable[[ConfigurationHandlers, Any], list[Command]]
     changes.ConfigurationEnded: ConfigurationHandlers._end,
     changes.StagesConfigured: ConfigurationHandlers._configure,
     changes.GroupDivided: ConfigurationHandlers._divide,
-    changes.SequenceAdopted: ConfigurationHandlers._adopt,
+    changes.SequenceAdopted: ConfigurationHandlers._take_over,
     changes.SequenceReset: ConfigurationHandlers._reset,
 }
 _HANDLERS |= dict.fromkeys(

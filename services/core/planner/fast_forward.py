@@ -27,6 +27,7 @@ def plan_shape(state: PlannerState, now_s: float) -> IterationShape | None:
     shape = plan.shape(state.config.execution)
     state._flight.launch(plan)
     state.sequence_table.take_released()
+    state.sequence_table.tails.take_turns()
     return shape
 
 

@@ -23,6 +23,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
+from services.core.planner.shared_tails import lacks_tail
 
 BATCH_CHUNK_MIN_TOKENS = 16
 """Least tokens of a chunk of a batch prompt, except its last, since each chunk has a fixed cost."""
@@ -72,13 +73,14 @@ class Harvester:
         ready = Ready()
         decodes, prefix_tokens, online = ready.decodes, 0, 0  # local: the loop runs per iteration
         bound: list[Sequence] = []  # decodes, ready or in flight, that may bound the iteration
+        sharing = self.config.block_sharing
         for sequence in self.sequence_table.running:
             computed = sequence.computed
             remaining = len(sequence.token_ids) - computed
             if not sequence.online:
                 if remaining == 1:
                     ready.batch_decodes.append(sequence)
-                elif remaining:
+                elif remaining and not (sharing and self._lacks_tail(sequence)):
                     ready.batch_prefills.append(sequence)
                 continue
             online += 1
@@ -93,7 +95,28 @@ class Harvester:
         ready.online, ready.prefix_tokens = online, prefix_tokens
         if bound:
             ready.least_residual_s = self._least_residual_s(bound, now_s)
+        if sharing and not (online or ready.batch_decodes or ready.batch_prefills):
+            self._restart_batch(ready)
         return ready
+
+    def _lacks_tail(self, sequence: Sequence) -> bool:
+        """Whether a batch sequence that lost its tail block finds no other."""
+        table = self.sequence_table
+        if not lacks_tail(sequence, self.config.block_size):
+            return False
+        if table.ledger.least_room <= 0:
+            return True
+        table.add_block(sequence)
+        return False
+
+    def _restart_batch(self, ready: Ready) -> None:
+        """Let the oldest running sequence, if any, continue, since no other can run."""
+        # All lost their tails: the oldest preempts the newest for a block.
+        running = self.sequence_table.running
+        if running and running[0].remaining:
+            self.sequence_table.grow(running[0])
+            if running and running[0].remaining:
+                ready.batch_prefills.append(running[0])
 
     def _least_residual_s(self, bound: list[Sequence], now_s: float) -> float:
         """Least residual time of online decodes, ready or in flight, that can still be met."""

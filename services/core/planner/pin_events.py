@@ -20,7 +20,8 @@ class BlocksShared:
 class BlocksAllocated:
     """Pin `blocks` blocks for the KV of a request: cached ones with these hashes, else empty ones.
 
-    The caller has checked that enough are free. `hashes` are those of its first blocks.
+    The caller has checked that enough are free; for an online request, batch sequences may have to
+    be preempted for it. `hashes` are those of its first blocks.
     """
 
     pin: str

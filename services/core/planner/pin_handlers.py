@@ -27,6 +27,8 @@ class PinHandlers:
         return []
 
     def _allocate(self, event: pin_events.BlocksAllocated) -> list[Command]:
+        if event.online:
+            self.sequence_table.make_room(event.blocks)
         self.sequence_table.pins.allocate(
             event.pin, event.request_id, event.online, event.hashes, event.blocks
         )

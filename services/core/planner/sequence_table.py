@@ -22,6 +22,7 @@ from services.core.planner.plan import Plan
 from services.core.planner.prefix_cache import PrefixCache
 from services.core.planner.sequence import Age, Phase, Sequence
 from services.core.planner.sequence_ids import request_id_of
+from services.core.planner.shared_tails import SharedTails, lacks_tail
 from services.core.planner.token_meter import TokenMeter
 from services.core.planner.victims import PRECEDENCES, Precedence, newest_batch
 from services.core.queue_order import QueueKey, Scheduling
@@ -40,9 +41,11 @@ class SequenceTable:
     table: StageTable  # block tables of the leader's own stage
     prefix_caching: bool = False
     precedence: Precedence = PRECEDENCES[Scheduling.FCFS]  # queue order and choice of victims
+    block_sharing: bool = False
     ledger: BlockLedger = field(init=False)  # counts of blocks at all stages
     prefixes: PrefixCache = field(init=False)  # cached prefixes at all stages
     pins: Pins = field(init=False)  # blocks of shipments
+    tails: SharedTails = field(init=False)  # blocks shared by an online and a batch sequence
     sequences: dict[str, Sequence] = field(default_factory=dict)  # all, by sequence id
     batch: dict[str, Sequence] = field(default_factory=dict)  # those of the class `batch`
     waiting: deque[Sequence] = field(default_factory=deque)  # for admission, in queue order
@@ -59,6 +62,7 @@ class SequenceTable:
         self.ledger = BlockLedger(self.table.pool)
         self.prefixes = PrefixCache(self.block_size, self.table, self.ledger, self.prefix_caching)
         self.pins = Pins(self.table)
+        self.tails = SharedTails(self.block_size, self.table, self.block_sharing)
 
     @property
     def prefill_tokens(self) -> int:
@@ -150,7 +154,7 @@ class SequenceTable:
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
-            if missing <= 0 or self.prefixes.shares_blocks(sequence, missing):
+            if missing <= 0 or self._needs_fewer_blocks(sequence, missing):
                 return True
             if not (self._may_preempt_batch and sequence.online):
                 return False
@@ -179,6 +183,13 @@ class SequenceTable:
         _insert(self.running, sequence)
         sequence.blocks = blocks_for(len(sequence.token_ids), self.block_size)
         self.prefixes.make_room(sequence.blocks, have=sequence.registered)
+        missing = sequence.blocks - len(self.table.block_ids(sequence.seq_id))
+        if self.tails.enabled and missing > self.ledger.free:
+            sequence.blocks -= 1
+            self.table.adopt(sequence.seq_id, sequence.blocks)
+            shared = self.tails.share(sequence, self.running)
+            assert shared, f"{sequence.seq_id} does not fit"
+            return sequence
         self.table.adopt(sequence.seq_id, sequence.blocks)
         self.ledger.take(sequence.blocks)
         return sequence
@@ -198,6 +209,9 @@ class SequenceTable:
             if self.pins and (pin := self.pins.least(victim.online)):
                 self.release_pin(pin)
                 continue
+            alone = self.ledger.stages == 1
+            if alone and sequence.online and self.tails.share(sequence, self.running):
+                return preempted
             self.preempt(victim)
             preempted = True
         if sequence.phase is Phase.RUNNING:
@@ -222,6 +236,49 @@ class SequenceTable:
         pin = self.pins.fill_for(request_id_of(sequence.seq_id))
         if pin is not None and not pin.seq_id:
             pin.seq_id, sequence.pin, sequence.awaits_kv = sequence.seq_id, pin.name, not pin.filled
+
+    def settle_tails(self, plan: Plan) -> bool:
+        """Take shared tails from batch sequences where the fills would meet in `plan`.
+
+        Returns whether `plan` lost a sequence.
+        """
+        plan_shrank = False
+        while colliding := self.tails.colliding(plan):
+            if self.suspended is not None and any(map(self.suspended.includes, colliding)):
+                self.discard_suspended()  # now the tails have fewer entries
+                continue
+            for batch in colliding:
+                if batch.blocks == 1:
+                    self.preempt(batch)  # its only block
+                else:
+                    self.tails.lose(batch)
+                if batch in plan.decodes:
+                    plan.decodes.remove(batch)
+                    plan_shrank = True
+        return plan_shrank
+
+    def yield_tails(self) -> None:
+        """Preempt the batch sequences with a turned tail, or without one that they need."""
+        if not self.tails.enabled or self.ledger.stages > 1:
+            return
+        self.discard_suspended()
+        for sequence in list(self.running):
+            turned = sequence.seq_id in self.tails.turned
+            if turned or lacks_tail(sequence, self.block_size):
+                self.preempt(sequence)
+
+    @property
+    def blocks_for_online(self) -> int:
+        """Free blocks, and those that batch sequences yield without a discarded microbatch."""
+        yields = self._may_preempt_batch
+        return self.ledger.free + (self._blocks_of_batch(self.running) if yields else 0)
+
+    def make_room(self, blocks: int) -> None:
+        """Preempt batch sequences, newest first, until `blocks` are free for online KV."""
+        while self.ledger.free < blocks and self._may_preempt_batch:
+            if (victim := newest_batch(self.running)) is None:
+                return
+            self.preempt(victim)
 
     def yield_batch(self, stage: int, blocks: int) -> None:
         """Preempt batch sequences, if the policy allows, until `stage` uses at most `blocks`."""
@@ -360,6 +417,7 @@ class SequenceTable:
         self.table.check_invariants()
         self.ledger.check_invariants()
         self.pins.check_invariants()
+        self.tails.check_invariants()
         # Queues hold the right phases in the right order.
         for phase, members in (
             (Phase.WAITING, self.waiting),
@@ -405,12 +463,16 @@ class SequenceTable:
     @property
     def _blocks_to_yield(self) -> int:
         """Lower bound of the blocks that preempting all running batch sequences would free."""
+        return self._blocks_of_batch((*self.running, *self._suspended))
+
+    def _blocks_of_batch(self, sequences: Iterable[Sequence]) -> int:
+        """Lower bound of the blocks that the batch work among `sequences` holds alone."""
         pool, tables = self.table.pool, self.table.tables
         users, usable = pool.users, pool.usable
         # Shared blocks may stay in use, and ids above the limit of a shrinking pool are withheld.
         return sum(
             sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
-            for seq in (*self.running, *self._suspended)
+            for seq in sequences
             if not seq.online
         )
 
@@ -419,7 +481,7 @@ class SequenceTable:
 
         def lacks_blocks() -> bool:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
-            return missing > 0 and not self.prefixes.shares_blocks(sequence, missing)
+            return missing > 0 and not self._needs_fewer_blocks(sequence, missing)
 
         if self.running_count >= running_max or lacks_blocks():
             self.discard_suspended()
@@ -428,9 +490,30 @@ class SequenceTable:
             assert victim is not None, f"{sequence.seq_id} does not fit"
             self.preempt(victim)
 
+    def _needs_fewer_blocks(self, sequence: Sequence, missing: int) -> bool:
+        """Whether a waiting sequence can start although `missing` blocks are not free."""
+        if self.prefixes.shares_blocks(sequence, missing):
+            return True
+        return self.tails.enabled and missing <= self._blocks_in_tails(sequence)
+
+    def _blocks_in_tails(self, sequence: Sequence) -> int:
+        """How many of its last blocks a waiting sequence can replace by the tail of another."""
+        if not sequence.online or self.ledger.stages > 1:
+            return 0
+        size, tokens = self.block_size, len(sequence.token_ids)
+        blocks = blocks_for(tokens, size)
+        spare = sequence.blocks_to_admit(size) - blocks
+        # Its last block, if the rest of its tokens fits into a tail, or only the spare block.
+        room = self.tails.most_room(self.running)
+        if tokens % size and room >= tokens % size:
+            return spare + 1
+        return spare if room else 0
+
     def _free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence at all stages, and queue its id for them."""
         sequence.reset_sampler()
+        if self.tails.turned:
+            self.tails.leave(sequence)
         if sequence.blocks:
             self.table.release(sequence.seq_id)
             self.ledger.release(sequence.blocks, sequence.absent)

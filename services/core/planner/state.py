@@ -120,6 +120,7 @@ class PlannerState:
             self.table,
             config.prefix_caching,
             precedence_of(config.scheduling, config.victims),
+            config.block_sharing,
         )
         self._feedback = feedback_of(config.scheduling, config.harvest)
         self._drain = DrainPace(config.max_batch_tokens)
@@ -261,7 +262,7 @@ class PlannerState:
         if plan.kept_batch is not None:
             batch = plan.kept_batch
         elif plan:
-            batch = plan.batch(self.table)
+            batch = self._batch_of(plan)
         elif not alone and table.released and not self.in_flight:
             batch = Batch(())  # an empty microbatch, to send released ids to idle stages
         else:
@@ -276,10 +277,19 @@ class PlannerState:
             self._flight.note_released(plan, released)
         if alone:
             return Microbatch(
-                plan.number, batch, released, preemptible=preemptible, resumes=plan.resumes
+                *(plan.number, batch, released),
+                preemptible=preemptible,
+                resumes=plan.resumes,
+                turns=table.tails.take_turns(),
             )
         prefixes = table.prefixes.take_update(plan.sequences())
         return Microbatch(plan.number, batch, released, prefixes)
+
+    def _batch_of(self, plan: Plan) -> Batch:
+        batch, tails = plan.batch(self.table), self.sequence_table.tails
+        if not tails.turned:
+            return batch
+        return Batch(batch.chunks, tails.turned_in(plan), tails.shared_in(plan))
 
     def _may_be_preempted(self, plan: Plan) -> bool:
         """Whether `plan` is a batch-only iteration of a single worker that may be suspended."""
@@ -348,12 +358,14 @@ class PlannerState:
     # --- changes of configurations
 
     def _change(self, event: changes.ConfigurationEvent) -> list[Command]:
+        self.sequence_table.yield_tails()
         return self._changes.handle(event)
 
     def _ship(self, event: pin_events.PinEvent) -> list[Command]:
         return self._pins.handle(event)
 
     def _configure(self, event: changes.StagesConfigured) -> list[Command]:
+        self.sequence_table.yield_tails()
         commands = self._changes.handle(event)
         if self._feedback is not None:
             self._feedback.set_stages(self.stages)
@@ -559,9 +571,13 @@ class PlannerState:
         """Choose what the next microbatch runs, and allocate its blocks."""
         flight = self._flight
         assert not flight.plans or self.has_slot, "no microbatch has finished"
-        plan = Plan(flight.number + 1, planned_s=now_s)
-        self._planner.schedule(plan, flight.plans)
-        return plan
+        while True:
+            plan = Plan(flight.number + 1, planned_s=now_s)
+            self._planner.schedule(plan, flight.plans)
+            table = self.sequence_table
+            # Batch sequences may lose their tails, and other work runs instead.
+            if not (table.tails.turned and table.settle_tails(plan)) or plan:
+                return plan
 
 
 # Events that do not free blocks of a suspended microbatch.

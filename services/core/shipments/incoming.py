@@ -190,7 +190,7 @@ class Incoming:
         fits = frame.tokens_max <= config.num_blocks * config.block_size
         if not fits or not len(frame.token_ids) <= frame.blocks * config.block_size > 0:
             return "the request is too long for it"
-        free, size = planner.sequence_table.ledger.free, config.block_size
+        free, size = self._free(frame), config.block_size
         waiting = [seq for seq in planner.waiting if seq.online and not seq.pin]
         if any(seq.blocks_to_admit(size) > free for seq in waiting):
             return "requests wait there for KV blocks"
@@ -199,9 +199,13 @@ class Incoming:
 
     def _has_room(self, frame: ShipmentOffered) -> bool:
         """Whether enough blocks are free, with a spare one for each running sequence."""
-        planner = self.port.planner
-        spare = planner.sequence_table.running_count + 1
-        return planner.sequence_table.ledger.free >= frame.blocks + spare
+        spare = self.port.planner.sequence_table.running_count + 1
+        return self._free(frame) >= frame.blocks + spare
+
+    def _free(self, frame: ShipmentOffered) -> int:
+        """Blocks that a request can have: batch work yields its blocks to online ones."""
+        table = self.port.planner.sequence_table
+        return table.blocks_for_online if frame.online else table.ledger.free
 
     def _hashes(
         self, cache_salt: str, parent: bytes, token_ids: tuple[int, ...]

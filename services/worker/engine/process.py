@@ -50,7 +50,7 @@ from services.worker.engine.transfer.lanes import Lanes, LanesConfig, open_lanes
 from services.worker.engine.transfer.link_pace import LinkPace
 from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.ucx_config import UcxConfig
-from services.worker.errors import WorkerError
+from services.worker.errors import ModelError, WorkerError
 from services.worker.ipc import EngineReady, EngineUnusable
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ def _bind_to_parent(parent: int) -> None:
 
 def is_batch_invariant(config: WorkerConfig) -> bool:
     """Whether a request's tokens are independent of the other requests in its batches."""
-    return config.device == "cpu" and config.dtype != "bfloat16"
+    # A turned tail sums its entries in another order.
+    exact = config.dtype == "float64" or not config.planner.block_sharing
+    return config.device == "cpu" and config.dtype != "bfloat16" and exact
 
 
 def runner_config(config: WorkerConfig) -> RunnerConfig:
@@ -201,7 +203,16 @@ def cost_model_of(
 def planner_config(
     runner: ModelRunner, config: WorkerConfig, cost_model: CostModel | None
 ) -> IterationConfig:
-    """Return the planner's configuration with the runner's number of blocks and the cost model."""
+    """Return the planner's configuration with the runner's number of blocks and the cost model.
+
+    Raises ModelError if the model does not allow `block_sharing`.
+    """
+    windows = runner.geometry.sliding_windows
+    if config.planner.block_sharing and any(window is not None for window in windows):
+        raise ModelError(
+            "the model has sliding windows, for which the order of KV in a block matters: turn"
+            " 'block_sharing' off"
+        )
     return replace(config.planner, num_blocks=runner.num_blocks, cost_model=cost_model)
 
 

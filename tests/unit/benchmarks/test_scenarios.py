@@ -28,7 +28,7 @@ def test_an_unknown_one_is_one_sentence() -> None:
 def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     scenario = find_scenario(name)
     cases = scenario.cases(LoadChoice(quick=True))
-    rounds = scenario.round_count(True)
+    rounds = scenario.round_count(LoadChoice(quick=True))
     assert sum(case.limit_s for case in cases) * rounds <= QUICK_LIMIT_S + 1e-6
     made = [case.workload(0) for case in cases]
     assert sum(len(one.requests) - one.lead_in for one in made) * rounds >= REQUESTS_MIN
@@ -37,8 +37,9 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
 def test_no_prompt_of_steady_begins_as_another() -> None:
     """Or a prefix cache would skip that part, in the load or from one load to the next."""
     scenario = find_scenario("steady")
-    cases = scenario.cases(LoadChoice(quick=True))
-    turns = range(scenario.round_count(True) + 1)  # the last one is that of the rehearsal
+    choice = LoadChoice(quick=True)
+    cases = scenario.cases(choice)
+    turns = range(scenario.round_count(choice) + 1)  # the last one is that of the rehearsal
     loads = [case.workload(turn) for case in cases for turn in turns]
     beginnings = [one.prompt_ids[:8] for load in loads for one in load.requests]
     assert len(set(beginnings)) == len(beginnings)

@@ -100,7 +100,9 @@ def test_the_slowest_of_all_rounds_is_told() -> None:
     assert found["ttft_s"]["max"] == pytest.approx(0.7)
     assert [one["ttft_max_s"] for one in found["rounds"]] == pytest.approx([0.7, 0.3])
     assert not any(name.endswith(".max") for name in ratios({"a": found, "b": found})["a/b"])
-    assert figures([Round(records=())], (), {})["ttft_s"]["max"] is None
+    assert found["ttft_s"]["mean"] == pytest.approx(1.1 / 3)
+    none = figures([Round(records=())], (), {})["ttft_s"]
+    assert none["max"] is None and none["mean"] is None
 
 
 def test_throughput_counts_each_rounds_own_time() -> None:

@@ -68,6 +68,14 @@ def test_single_workers_that_can_send_kv_have_a_layout() -> None:
     assert layouts == ["weights code 16", "", "", ""]
 
 
+def test_batch_requests_that_yield_do_not_count_as_running() -> None:
+    load = replace(engine().load, running=3, batch_running=2)
+    for yields, running in ((True, 1), (False, 3)):
+        reports = {"w0": EngineReport(replace(load, batch_yields=yields), 1)}
+        (use,) = group_uses([group("w0")], reports, FACTS)
+        assert use.running == running
+
+
 def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
     reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]

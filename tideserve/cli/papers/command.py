@@ -32,6 +32,6 @@ def run_paper(paper: Paper, seed: int | None, path: Path | None, factor: float =
         path.write_text(page.html(), encoding="utf-8")
     for row in page.comparisons:
         paper_text, ours = (value_text(value, row.unit) for value in (row.paper, row.ours))
-        mark = "" if row.near else "  (differs)"
+        mark = "" if row.near or row.paper is None else "  (differs)"
         report.line(f"{row.figure}: {row.quantity}: {paper_text} in the paper, {ours} here{mark}")
     report.line(f"page written to {path}")

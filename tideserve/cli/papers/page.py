@@ -77,6 +77,7 @@ def _row(comparison: Comparison) -> str:
         for value in (comparison.paper, comparison.ours)
     )
     near = "<td>yes</td>" if comparison.near else '<td class="differs">no</td>'
+    near = "<td>–</td>" if comparison.paper is None else near
     return (
         f"<tr><td>{escape(comparison.figure)}</td><td>{escape(comparison.quantity)}</td>{numbers}"
         f"{near}<td>{escape(comparison.note)}</td></tr>"

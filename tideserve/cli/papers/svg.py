@@ -8,6 +8,8 @@ from math import ceil, floor, log10
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 68, 22, 12, 62
 TICKS = 5
+ROW = 16
+"""Height of a row of the legend."""
 CHARACTER = 6.4
 """Width of a character of a label."""
 # Distinguishable without colour vision (Okabe and Ito's palette).
@@ -117,18 +119,20 @@ class _Frame:
 
 
 def _svg(title: str, parts: Sequence[str], names: Sequence[str]) -> str:
-    """The figure with its legend."""
-    legend, x = [], float(LEFT)
+    """The figure with its legend, in as many rows as it needs."""
+    legend, x, height = [], float(LEFT), HEIGHT
     for index, name in enumerate(names):
-        colour = COLOURS[index % len(COLOURS)]
+        colour, width = COLOURS[index % len(COLOURS)], 14 + CHARACTER * len(name)
+        if x + width > WIDTH and x > LEFT:
+            x, height = float(LEFT), height + ROW
         legend.append(
-            f'<rect x="{x:.0f}" y="{HEIGHT - 18}" width="10" height="10" fill="{colour}"/>'
+            f'<rect x="{x:.0f}" y="{height - 18}" width="10" height="10" fill="{colour}"/>'
         )
-        legend.append(_text(x + 14, HEIGHT - 9, name, "start"))
-        x += 26 + CHARACTER * len(name)
+        legend.append(_text(x + 14, height - 9, name, "start"))
+        x += 12 + width
     body = "".join([*parts, *legend])
     return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}"'
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height}"'
         f' role="img" aria-label="{escape(title)}">{body}</svg></figure>'
     )
 

@@ -167,6 +167,15 @@ class KvRange:
                 source, target = index.pin_memory().to(self._words.device, non_blocking=True)
                 self._words[target] = self._words[source]
 
+    def turn(self, block: int, filled: int) -> None:
+        """Copy the entries of the first `filled` slots of a block to its end, in reverse order.
+
+        Raises InvalidBlocks.
+        """
+        self._index([block])
+        slots = self._blocks[block]
+        slots[:, self.shape.block_size - filled :] = slots[:, :filled].flip(1)
+
     def _check_size(self, payload: torch.Tensor, blocks: int) -> None:
         if payload.dtype != torch.uint8 or payload.numel() != blocks * self._block_bytes:
             raise InvalidBlocks(

@@ -333,6 +333,16 @@ class StageMemory:
                 held = [move for move in moves if move[0] < kv_range.num_blocks]
                 kv_range.relocate([source for source, _ in held], [target for _, target in held])
 
+    def turn_tails(self, turns: Iterable[tuple[int, int]]) -> None:
+        """Turn blocks (block, filled slots) in all layers, see `KvRange.turn`.
+
+        Raises InvalidBlocks.
+        """
+        with self.work():
+            for block, filled in turns:
+                for layer in self._layers:
+                    self.kv_ranges[layer].turn(block, filled)
+
     def shrink_kv(self, num_blocks: int, *, used_blocks: int) -> None:
         """Limit KV to blocks 0 .. num_blocks - 1 until `set_stage` or `abandon_restore`.
 

@@ -32,8 +32,8 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256)
 TABLE_BLOCKS = 1 << 16
 """Maximum number of KV blocks of all sequences; larger iterations run without a graph."""
 GRAPHS_MAX = 64  # graphs in memory
-COLUMNS = 5
-"""Inputs per row: `starts`, `counts`, `positions` and `firsts` of `Tiles`, and the K slot."""
+COLUMNS = 6
+"""Inputs per row: the first five tensors of `Tiles`, and the K slot."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of each token's position, [tokens, head_dim] each."""
@@ -137,12 +137,13 @@ class DecodeGraphs:
         """As `LayerRunner.run`, for an iteration that `fit`s."""
         count = len(hidden)
         rows = next(rows for rows in ROWS if rows >= count)
-        starts, counts, positions, firsts = single_tiles(metadata.spans)
+        starts, counts, positions, firsts, lowests = single_tiles(metadata.spans)
         share, splits = rounded_split(positions + counts, rows, self._attention.num_kv_heads)
         key = _GraphKey(layers.start, layers.stop, rows, share, splits)
         columns = np.zeros((COLUMNS, ROWS[-1]), np.int64)
         columns[-1] = -1  # padding rows: slot -1 stores nothing, count 0 attends to nothing
-        columns[:, :count] = starts, counts, positions, firsts, metadata.slots_of_keys
+        slots = metadata.slots_of_keys
+        columns[:, :count] = starts, counts, positions, firsts, lowests, slots
         self._fill(columns, metadata.tables)
 
         def copy_inputs() -> None:
@@ -183,12 +184,13 @@ class DecodeGraphs:
             target[: len(values)].copy_(host, non_blocking=True)
 
     def _inputs(self, key: _GraphKey) -> AttentionInputs:
-        starts, counts, positions, firsts, slots = self._columns[:, : key.rows]
+        starts, counts, positions, firsts, lowests, slots = self._columns[:, : key.rows]
         tiles = Tiles(
             starts,
             counts,
             positions,
             firsts,
+            lowests,
             lengths=np.empty(0),
             rows=self._attention.decode_rows,
             most=1,

@@ -65,6 +65,9 @@ class StageRunner:
         `resumes` is set continues it at the same layer. `meanwhile` is called after the launch of
         the layers, before the wait for their result.
         """
+        if microbatch.turns:
+            with self.lock:
+                self.runner.stage_memory.turn_tails(microbatch.turns)
         if not microbatch.preemptible:
             return self._run(microbatch.batch, None, interrupted, meanwhile)
         if microbatch.resumes is None:

@@ -215,16 +215,23 @@ def _aligned(size_bytes: int) -> int:
 
 KEPT_BYTES_MAX = 16 << 20
 LARGE_BYTES = 256 << 10  # smaller buffers are not worth keeping
+KEPT_S = 10.0  # buffers that are not needed for so long are freed
 
 
 class FrameMemory:
-    """A thread-safe pool of frame buffers; keeps at most `bytes_max`, of the latest returned."""
+    """A thread-safe pool of frame buffers; keeps at most `bytes_max`, of the latest returned.
+
+    `expire` frees buffers that are not needed; otherwise each size, and the most frames that ever
+    were under way together, would leave buffers behind.
+    """
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        self._lock = Lock()  # guards the two attributes below
+        self._due_s = 0.0  # when `expire` looks again
+        self._lock = Lock()  # guards the attributes below
         self._free: list[Bytes] = []
         self._free_bytes = 0
+        self._unused = 0  # the fewest free buffers since `expire` looked
 
     def take(self, size_bytes: int) -> Bytes:
         """Return an uninitialized buffer of that size, backed by less than twice as much memory."""
@@ -233,6 +240,7 @@ class FrameMemory:
                 if size_bytes <= self._free[number].size < 2 * size_bytes:
                     buffer = self._free.pop(number)
                     self._free_bytes -= buffer.size
+                    self._unused = min(self._unused, len(self._free))
                     return buffer[:size_bytes]
         return np.empty(size_bytes, np.uint8)
 
@@ -246,3 +254,15 @@ class FrameMemory:
             self._free_bytes += whole.size
             while self._free_bytes > self._bytes_max:
                 self._free_bytes -= self._free.pop(0).size
+                self._unused = min(self._unused, len(self._free))
+
+    def expire(self, now_s: float) -> None:
+        """Free buffers that were not needed for `KEPT_S`; call it repeatedly."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + KEPT_S
+        with self._lock:
+            # The latest returned are at the end, and are taken first.
+            self._free_bytes -= sum(buffer.size for buffer in self._free[: self._unused])
+            del self._free[: self._unused]
+            self._unused = len(self._free)

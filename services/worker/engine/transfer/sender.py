@@ -117,6 +117,7 @@ class Sender:
     def finish(self, now_s: float) -> list[str]:
         """Report the transfers that have ended; returns their ids."""
         self._ended.expire(now_s)
+        self._memory.expire(now_s)
         over = []
         # Report a transfer only when no send reads its memory, which the engine may reuse then.
         for transfer in self._outbox.all():

@@ -222,6 +222,7 @@ class UcxLane(Lane):
             if now_s - self._heartbeats.ticked_s >= self._tick_s:
                 self._heartbeats.tick(now_s)
                 self._acceptor.tick(now_s)
+                self._memory.expire(now_s)
             self._check_receiving()
             asleep = self._transport.arm()
             pause_s = PAUSE_S if self._check.under_way else self._tick_s

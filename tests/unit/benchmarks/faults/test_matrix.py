@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.errors import BenchError
-from benchmarks.faults.matrix import FAULTS, PHASES, ROLES, fault_cells
+from benchmarks.faults.matrix import FAULTS, MOVE, MOVED_AT_ONCE, PHASES, ROLES, fault_cells
 from services.common import failpoint
 
 
@@ -37,6 +37,11 @@ def test_every_cell_can_be_armed(tmp_path: Path) -> None:
         name, _, rest = cell.armed.partition("=")
         assert name == cell.point
         assert rest.startswith(FAULTS[cell.fault].action)
+
+
+def test_faults_of_moves_follow_an_order() -> None:
+    phases = [phase for phase in PHASES.values() if phase.change == MOVE]
+    assert phases and all(phase.nth > MOVED_AT_ONCE for phase in phases)
 
 
 def test_cells_are_chosen_by_their_names() -> None:

@@ -82,14 +82,13 @@ def run(
     names: tuple[str, ...],
     rounds: int = 2,
     paced: str | None = None,
-    co_serving: CoServing | None = None,
     say: Say = lambda line: None,
+    choice: LoadChoice | None = None,
+    **options: Any,
 ) -> RunOutcomes:
-    scenario = Scenario(
-        "one", "1GiB", lambda choice: cases, rounds=(rounds, rounds), co_serving=co_serving
-    )
+    scenario = Scenario("one", "1GiB", lambda choice: cases, rounds=(rounds, rounds), **options)
     deployment = Deployment(folder, "m", folder, workers=1, memory_bytes=1, paced=paced)
-    plan = BenchPlan(scenario, LoadChoice(), names, deployment, ())
+    plan = BenchPlan(scenario, choice or LoadChoice(), names, deployment, ())
     outcomes = Runner(plan, say, lambda line: None).run()
     assert outcomes.unavailable == {}
     return outcomes
@@ -165,6 +164,30 @@ def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
     run(tmp_path, [case], names, rounds=1, paced="A100-14B", co_serving=co_serving)
     backlogs = {system: job.backlog for system, job in sent if job.requests == LOAD.requests}
     assert backlogs == {"online-only@paced": None, "slo@paced": backlog}
+
+
+@pytest.mark.parametrize(
+    ("alone", "measured"), [(True, ["drop@paced"]), (False, ["drop@paced", "drop"])]
+)
+def test_a_load_that_overflows_paced_systems_only_has_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent, alone: bool, measured: list[str]
+) -> None:
+    def make(name: str, deployment: Deployment, _: str | None) -> Noted:
+        return Noted(name + ("@paced" if deployment.paced else ""), [])
+
+    monkeypatch.setattr(runner, "make_system", make)
+    case = Case("one", lambda turn: LOAD, None, 1, 1)
+    run(tmp_path, [case], ("drop",), rounds=1, paced="A100-14B", paced_alone=alone)
+    assert [system for system, job in sent if job.requests == LOAD.requests] == measured
+
+
+def test_the_number_of_rounds_may_be_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
+) -> None:
+    monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
+    case = Case("one", lambda turn: LOAD, None, 1, 1)
+    outcomes = run(tmp_path, [case], ("drop", "migrate"), choice=LoadChoice(rounds=1))
+    assert [len(rounds) for rounds in outcomes.rounds["one"].values()] == [1, 1]
 
 
 class Counting(Noted):

@@ -247,18 +247,34 @@ def test_no_merge_follows_if_moves_help() -> None:
     assert moving.tick(full_beside_roomy(900, 0), 100) == []
 
 
-def test_moves_that_fail_delay_a_merge_for_a_bounded_time() -> None:
+def test_a_move_that_fails_delays_a_merge_by_its_own_time() -> None:
     moving = Moving(moved=0, rebalance=Rebalance.STUCK)
     decisions = moving.tick(full_beside_roomy()[:2], 60)
     assert decisions[0].action is Action.MOVE
     (merge, *_) = [decision for decision in decisions if decision.action is Action.MERGE]
-    config = moving.monitor.config
-    assert merge.now_s <= 100.0 + config.settle_s + config.overload_dwell_s + 4 * TICK_S
+    assert (
+        merge.now_s <= decisions[0].now_s + 1 + moving.monitor.config.overload_dwell_s + 4 * TICK_S
+    )
 
 
 def test_without_rebalance_a_full_group_merges_as_before() -> None:
-    decisions = Moving().tick(full_beside_roomy(), 20)
+    decisions = Moving(rebalance=Rebalance.OFF).tick(full_beside_roomy(), 20)
     assert [decision.action for decision in decisions] == [Action.MERGE]
+
+
+@pytest.mark.parametrize(
+    ("policy", "default"),
+    [
+        (OverloadPolicy.DROP, Rebalance.STUCK),
+        (OverloadPolicy.RECOMPUTE, Rebalance.OFF),
+        (OverloadPolicy.STATIC_PIPELINE, Rebalance.OFF),
+        (OverloadPolicy.MIGRATE, Rebalance.ALL),
+    ],
+)
+def test_each_policy_has_its_default(policy: OverloadPolicy, default: Rebalance) -> None:
+    assert OverloadConfig(policy).moves is default
+    given = OverloadConfig(policy, Rebalance.OFF).moves
+    assert given is (default if policy is OverloadPolicy.MIGRATE else Rebalance.OFF)
 
 
 @pytest.mark.parametrize("mode", [Rebalance.STUCK, Rebalance.ALL])

@@ -127,10 +127,11 @@ def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000), use("c", 3000)]
     assert [move.target_id for move in moves(rebalancer, groups, 0.0)] == ["b"]
     rebalancer.note_over("a", "b", 0, 0.1)
-    assert [move.target_id for move in moves(rebalancer, groups, 0.1 + REST_S)] == ["b"]
-    rebalancer.note_over("a", "b", 0, 2.0)  # the back-off doubles, beyond the rest
-    assert BACKOFF_S * 2 > REST_S
-    assert [move.target_id for move in moves(rebalancer, groups, 2.0 + REST_S)] == ["c"]
+    assert [move.target_id for move in moves(rebalancer, groups, 0.1)] == ["c"]
+    rebalancer.note_over("a", "c", 0, 0.2)
+    assert moves(rebalancer, groups, 0.2) == []
+    assert not rebalancer.may_help(groups, STAY_S, 0.2), "a merge need not wait"
+    assert [move.target_id for move in moves(rebalancer, groups, 0.1 + BACKOFF_S)] == ["b"]
 
 
 def test_a_move_that_was_not_tried_causes_no_back_off() -> None:

@@ -46,6 +46,17 @@ def test_one_that_moves_counts_where_it_runs() -> None:
     assert of_batch(state.load()) == (0, 0, 0)
 
 
+def test_a_sequence_that_comes_without_kv_frees_its_earlier_blocks_here() -> None:
+    """This stage ran it for another leader, which has to start it again."""
+    state, other = make_state(), make_state()
+    arrive(other, "moves", 20, service=BATCH)
+    state.table.adopt("moves", 5)
+    state.handle(SequenceAdopted(other.export("moves")))
+    assert state.pool.taken_count == 0
+    drive(state, FakeModel(state.config), {})
+    assert state.load().kv_blocks_free == state.config.num_blocks
+
+
 def test_what_is_still_to_be_prefilled_is_told() -> None:
     state = make_state(max_batch_tokens=32)
     arrive(state, "first", 20)

@@ -281,7 +281,8 @@ class LayeredModel(FakeModel):
     """Writes what would be K/V when a microbatch begins, and reads it when it ends."""
 
     def begin(self, batch: Batch) -> None:
-        super().run(Batch(tuple(chunk._replace(sample=None) for chunk in batch.chunks)))
+        chunks = tuple(chunk._replace(sample=None) for chunk in batch.chunks)
+        super().run(replace(batch, chunks=chunks))
 
     def end(self, batch: Batch) -> dict[str, int]:
         written = dict(self.slots)

@@ -1,11 +1,12 @@
 """The planner against a model that checks the KV cache token by token."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from services.core.planner.batch import Batch, SampleNotes, SampleTerms
+from services.core.planner.batch import Batch, Chunk, SampleNotes, SampleTerms, TailTurn
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import SequencePreempted
 from services.core.planner.events import (
@@ -31,21 +32,24 @@ class FakeModel:
 
     def __init__(self, config: IterationConfig) -> None:
         self.block_size = config.block_size
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # position and token
         self.terms: dict[str, SampleTerms] = {}
+
+    def turn(self, turns: Iterable[TailTurn]) -> None:
+        """Reverse the entries of tail blocks, from their first slots to their last ones."""
+        for block, filled in turns:
+            entries = [self.slots[block, slot] for slot in range(filled)]
+            for slot, entry in enumerate(entries):
+                self.slots[block, self.block_size - 1 - slot] = entry
 
     def run(self, batch: Batch) -> dict[str, int]:
         sampled = {}
         for chunk in batch.chunks:
-            for offset, token in enumerate(chunk.token_ids):
-                block, slot = divmod(chunk.start + offset, self.block_size)
-                self.slots[chunk.block_ids[block], slot] = token
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                self.slots[self._place(batch, chunk, position)] = position, token
         for chunk in batch.chunks:
             end = chunk.start + len(chunk.token_ids)
-            seen = [
-                self.slots[chunk.block_ids[p // self.block_size], p % self.block_size]
-                for p in range(end)
-            ]
+            seen = self._read(batch, chunk, end)
             assert tuple(seen[chunk.start :]) == chunk.token_ids, "two sequences share a block"
             if chunk.sample is not None:
                 terms = chunk.sample.terms or self.terms[chunk.seq_id]
@@ -53,6 +57,22 @@ class FakeModel:
                 banned = terms.stop_ids if chunk.sample.index < terms.min_tokens else frozenset()
                 sampled[chunk.seq_id] = next_token(seen, banned)
         return sampled
+
+    def _place(self, batch: Batch, chunk: Chunk, position: int) -> tuple[int, int]:
+        block, slot = divmod(position, self.block_size)
+        if chunk.seq_id in batch.turned:
+            slot = self.block_size - 1 - slot
+        return chunk.block_ids[block], slot
+
+    def _read(self, batch: Batch, chunk: Chunk, end: int) -> list[int]:
+        """The tokens before `end`; in full blocks they may have any order, as for attention."""
+        size, entries = self.block_size, []
+        for block in chunk.block_ids[: end // size]:
+            entries += sorted(self.slots[block, slot] for slot in range(size))
+        places = [self._place(batch, chunk, p) for p in range(end // size * size, end)]
+        entries += [self.slots[place] for place in places]
+        assert [position for position, _ in entries] == list(range(end)), "another's entry"
+        return [token for _, token in entries]
 
 
 def next_token(tokens: list[int], banned: frozenset[int] = frozenset()) -> int:

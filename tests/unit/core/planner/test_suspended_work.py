@@ -63,6 +63,7 @@ class Device:
         if microbatch is None:
             return None
         chunks = microbatch.batch.chunks
+        self.model.turn(microbatch.turns)
         if microbatch.resumes is None:
             self.model.begin(microbatch.batch)
             whole_s = MODEL.batch_s((one.start, len(one.token_ids)) for one in chunks)

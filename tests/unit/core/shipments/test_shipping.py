@@ -82,6 +82,21 @@ def test_a_full_target_takes_none() -> None:
     world.finish()
 
 
+@pytest.mark.parametrize("online", [True, False])
+def test_batch_work_at_the_target_yields_to_online_requests_only(online: bool) -> None:
+    world = ShippingWorld(5, num_blocks=40)
+    classes = (ServiceClass.STANDARD if online else ServiceClass.BATCH,)
+    there = world.start("there", prompt(world, 100), 50, "w1", classes=(ServiceClass.BATCH,))
+    client = world.start("a", prompt(world, 60), 60, "w0", classes=classes)
+    world.run_until(lambda: len(client.tokens) > 2 and there.tokens != [])
+    order = world.ship("w0", "w1")
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == online, world.answers[order]
+    assert world.nodes["w1"].planner.load().preemptions_total == online
+    world.finish()
+    assert there.tokens == output_of(there.request)
+
+
 def test_a_request_moves_ten_times() -> None:
     world = ShippingWorld(6, num_blocks=600)
     client = world.start("a", prompt(world, 20), 1800, "w0")

@@ -51,14 +51,16 @@ class Tiles:
     """Kernel arguments for tiles whose programs have `rows` rows; tensors are [tiles].
 
     A tile is `counts` consecutive tokens of a sequence, from row `starts` of the batch and from
-    position `positions`; its blocks start at `firsts` in the block tables. `lengths`: context up to
-    the last token. `most`: maximum of `counts`. `shares`: the result of `split` if it is fixed.
+    position `positions`; its blocks start at `firsts` in the block tables. It sees no position
+    below `lowests`. `lengths`: context up to the last token. `most`: maximum of `counts`. `shares`:
+    the result of `split` if it is fixed.
     """
 
     starts: torch.Tensor
     counts: torch.Tensor
     positions: torch.Tensor
     firsts: torch.Tensor
+    lowests: torch.Tensor
     lengths: np.ndarray
     rows: int
     most: int
@@ -207,7 +209,7 @@ class GpuPagedAttention:
             (len(tiles.starts), self.num_kv_heads, splits),
             (
                 *(query, blocks, inputs.tables),
-                *(tiles.starts, tiles.counts, tiles.positions, tiles.firsts),
+                *(tiles.starts, tiles.counts, tiles.positions, tiles.firsts, tiles.lowests),
                 *(parts, weights, scaling * LOG2_E, share, splits, tiles.most, window or 0),
             ),
             *(self.num_heads, self.num_kv_heads, self._group, tiles.rows),
@@ -232,15 +234,15 @@ class GpuPagedAttention:
             [*columns, metadata.tables, metadata.slots_of_keys], self._device
         )
         kinds = (
-            (columns[:4], parts[:4], self.decode_rows),
-            (columns[4:], parts[4:], self._prefill_rows),
+            (columns[:5], parts[:5], self.decode_rows),
+            (columns[5:], parts[5:], self._prefill_rows),
         )
         tiles = []
-        for (_, host_counts, host_positions, _), there, rows in kinds:
+        for (_, host_counts, host_positions, _, _), there, rows in kinds:
             if len(host_counts):
-                starts, counts, positions, firsts = there
+                starts, counts, positions, firsts, lowests = there
                 lengths, most = host_positions + host_counts, int(host_counts.max())
-                tiles.append(Tiles(starts, counts, positions, firsts, lengths, rows, most))
+                tiles.append(Tiles(starts, counts, positions, firsts, lowests, lengths, rows, most))
         return AttentionInputs(slots, tables, tuple(tiles))
 
 
@@ -256,9 +258,12 @@ def to_device(columns: Sequence[np.ndarray], device: torch.device) -> list[torch
 
 
 def single_tiles(spans: np.ndarray) -> Sequence[np.ndarray]:
-    """Return a tile per single-token span: starts, counts, positions, firsts as in `Tiles`."""
-    start, count, position, first = spans[spans[:, 1] == 1, :4].T
-    return start, count, position, first
+    """Return a tile per single-token span: starts, counts, positions, firsts, lowests.
+
+    See `Tiles`.
+    """
+    start, count, position, first, _, sharing = spans[spans[:, 1] == 1].T
+    return start, count, position, first, np.maximum(sharing - 1, 0)
 
 
 def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
@@ -269,4 +274,5 @@ def longer_tiles(spans: np.ndarray, tile_tokens: int) -> Sequence[np.ndarray]:
     owner = np.repeat(np.arange(len(spans)), pieces)
     done = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile_tokens
     start, count, position, first = spans[owner, :4].T
-    return start + done, np.minimum(count - done, tile_tokens), position + done, first
+    lowest = np.zeros_like(start)
+    return start + done, np.minimum(count - done, tile_tokens), position + done, first, lowest

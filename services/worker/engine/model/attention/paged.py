@@ -22,6 +22,9 @@ GROUP_TOKENS = 2048
 """Maximum padded context tokens of a decode group; a single longer sequence is a group of its own.
 The float32 K and V of a group (3 MiB for SmolLM2) fit the caches of a core. Of 1,024 to 4,096
 tokens, this measured best."""
+SHARED = -1
+"""In `AttentionMetadata.spans`, last column: another sequence has entries in the last block, which
+must not be cleared. 0: the sequence has the block alone. Positive: the tail is turned."""
 GROUP_PADDING_TOKENS = 256
 """Maximum padding of a sequence in a decode group."""
 
@@ -40,10 +43,11 @@ class DecodeGroup:
 
 
 class Decode(NamedTuple):
-    """A decode step: row in the batch, position relative to `table`, ids of the visible blocks."""
+    """A decode step: row in the batch, and the positions that it sees in the blocks of `table`."""
 
     row: int
-    position: int
+    first: int
+    last: int
     table: np.ndarray
 
 
@@ -65,10 +69,15 @@ class PrefillSpan:
 class AttentionMetadata:
     """Attention inputs that all layers of an iteration share; `MetadataBuilder` creates them.
 
-    `spans` int64 [sequences, 5]: first row in the batch, number of rows, position of the first row,
-    offset of the sequence's blocks in `tables`, and 1 for a decode step. `tables` int64: the block
-    ids of all sequences up to their last rows. Properties are computed on first use, because each
-    backend needs only some.
+    `spans` int64 [sequences, 6]: first row in the batch, number of rows, position of the first row,
+    offset of the sequence's blocks in `tables`, 1 for a decode step, and how the sequence shares
+    its last block (`SHARED`). `tables` int64: the block ids of all sequences up to their last rows.
+    Properties are computed on first use, because each backend needs only some.
+
+    The entries of a turned tail (`core/planner/shared_tails.py`) are the last of their block. Its
+    block comes first in `tables`, before full ones, so that the sequence sees the positions from
+    n to the end of the last block: then the last column is n + 1, the new token is stored at n, and
+    the position of the row is that of the last slot.
     """
 
     def __init__(
@@ -94,7 +103,9 @@ class AttentionMetadata:
         rows = self.spans[:, 1]
         owner = np.repeat(np.arange(len(rows)), rows)
         within = np.arange(len(owner)) - self.spans[owner, 0]
-        block, slot = np.divmod(self.spans[owner, 2] + within, self._block_size)
+        # A turned tail grows downwards from its lowest entry.
+        places = np.where(self.spans[:, 5] > 0, self.spans[:, 5] - 1, self.spans[:, 2])
+        block, slot = np.divmod(places[owner] + within, self._block_size)
         return self.tables[self.spans[owner, 3] + block] * (2 * self._block_size) + slot
 
     @cached_property
@@ -110,9 +121,9 @@ class AttentionMetadata:
         The backend must clear them: attention reads whole blocks, and masked values must be finite.
         """
         begun = []
-        for _, rows, start, first_block, _ in self.spans:
+        for _, rows, start, first_block, _, sharing in self.spans:
             last, left = divmod(start + rows, self._block_size)
-            if left and start <= last * self._block_size:
+            if left and start <= last * self._block_size and sharing != SHARED:
                 begun.append(self.tables[first_block + last])
         return self._tensor(np.array(begun)) if begun else None
 
@@ -120,7 +131,7 @@ class AttentionMetadata:
         """Return the decode steps in groups, for layers with this sliding window (None: full)."""
         if window not in self._groups:
             decodes = [
-                Decode(span[0], span[2] - base, table)
+                Decode(span[0], max(0, span[5] - 1), span[2] - base, table)
                 for span, base, table in self._visible(window)
                 if span[4]
             ]
@@ -141,7 +152,7 @@ class AttentionMetadata:
     def _visible(self, window: int | None) -> Iterator[tuple[list[int], int, np.ndarray]]:
         """Yield each span, its first visible position (rounded down to a block) and its blocks."""
         for span in self.spans.tolist():
-            _, rows, start, first_block, _ = span
+            _, rows, start, first_block, _, _ = span
             skipped = 0 if window is None else max(0, start - window + 1) // self._block_size
             end = first_block + blocks_for(start + rows, self._block_size)
             yield span, skipped * self._block_size, self.tables[first_block + skipped : end]
@@ -153,11 +164,11 @@ class AttentionMetadata:
             # Pad with the sequence's own first block, which has finite values; the mask hides them.
             padded[:] = member.table[0]
             padded[: len(member.table)] = member.table
-        position = np.array([member.position for member in members])[:, None]
+        first, last = np.array([(member.first, member.last) for member in members]).T[:, :, None]
         slot = np.arange(width * self._block_size)
-        hidden = slot > position
+        hidden = (slot < first) | (slot > last)
         if window is not None:
-            hidden |= slot <= position - window
+            hidden |= slot <= last - window
         mask = np.where(hidden, -np.inf, 0.0)[:, None, None, :]
         return DecodeGroup(
             rows=self._tensor(np.array([member.row for member in members])),
@@ -201,7 +212,7 @@ class MetadataBuilder:
 
     def build(self, batch: Batch, num_blocks: int) -> AttentionMetadata:
         """Build the metadata of `batch`. Raises InvalidBatch if a block table is invalid."""
-        spans = np.empty((len(batch.chunks), 5), dtype=np.int64)
+        spans = np.empty((len(batch.chunks), 6), dtype=np.int64)
         needed = [self._needed_blocks(chunk) for chunk in batch.chunks]
         row = first_block = 0
         for span, chunk, blocks in zip(spans, batch.chunks, needed, strict=True):
@@ -209,11 +220,13 @@ class MetadataBuilder:
             # A single prompt token counts as prefill, not as a decode step: the two paths round
             # differently, and results must not depend on the cuts of the prompt into chunks.
             decodes = rows == 1 and chunk.sample is not None and chunk.sample.index > 0
-            span[:] = row, rows, chunk.start, first_block, decodes
+            span[:] = row, rows, chunk.start, first_block, decodes, 0
             row, first_block = row + rows, first_block + blocks
         used = [
             chunk.block_ids[:blocks] for chunk, blocks in zip(batch.chunks, needed, strict=True)
         ]
+        if batch.turned or batch.shared:
+            self._share_tails(batch, spans, used)
         tables = np.fromiter(chain.from_iterable(used), np.int64, first_block)
         # Kernels do not check bounds: an invalid id would corrupt memory.
         if tables.min() < 0 or tables.max() >= num_blocks:
@@ -222,6 +235,17 @@ class MetadataBuilder:
             name = batch.chunks[index].seq_id
             raise InvalidBatch(f"request {name}: a block id is outside the KV cache")
         return AttentionMetadata(spans, tables, self.block_size, self.device, self.compute_dtype)
+
+    def _share_tails(self, batch: Batch, spans: np.ndarray, used: list[tuple[int, ...]]) -> None:
+        """Describe shared last blocks; the blocks of turned tails come first in `used`."""
+        for index, (span, chunk) in enumerate(zip(spans, batch.chunks, strict=True)):
+            if chunk.seq_id in batch.shared:
+                span[5] = SHARED
+            elif chunk.seq_id in batch.turned:
+                blocks = used[index]
+                used[index] = (blocks[-1], *blocks[:-1])
+                span[2] = len(blocks) * self.block_size - 1
+                span[5] = self.block_size - chunk.start % self.block_size
 
     def _needed_blocks(self, chunk: Chunk) -> int:
         """Number of blocks up to the chunk's last token. Raises InvalidBatch."""

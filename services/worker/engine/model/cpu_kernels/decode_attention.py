@@ -204,6 +204,7 @@ def attend_rows(query, blocks, spans, tables, window, scaling, output):  # type:
             following = _seen_blocks(spans[decodes[turn + 1]], tables, window, slots)
         end = start % slots + 1 + (len(seen) - 1) * slots
         begin = max(0, end - window) if window else 0
+        begin = max(begin, spans[decodes[turn], 5] - 1)  # the lowest entry of a turned tail
         _attend_best(query[row], blocks, seen, begin, end, scaling, following, scores, output[row])
 
 

@@ -37,12 +37,14 @@ def store(key, value, blocks, spans, tables):  # type: ignore[no-untyped-def]
     for index in range(len(spans)):
         first_row, rows, start, first_block = unpacked(spans[index])
         # Clear a block that is started and not filled: products read whole blocks, and masked
-        # values must be finite.
+        # values must be finite. Another sequence may have entries in a shared block.
         last, left = (start + rows) // slots, (start + rows) % slots
-        if left and start <= last * slots:
+        if left and start <= last * slots and spans[index, 5] >= 0:
             blocks[tables[first_block + last]] = 0
+        # A turned tail, the first block, grows downwards.
+        begin = spans[index, 5] - 1 if spans[index, 5] > 0 else start
         for m in range(rows):
-            position = start + m
+            position = begin + m
             block = blocks[tables[first_block + position // slots]]
             for kv_head in range(kv_heads):
                 to_key = block[0, position % slots, kv_head]

@@ -13,8 +13,8 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["share", "splits", "most_tokens", "window"])
 def attend(
-    query, kv, tables, starts, counts, positions, firsts, parts, weights, scale, share, splits,
-    most_tokens, window,
+    query, kv, tables, starts, counts, positions, firsts, lowests, parts, weights, scale, share,
+    splits, most_tokens, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
@@ -23,8 +23,9 @@ def attend(
 
     `query` is [token, head, dim], `kv` is [block, 2, slot, kv_head, dim]. Tile i has `counts[i]`
     tokens from row `starts[i]` on, the first at position `positions[i]`; its blocks start at
-    `tables[firsts[i]]`. `scale`: scaling of scores × log2(e). A program reads `share` tokens of the
-    context. WINDOWED: a token sees only the last `window` positions.
+    `tables[firsts[i]]`. It sees no position below `lowests[i]`. `scale`: scaling of scores ×
+    log2(e). A program reads `share` tokens of the context. WINDOWED: a token sees only the last
+    `window` positions.
 
     Without SPLIT, `parts` is the result [token, head, dim]. With SPLIT, it is [tile, token, head,
     splits, dim] in float32 with `most_tokens` per tile, and `weights` receives the log2 of the
@@ -39,7 +40,7 @@ def attend(
     table = tables + tl.load(firsts + tile).to(tl.int64)
     length = position + count
     # The part of the context that this program reads: [begin, end).
-    lowest = 0
+    lowest = tl.load(lowests + tile).to(tl.int32)
     if WINDOWED:
         lowest = tl.maximum(position - window + 1, 0) // TILE * TILE
     begin = tl.minimum(lowest + split * share, length)
@@ -57,7 +58,7 @@ def attend(
     # First read the keys that every row sees (without a mask), then the others.
     whole = begin
     if not WINDOWED:
-        whole = tl.maximum(begin, tl.minimum(end, position + 1) // TILE * TILE)
+        whole = begin + tl.maximum(tl.minimum(end, position + 1) - begin, 0) // TILE * TILE
     for first in range(begin, whole, TILE):
         most, total, sums = _accumulate(
             queries, kv, table, first, end, token + position, most, total, sums, scale, head,

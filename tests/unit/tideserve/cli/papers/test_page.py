@@ -7,7 +7,7 @@ import pytest
 from tideserve.cli.papers.bucketserve import target_ratios
 from tideserve.cli.papers.bucketserve_runs import FIRST_S, Served, attained_load
 from tideserve.cli.papers.page import Comparison, PaperPage, ratio, value_text
-from tideserve.cli.papers.svg import HEIGHT, TOP, BarChart, LineChart, round_ticks
+from tideserve.cli.papers.svg import HEIGHT, TOP, WIDTH, BarChart, LineChart, round_ticks
 
 SVG = "svg"
 
@@ -45,6 +45,17 @@ def test_labels_that_would_overlap_alternate_between_heights(label: str, heights
     assert len({text.get("y") for text in texts if text.text in groups}) == heights
 
 
+def test_a_long_legend_has_several_rows_within_the_chart() -> None:
+    names = [f"a rather long name {number}" for number in range(5)]
+    chart = drawn(LineChart("t", "x", "y", {name: [(0.0, 1.0)] for name in names}))
+    places = {t.text: t for t in chart.iter("text") if t.text in names}
+    heights = {float(text.get("y", "")) for text in places.values()}
+    assert len(places) == 5 and len(heights) == 3
+    *_, height = map(float, chart.get("viewBox", "").split())
+    assert max(heights) < height
+    assert all(float(text.get("x", "")) + 6 * len(name) < WIDTH for name, text in places.items())
+
+
 def test_charts_without_values_are_drawn() -> None:
     assert drawn(LineChart("t", "x", "y", {"none": []})) is not None
     assert drawn(BarChart("t", "y", [], {})) is not None
@@ -58,7 +69,7 @@ def test_a_page_has_its_numbers_and_escapes_text() -> None:
     ]
     html = PaperPage("T", ["setting"], rows, [], ["left"]).html()
     assert "a &lt; b" in html and "because" in html and "left" in html
-    assert html.count("<td>yes</td>") == 1
+    assert html.count("<td>yes</td>") == html.count("<td>–</td>") == 1
     assert "2.2 ×" in html and "50.0%" in html
     assert "http" not in html, "it needs no other file"
 

@@ -14,7 +14,7 @@ from tideserve.cli.papers.runs import PageRun
 FACTORS = {Paper.BUCKETSERVE: 0.05, Paper.KUNSERVE: 0.1, Paper.CONSERVE: 0.06, Paper.BROS: 0.04}
 """Parts of the simulated time: enough that something runs."""
 FIGURES = {
-    Paper.KUNSERVE: ("Figure 12", "Figure 13", "Figure 16", "Figure 17"),
+    Paper.KUNSERVE: ("Figure 2", "Figure 12", "Figure 13", "Figure 16", "Figure 17"),
     Paper.CONSERVE: ("Figure 5", "Figure 6", "Figure 7"),
     Paper.BROS: ("Figure 10", "Figure 11"),
     Paper.BUCKETSERVE: tuple(f"Figure {n}" for n in ("2", "3a", "3b", "6a", "6b"))

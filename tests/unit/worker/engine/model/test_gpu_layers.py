@@ -107,6 +107,6 @@ def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def three_decodes() -> AttentionMetadata:
-    spans = torch.tensor([[row, 1, 2 * row, row, 1] for row in range(3)]).numpy()
+    spans = torch.tensor([[row, 1, 2 * row, row, 1, 0] for row in range(3)]).numpy()
     tables = torch.tensor([4, 5, 6]).numpy()
     return AttentionMetadata(spans, tables, 16, torch.device("cpu"), torch.float32)

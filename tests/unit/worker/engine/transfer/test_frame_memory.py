@@ -1,6 +1,6 @@
 import numpy as np
 
-from services.worker.engine.transfer.frame import LARGE_BYTES, FrameMemory
+from services.worker.engine.transfer.frame import KEPT_S, LARGE_BYTES, FrameMemory
 
 
 def test_memory_that_came_back_is_used_again() -> None:
@@ -33,3 +33,19 @@ def test_little_is_kept_and_nothing_small() -> None:
     small = memory.take(LARGE_BYTES - 1)
     memory.give_back(small)
     assert not np.shares_memory(memory.take(LARGE_BYTES - 1), small)
+
+
+def test_memory_that_is_not_needed_is_freed() -> None:
+    memory = FrameMemory(16 * LARGE_BYTES)
+    often, once, large = (memory.take(size * LARGE_BYTES) for size in (1, 1, 3))
+    for buffer in (large, once, often):
+        memory.give_back(buffer)
+    for turn in range(3):
+        memory.expire(turn * KEPT_S)
+        taken = memory.take(LARGE_BYTES)
+        assert np.shares_memory(taken, often)
+        memory.give_back(taken)
+        memory.expire((turn + 0.9) * KEPT_S)  # too early
+    assert np.shares_memory(memory.take(LARGE_BYTES), often)
+    assert not np.shares_memory(memory.take(LARGE_BYTES), once)
+    assert not np.shares_memory(memory.take(3 * LARGE_BYTES), large)

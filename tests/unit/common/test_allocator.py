@@ -8,7 +8,7 @@ import pytest
 
 ARENAS = """
 import ctypes, sys, threading
-from services.gateway.bounds.allocator import limit_arenas
+from services.common.allocator import limit_arenas
 if sys.argv[1] == "limited":
     limit_arenas()
 libc = ctypes.CDLL(None)

@@ -11,8 +11,8 @@ ARENAS = 2
 def limit_arenas() -> None:
     """Let all threads allocate from a few arenas; call before they start.
 
-    With eight arenas per core, gRPC's threads leave released header blocks scattered over all of
-    them, and the resident size stays at the sum of the peaks of the arenas.
+    With eight arenas per core, gRPC's threads leave released blocks scattered over all of them, and
+    the resident size stays at the sum of the peaks of the arenas.
     """
     # Other C libraries have no mallopt.
     with contextlib.suppress(AttributeError, OSError):

@@ -1,0 +1,178 @@
+"""Tail blocks that an online and a batch sequence share (`block_sharing`)."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.core.planner.config import IterationConfig
+from services.core.planner.configuration_events import BatchYielded
+from services.core.planner.events import RequestAborted
+from services.core.planner.preemption import PreemptedWork
+from services.core.planner.shared_tails import SharedTails
+from services.core.queue_order import Scheduling
+from services.core.service import DEFAULT_SERVICE
+from tests.unit.core.planner.test_state import expected
+from tests.unit.core.planner.test_suspended_work import BATCH, MODEL, Device, online
+
+SCHEDULINGS = [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS]
+
+
+def _device(seed: int = 0, **changes: Any) -> Device:
+    return Device(random.Random(seed), **({"block_sharing": True} | changes))
+
+
+def _begin_batch(device: Device, prompt: int = 9, output: int = 11) -> str:
+    """A batch request that decodes beside online ones; its tail has an entry after 8 tokens."""
+    name = device.arrive(BATCH, prompt, output)
+    device.run()
+    return name
+
+
+def test_an_online_request_without_a_free_block_takes_half_of_a_tail() -> None:
+    device = _device(num_blocks=5)
+    batch = _begin_batch(device)
+    other = device.arrive(DEFAULT_SERVICE, 8, 6)
+    device.run()
+    microbatch = device.plan()
+    assert microbatch is not None
+    state = device.state
+    assert state.preemptions_total == 0
+    assert state.table.block_ids(other)[-1] == state.table.block_ids(batch)[-1]
+    assert microbatch.batch.shared == {other}
+    (turn,) = microbatch.turns
+    assert turn.block == state.table.block_ids(other)[-1]
+
+
+def test_without_the_switch_the_batch_request_loses_all_blocks() -> None:
+    device = _device(num_blocks=5, block_sharing=False)
+    _begin_batch(device)
+    device.arrive(DEFAULT_SERVICE, 8, 6)
+    device.run()
+    device.run()
+    assert device.state.preemptions_total == 1
+
+
+def test_a_tail_is_lost_when_the_fills_meet() -> None:
+    device = _device(num_blocks=5)
+    batch = _begin_batch(device)
+    device.arrive(DEFAULT_SERVICE, 8, 5)
+    tails = device.state.sequence_table.tails
+    while not tails.lost_tokens_total:
+        device.run()
+    sequence = device.state.sequences[batch]
+    assert (sequence.blocks, sequence.computed) == (2, 8) and tails.shared_total == 1
+    while device.state.sequences:
+        device.run()
+    assert device.outputs[batch] == expected(device.requests[batch])[0]
+    assert device.state.preemptions_total == 0
+
+
+def test_the_switch_needs_deadlines() -> None:
+    for scheduling in Scheduling:
+        if scheduling in SCHEDULINGS:
+            IterationConfig(scheduling=scheduling, block_sharing=True)
+        else:
+            with pytest.raises(ValueError, match="slo, conserve or bros"):
+                IterationConfig(scheduling=scheduling, block_sharing=True)
+
+
+def _mixed_load(seed: int, scheduling: Scheduling, work: PreemptedWork) -> Device:
+    """Run random arrivals, interruptions, aborts and demands for blocks to the end."""
+    rng = random.Random(seed)
+    size = rng.choice((4, 8, 16))
+    device = _device(
+        seed,
+        block_size=size,
+        num_blocks=rng.choice((160, 320)) // size,
+        max_batch_tokens=rng.choice((16, 64)),
+        max_running=16,
+        prefix_caching=rng.random() < 0.5,
+        harvest=rng.choice((0.5, 1.0)),
+        cost_model=None if rng.random() < 0.2 else MODEL,
+        preempted_work=work,
+        scheduling=scheduling,
+    )
+    state, aborted = device.state, set()
+    interrupted, arrivals = rng.choice((0.02, 0.3)), rng.choice((0.1, 0.3, 0.6))
+    for _ in range(20):  # they fill the memory, and wait for more
+        device.arrive(BATCH, rng.randint(4, 30), rng.randint(20, 60))
+    for step in range(6000):
+        busy = step < 160
+        if not busy and not state.sequences:
+            break
+        if busy and rng.random() < arrivals:
+            _arrive(device)
+        elif rng.random() < 0.02:
+            _disturb(device, aborted)
+        microbatch = device.plan()
+        if microbatch is None:
+            assert not state.sequences, "work is left, and nothing runs"
+            device.now_s += 0.01
+        elif microbatch.preemptible and rng.random() < interrupted:
+            device.interrupt(microbatch, rng.random())
+        else:
+            device.finish(microbatch)
+    assert not state.sequences
+    for name, request in device.requests.items():
+        if name not in aborted:
+            assert device.outputs[name] == expected(request)[0]
+    assert state.load().kv_blocks_free == state.config.num_blocks
+    return device
+
+
+def _arrive(device: Device) -> None:
+    rng = device.rng
+    targets = rng.choice((None, 0.5)), rng.choice((None, 0.05, 0.2))
+    device.arrive(online(*targets), rng.randint(1, 20), rng.randint(4, 40))
+
+
+def _disturb(device: Device, aborted: set[str]) -> None:
+    rng, state = device.rng, device.state
+    if rng.random() < 0.9 and state.sequences:
+        aborted.add(name := rng.choice(list(state.sequences)))
+        state.handle(RequestAborted(device.now_s, name))
+    else:
+        used = state.config.num_blocks - state.sequence_table.ledger.free
+        state.handle(BatchYielded(0, rng.randint(0, max(0, used))))
+    state.check_invariants()
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+@pytest.mark.parametrize("work", PreemptedWork)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixed_load_ends_with_the_tokens_of_each_request(
+    seed: int, work: PreemptedWork, scheduling: Scheduling
+) -> None:
+    _mixed_load(seed, scheduling, work)
+
+
+def test_mixed_loads_share_and_lose_tails() -> None:
+    tails = [
+        _mixed_load(seed, Scheduling.SLO, PreemptedWork.RESUME).state.sequence_table.tails
+        for seed in range(6)
+    ]
+    assert sum(each.shared_total for each in tails) > 20
+    assert sum(each.lost_tokens_total for each in tails) > 20
+
+
+def _never_colliding(_tails: SharedTails, _plan: object) -> list[object]:
+    return []
+
+
+def _turning_nothing(_tails: SharedTails) -> tuple[()]:
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"), [("colliding", _never_colliding), ("take_turns", _turning_nothing)]
+)
+def test_a_slot_that_is_overwritten_too_early_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, rule: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(SharedTails, rule, broken)
+    monkeypatch.setattr(SharedTails, "check_invariants", lambda _: None)
+    with pytest.raises((AssertionError, KeyError)):
+        for seed in range(6):
+            _mixed_load(seed, Scheduling.SLO, PreemptedWork.RESUME)
