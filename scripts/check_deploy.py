@@ -39,6 +39,7 @@ RENDER_TIMEOUT_S = 30
 CHART = DEPLOY / "helm" / "tideserve"
 EXAMPLES = tuple(DEPLOY / "helm" / name for name in ("example-values.yaml", "example-models.yaml"))
 EXAMPLE_VERSION = "1.2.3"
+ROLES = CHART / "values-roles.yaml"  # the kustomization has no Deployment per role
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
 # Variants with a values file, and variants that combine several.
@@ -54,7 +55,8 @@ def strict_schemas() -> Iterator[str]:
     for path in (DEPLOY / "schemas").glob("*.json"):
         own[path.stem] = jsonschema.Draft7Validator(json.loads(path.read_text()))
     sets = {variant.name: build_variant(variant) for variant in SETS}
-    sets |= {f"chart with {example.name}": _rendered([example]) for example in EXAMPLES}
+    charts = (*EXAMPLES, ROLES)
+    sets |= {f"chart with {path.name}": _rendered([path]) for path in charts}
     sets |= {path.name: parsed(path.read_text()) for path in DEPLOY.glob("*.yaml")}
     for name, objects in sets.items():
         for obj in objects:
@@ -81,9 +83,10 @@ def code_and_manifests() -> Iterator[str]:
 
 def code_and_chart() -> Iterator[str]:
     """The chart matches the code with non-default values."""
-    for example in EXAMPLES:
-        for problem in check_objects(_rendered([example]), EXAMPLE_VERSION):
-            yield f"chart with {example.name}: {problem}"
+    own = str(_parsed(CHART / "values.yaml")["image"]["tag"])
+    for path, version in (*((example, EXAMPLE_VERSION) for example in EXAMPLES), (ROLES, own)):
+        for problem in check_objects(_rendered([path]), version):
+            yield f"chart with {path.name}: {problem}"
 
 
 def compose_files() -> Iterator[str]:

@@ -98,7 +98,8 @@ def check_objects(objects: Iterable[Object], version: str) -> list[str]:
     problems = [*_selectors(known)]
     configs = {}
     for service in CONFIGS:
-        # Workers in front of several upstream servers have a Deployment each.
+        # Workers of different roles, or in front of several upstream servers, have a Deployment
+        # each.
         first = f"Deployment/tideserve-{service}"
         names = [name for name in known if name == first or name.startswith(f"{first}-")]
         if not names:

@@ -7,6 +7,7 @@ SUMMARIES = {
     "churn": "merges and splits in a row under load: requests, memory, invariants I1-I11",
     "clients": "loads of `steady` by vllm bench serve and guidellm: tideserve / vLLM, a core each",
     "coserve": "batch work in the time left by online requests: tokens gained, and their cost",
+    "disagg": "prompts and answers at different workers: gaps between tokens, targets met",
     "drain": "all workers are replaced one after the other under 64 streams: pauses, lost requests",
     "drop": "the pause of a drop of layers, and activations beside bulk data",
     "faults": "kills, freezes and cuts in each phase of a change-over, or at random with floods",

@@ -24,6 +24,7 @@ GROUPS = "groups/"
 ASSIGNMENTS = "assignments/"
 LEADERS = "leaders/"
 QUOTAS = "quotas/"
+ROLES = "roles/"
 ADAPTERS = "adapters/"
 EPOCH_FLOOR = "epoch_floor"
 

@@ -24,6 +24,7 @@ from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member, Worker
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.role import Role
 from tideserve.common.v1 import adapter_pb2, record_pb2
 
 GENERATE = "generate"
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 _PHASES = numbers(GroupPhase, record_pb2.GroupPhase, "GROUP_PHASE")
 _PHASES_BACK = {number: phase for phase, number in _PHASES.items()}
+_ROLES = numbers(Role, record_pb2.WorkerRole, "WORKER_ROLE")
+_ROLES_BACK = {number: role for role, number in _ROLES.items()}
 _MEMBER = Codec(Member, record_pb2.GroupMember)
 _ASSIGNMENT = Codec(Assignment, record_pb2.AssignmentRecord)
 _SHAPE = Codec(ModelShape, record_pb2.ModelShape)
@@ -75,8 +78,8 @@ def is_valid(record: Message, name: str) -> bool:
             valid = bool(name) and record.worker_id == name and record.incarnation != ""
         case record_pb2.GroupRecord():
             valid = record.group_id == name and to_group(record) is not None
-        case record_pb2.AssignmentRecord():
-            valid = bool(name) and record.worker_id == name and record.epoch >= 0
+        case record_pb2.AssignmentRecord() | record_pb2.RoleRecord():
+            valid = bool(name) and record.worker_id == name and _is_known(record)
         case record_pb2.ServiceRecord():
             valid = bool(name) and record.incarnation == name
         case record_pb2.EpochFloorRecord():
@@ -89,6 +92,13 @@ def is_valid(record: Message, name: str) -> bool:
         case _:
             raise TypeError(f"{type(record).__name__} is not an etcd record type")
     return valid
+
+
+def _is_known(record: record_pb2.AssignmentRecord | record_pb2.RoleRecord) -> bool:
+    """Whether the record has an epoch, or a role of this release."""
+    if isinstance(record, record_pb2.RoleRecord):
+        return to_role(record) is not None
+    return record.epoch >= 0
 
 
 def _are_amounts(record: record_pb2.QuotaRecord) -> bool:
@@ -153,6 +163,25 @@ def to_assignment_record(assignment: Assignment) -> record_pb2.AssignmentRecord:
 def to_floor_record(epoch: int) -> record_pb2.EpochFloorRecord:
     """The record of the epoch floor, above which every new epoch must be."""
     return record_pb2.EpochFloorRecord(epoch=epoch)
+
+
+# --- roles
+
+
+def to_role(record: record_pb2.RoleRecord | record_pb2.WorkerRecord) -> Role | None:
+    """The role of a record; None if it has none, or one that this release lacks."""
+    return _ROLES_BACK.get(record.role)
+
+
+def to_role_record(worker_id: str, role: Role, since_s: float) -> record_pb2.RoleRecord:
+    """The record of a worker's role; `since_s`: seconds since 1970."""
+    return record_pb2.RoleRecord(worker_id=worker_id, role=_ROLES[role], since_s=since_s)
+
+
+def to_role_number(role: Role) -> "record_pb2.WorkerRole.ValueType":
+    """The role in a worker's record, as the worker is configured."""
+    number: record_pb2.WorkerRole.ValueType = _ROLES[role]
+    return number
 
 
 # --- workers
@@ -223,6 +252,9 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         build=build_of(record),
         settings=settings_of(record),
         chunk_bytes=max(1, record.chunk_bytes),
+        role=to_role(record) or Role.MIXED,
+        cost_model=to_cost_model(record),
+        max_batch_tokens=max(1, record.max_batch_tokens),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.adapter import Adapter
+from services.core.destination import Destination
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
 from services.core.service import DEFAULT_SERVICE, Service
 
@@ -79,7 +80,8 @@ class Ask:
 class Assignment:
     """The group that runs a request, its configuration (`epoch`), and its leader (host:port).
 
-    `returnable`: the worker may return the request to the scheduler before it starts.
+    `returnable`: the worker may return the request to the scheduler before it starts. `hand_to`:
+    the worker that decodes the request after this one has computed its prompt; None: this one.
     """
 
     request_id: str
@@ -88,6 +90,7 @@ class Assignment:
     worker_id: str
     address: str
     returnable: bool = False
+    hand_to: Destination | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ model to make room for KV cache (a *drop*, KunServe).
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+_RATES = ("arriving_tokens_per_s", "prompt_tokens_per_s", "output_tokens_per_s", "tpot_s")
 RATE_RISE = 1.1
 """Report an arrival rate at once if it exceeds the last reported rate by this factor."""
 
@@ -20,7 +21,9 @@ class ModelDemand:
     of new arrivals. If the scheduling policy distinguishes service classes, `batch_queued` and
     `batch_queued_tokens` count queued requests of the class `batch`, and the other fields exclude
     them, since batch requests never trigger a drop. `first_queued_tokens`: KV that the first of the
-    `queued` requests needs.
+    `queued` requests needs. Started requests had `prompt_tokens_per_s` to compute, and
+    `output_tokens_per_s` are expected of them; `tpot_s` is the least target of a time per token
+    among them, 0 if none has one.
     """
 
     model: str
@@ -32,14 +35,21 @@ class ModelDemand:
     batch_queued: int = 0
     batch_queued_tokens: int = 0
     first_queued_tokens: int = 0
+    prompt_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    tpot_s: float = 0.0
 
     def plus(self, other: "ModelDemand") -> "ModelDemand":
-        """Sum of two reports about the same model; of the first requests, the larger one counts."""
+        """Sum of two reports about the same model.
+
+        Of the first requests, the larger one counts, and of the targets the tighter one.
+        """
         assert self.model == other.model
         names = [counter.name for counter in fields(self) if counter.name != "model"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         first = max(self.first_queued_tokens, other.first_queued_tokens)
-        return replace(self, **sums | {"first_queued_tokens": first})
+        tpot_s = min(filter(None, (self.tpot_s, other.tpot_s)), default=0.0)
+        return replace(self, **sums | {"first_queued_tokens": first, "tpot_s": tpot_s})
 
 
 def is_urgent_change(reported: Iterable[ModelDemand], demands: Iterable[ModelDemand]) -> bool:
@@ -47,7 +57,9 @@ def is_urgent_change(reported: Iterable[ModelDemand], demands: Iterable[ModelDem
     before, now = ({demand.model: demand for demand in report} for report in (reported, demands))
     for model in before.keys() | now.keys():
         old, new = (report.get(model) or ModelDemand(model) for report in (before, now))
-        if replace(old, arriving_tokens_per_s=new.arriving_tokens_per_s) != new:
+        # Roles follow the mix of the load, which is not urgent.
+        rates = {name: getattr(new, name) for name in _RATES}
+        if replace(old, **rates) != new:
             return True
         # The arrival rate changes with every request and decays with time: report only a rise.
         if new.arriving_tokens_per_s > RATE_RISE * old.arriving_tokens_per_s:

@@ -107,12 +107,18 @@ class ShipmentCounts:
 
     `shipped_total` requests moved away, `received_total` started here with KV of another worker,
     and `kept_total` stayed because their move failed. `shipped_blocks_total` KV blocks were sent.
+    `handed_over_total` further requests left after their first output token, and
+    `hand_overs_kept_total` were to leave then and decode here. `shipping_s`: seconds during which
+    KV of any of them was being sent.
     """
 
     shipped_total: int = 0
     received_total: int = 0
     kept_total: int = 0
     shipped_blocks_total: int = 0
+    handed_over_total: int = 0
+    hand_overs_kept_total: int = 0
+    shipping_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.core.adapter import Adapter
+from services.core.destination import Destination
 from services.core.service import DEFAULT_SERVICE, Service
 
 STOP_TOKEN_IDS_MAX = 256
@@ -155,7 +156,8 @@ class Request:
     `resumable`: its gateway resumes it on another worker if it is returned after output tokens.
     Requests share cached prefixes only within the same `cache_salt`. A request that another worker
     has started has `output_ids`: its next token has index `len(output_ids)`, and `limits` include
-    these tokens. `server_losses`: losses of upstream servers under it at earlier workers.
+    these tokens. `server_losses`: losses of upstream servers under it at earlier workers. `hand_to`
+    is the worker that computes its output, apart from the first token, if the KV can be sent there.
     `adapter`: the LoRA adapter to apply, None for the model alone.
     """
 
@@ -174,6 +176,7 @@ class Request:
     resumable: bool = False
     output_ids: tuple[int, ...] = ()
     server_losses: int = 0
+    hand_to: Destination | None = None
     adapter: Adapter | None = None
 
 

@@ -26,10 +26,12 @@ from services.memmgr.cluster_store import ClusterStore
 from services.memmgr.config import MemmgrConfig
 from services.memmgr.demand_view import DemandView
 from services.memmgr.driver import Driver, RolledBack
+from services.memmgr.introducer import Introducer
 from services.memmgr.member_client import MemberClient
 from services.memmgr.metrics import MemmgrCollector
 from services.memmgr.overload_watch import OverloadWatch
 from services.memmgr.presence import NAME, Presence
+from services.memmgr.role_writer import RoleWriter
 from services.memmgr.servicer import MemmgrServicer
 from services.memmgr.shipper import Shipper
 from services.memmgr.worker_memory import MemoryView
@@ -102,7 +104,7 @@ async def _serve(
     async with metrics_exposed(metrics, config.host, config.metrics_port):
         await server.start()
         try:
-            parts = (runner, watch, shipper)
+            parts = runner, watch, shipper, RoleWriter(driver, memory, demand, watch, config.roles)
             await _run(config, store, driver, parts, server, stop, incarnation)
         finally:
             await server.stop(STOP_GRACE_S)
@@ -136,7 +138,7 @@ async def _run(
     config: MemmgrConfig,
     store: Store,
     driver: Driver,
-    actions: tuple[ActionRunner, OverloadWatch, Shipper],
+    actions: tuple[ActionRunner, OverloadWatch, Shipper, RoleWriter],
     server: Server,
     stop: asyncio.Event,
     incarnation: str,
@@ -155,7 +157,8 @@ async def _run(
     log.info("memmgr listens on %s, others reach it at %s", server.address, address)
     try:
         async with asyncio.TaskGroup() as tasks:
-            parts = (driver, election, presence, *actions)
+            introducer = Introducer(driver, lambda: driver.roles)
+            parts = (driver, election, presence, introducer, *actions)
             background = [tasks.create_task(part.run()) for part in parts]
             await stop.wait()
             # Refuse new calls, stop all decisions, then resign, so that a standby leads at once.

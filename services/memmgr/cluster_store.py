@@ -5,19 +5,21 @@ former leader cannot write.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from services.common.errors import StoreError
 from services.common.etcd import RETRY_S, SameCreation, Store, StoreSnapshot, Unchanged
-from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, ROLES, WORKERS
 from services.common.records import (
     encode_record,
     to_assignment_record,
     to_floor_record,
     to_group_record,
+    to_role_record,
 )
 from services.core.groups.vocabulary import Transact
+from services.core.role import Role
 from services.memmgr.translate_record import Listing, RecordReader
 
 ROOT = ""  # prefix of all keys
@@ -69,6 +71,23 @@ class ClusterStore:
             return revision or None
         except StoreError:
             return await self._read_back(writes, deletes, conditions)
+
+    async def write_roles(self, token: int, roles: Mapping[str, Role], since_s: float) -> bool:
+        """Write the roles of workers, without those that are mixed; False if another leads.
+
+        `since_s`: seconds since 1970.
+
+        Raises:
+            StoreError: without an answer; the records may have been written.
+        """
+        mixed = [worker_id for worker_id, role in roles.items() if role is Role.MIXED]
+        writes = {
+            f"{ROLES}{worker_id}": encode_record(to_role_record(worker_id, role, since_s))
+            for worker_id, role in roles.items()
+            if role is not Role.MIXED
+        }
+        deletes = [f"{ROLES}{worker_id}" for worker_id in mixed]
+        return bool(await self._store.transact([self._leader(token)], writes, deletes))
 
     async def _read_back(
         self, writes: dict[str, bytes], deletes: list[str], conditions: list[Unchanged]

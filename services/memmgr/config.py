@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from services.common.errors import ConfigError
 from services.common.service_config import ServiceConfig
 from services.core.groups.coordinator import CoordinatorConfig
 from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
+from services.core.overload.roles import RoleSetting
 from services.core.setting import choice, number, option, tcp_port
 
 # The defaults of the state machines, which are also the defaults of the options.
@@ -36,6 +38,13 @@ class MemmgrConfig(ServiceConfig):
         " that lack KV cache while others have room, before workers merge for them (stuck); also to"
         " make room at a worker for a large request that waits (all). Needs prefix_caching.",
         default_text="with overload_policy drop stuck, else off",
+    )
+    roles: str = option(
+        "mixed",
+        "What workers are meant for: mixed (every worker computes prompts and decodes),"
+        " prefill=N,decode=M (of each model, N workers compute long prompts and hand the requests"
+        " over to M workers), or auto (as many of each as the load needs, while mixed workers would"
+        " miss the tightest target of a time per token). Needs prefix_caching and dispatch prefix.",
     )
     overload_dwell_s: float = number(
         MONITOR.overload_dwell_s,
@@ -86,3 +95,11 @@ class MemmgrConfig(ServiceConfig):
         maximum=600,
         expert=True,
     )
+
+    def __post_init__(self) -> None:
+        # Not `super()`: `slots=True` replaces the class that `super()` refers to.
+        ServiceConfig.__post_init__(self)
+        try:
+            RoleSetting.parse(self.roles)
+        except ValueError as error:
+            raise ConfigError(f"'roles': {error}") from error

@@ -8,12 +8,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.common import failpoint
-from services.common.clock import monotonic_s
+from services.common.clock import monotonic_s, unix_s
 from services.common.etcd import RETRY_S
 from services.common.event_log import EventLog
 from services.common.tracing import Tracer
@@ -46,9 +46,11 @@ from services.core.groups.vocabulary import (
     Transact,
     TransactionFinished,
 )
+from services.core.overload.role_peers import WorkerPeers
 from services.core.overload.shipping_pair import ShippingPair
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import MemoryReport
+from services.core.role import Role
 from services.memmgr.change_count import LAST_PHASES, ChangeCount
 from services.memmgr.change_trace import ChangeCause, ChangeTrace, restore_cause
 from services.memmgr.cluster_store import ClusterRecords, ClusterStore
@@ -105,6 +107,7 @@ class Driver:
         self._loss_log = LossLog()
         # Facts for the planning of merges about the registered workers, by id.
         self.facts: dict[str, WorkerFacts] = {}
+        self.roles: dict[str, Role] = {}  # as recorded, by worker id
         self.changes = ChangeCount()
         self.losses = Losses()
         self._rollbacks: int | None = None  # of etcd, before the first listing
@@ -242,6 +245,21 @@ class Driver:
             *(pair, token, self._endpoints, requests_max, if_cheaper, blocks_max)
         )
 
+    async def write_roles(self, roles: Mapping[str, Role]) -> bool:
+        """Record the roles of workers; False if this instance does not lead.
+
+        Raises:
+            StoreError: without an answer; the records may have been written.
+        """
+        token = self._state.token
+        return token is not None and await self._store.write_roles(token, roles, unix_s())
+
+    async def introduce(self, workers: Iterable[WorkerPeers]) -> None:
+        """Connect workers to their peers, if this instance leads."""
+        token = self._state.token
+        if token is not None:
+            await self._members.introduce(workers, token, self._endpoints)
+
     def _group_of(self, worker_id: str) -> str:
         """The group id in the worker's assignment; the worker's id if it has no assignment."""
         stored = self._state.records.assignments.get(worker_id)
@@ -306,6 +324,7 @@ class Driver:
         if cluster.revision >= self._state.records.revision:
             self._endpoints = listing.endpoints
             self.facts = listing.facts
+            self.roles = listing.roles
             groups = {group.group_id for group in self.groups}
             self._loss_log.keep_only(listing.facts.keys(), groups)
             self._memory.set_registered(

@@ -7,13 +7,14 @@ then a commit of the *target* groups, or Abort.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc.aio
 
 from services.common.grpc_client import Dial
 from services.core.groups.fence import prepare_calls
 from services.core.groups.vocabulary import AbortMember, Member, PrepareMembers
+from services.core.overload.role_peers import WorkerPeers
 from services.core.overload.shipping_pair import ShippingPair
 from services.memmgr.translate import (
     to_abort_request,
@@ -98,16 +99,8 @@ class MemberClient:
             ShippingFailed: if the source refuses, or does not answer.
         """
         source, target = pair.source.members[0], pair.target.members[0]
-        peers = [_peer(member, endpoints) for member in (source, target)]
-        async with asyncio.TaskGroup() as tasks:
-            for member in (source, target):
-                introduction = worker_pb2.IntroduceRequest(
-                    token=token,
-                    incarnation=member.incarnation,
-                    peers=peers,
-                    timeout_s=INTRODUCED_S,
-                )
-                tasks.create_task(self._introduce(member.worker_id, introduction, endpoints))
+        both = [WorkerPeers(source, (target,)), WorkerPeers(target, (source,))]
+        await self.introduce(both, token, endpoints)
         order = secrets.token_hex(ORDER_BYTES)
         request = to_ship_request(
             *(pair, token, order, endpoints, requests_max, if_cheaper, blocks_max)
@@ -119,6 +112,23 @@ class MemberClient:
                 return await stub.ShipRequests(request, timeout=SHIP_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 raise ShippingFailed(f"{source.worker_id}: {reason_of(error)}") from error
+
+    async def introduce(
+        self, workers: Iterable[WorkerPeers], token: int, endpoints: dict[str, WorkerEndpoint]
+    ) -> None:
+        """Connect workers to their peers for `INTRODUCED_S`; each is a peer of its peers."""
+        entries = list(workers)
+        known = {entry.member.worker_id: _peer(entry.member, endpoints) for entry in entries}
+        async with asyncio.TaskGroup() as tasks:
+            for entry in entries:
+                names = sorted(member.worker_id for member in (entry.member, *entry.peers))
+                introduction = worker_pb2.IntroduceRequest(
+                    token=token,
+                    incarnation=entry.member.incarnation,
+                    peers=[known[name] for name in names],
+                    timeout_s=INTRODUCED_S,
+                )
+                tasks.create_task(self._introduce(entry.member.worker_id, introduction, endpoints))
 
     async def _introduce(
         self,

@@ -27,6 +27,7 @@ from services.core.overload.events import (
     GroupsSeen,
     ManualChange,
     MergesPlanned,
+    ModelLoad,
     MoveEnded,
 )
 from services.core.overload.group_use import group_uses
@@ -128,6 +129,10 @@ class OverloadWatch:
     def split_obstacles(self) -> dict[str, str]:
         """Why merged groups do not split now, by group; see `OverloadMonitor.split_obstacles`."""
         return self._monitor.split_obstacles(monotonic_s(), self._busy())
+
+    def load(self, model: str) -> ModelLoad:
+        """Demand and capacity of a model; see `OverloadMonitor.load`."""
+        return self._monitor.load(model)
 
     def evaluate(self) -> None:
         """Pass the current demand and usage of groups to the monitor, and act on its decisions."""

@@ -1,12 +1,19 @@
 """Converts the records in etcd to the types of core; `translate` converts RPC messages."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from services.common.etcd import Entry
-from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, WORKERS, read_floor
-from services.common.records import read_record, to_assignment, to_facts, to_group, to_worker
+from services.common.membership import ASSIGNMENTS, EPOCH_FLOOR, GROUPS, ROLES, WORKERS, read_floor
+from services.common.records import (
+    read_record,
+    to_assignment,
+    to_facts,
+    to_group,
+    to_role,
+    to_worker,
+)
 from services.core.groups.vocabulary import (
     Assignment,
     Group,
@@ -16,6 +23,7 @@ from services.core.groups.vocabulary import (
     Worker,
 )
 from services.core.overload.worker_facts import WorkerFacts
+from services.core.role import Role
 from tideserve.common.v1 import record_pb2
 
 
@@ -43,6 +51,7 @@ class Listing:
     facts: dict[str, WorkerFacts]
     epoch_floor: int = 0
     floor_revision: int = 0
+    roles: dict[str, Role] = field(default_factory=dict)
 
 
 class RecordReader:
@@ -52,6 +61,7 @@ class RecordReader:
         self._workers = _Reader(WORKERS, _to_worker)
         self._groups = _Reader(GROUPS, _to_stored_group)
         self._assignments = _Reader(ASSIGNMENTS, _to_stored_assignment)
+        self._roles = _Reader(ROLES, _to_role)
 
     def read(self, entries: Mapping[str, Entry]) -> Listing:
         """The records in `entries`, without invalid worker records."""
@@ -66,6 +76,7 @@ class RecordReader:
             {entry.worker.worker_id: entry.endpoint for entry in workers},
             {entry.facts.worker_id: entry.facts for entry in workers if entry.facts is not None},
             *read_floor(entries.get(EPOCH_FLOOR)),
+            roles=dict(self._roles.read(entries)),
         )
 
 
@@ -126,3 +137,10 @@ def _to_stored_assignment(key: str, entry: Entry) -> StoredAssignment:
         nowhere = Assignment(key.removeprefix(ASSIGNMENTS), "", "", 0)
         return StoredAssignment(nowhere, entry.mod_revision)
     return StoredAssignment(to_assignment(record), entry.mod_revision)
+
+
+def _to_role(key: str, entry: Entry) -> tuple[str, Role] | None:
+    """Worker and role of a record; None if it is invalid."""
+    record = read_record(record_pb2.RoleRecord, key, entry.value)
+    role = to_role(record) if record is not None else None
+    return None if role is None else (key.removeprefix(ROLES), role)

@@ -1,4 +1,4 @@
-"""Follows the group and worker records in etcd, and reports which groups serve."""
+"""Follows the records of groups, workers and roles in etcd, and reports which groups serve."""
 
 import asyncio
 import logging
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
-from services.common.membership import GROUPS, WORKERS, Directory
-from services.common.records import scheduling_fault
+from services.common.membership import GROUPS, ROLES, WORKERS, Directory
+from services.common.records import scheduling_fault, to_role
 from services.core.scheduler.vocabulary import GroupJoined, GroupLeft, ServingGroup
 from services.scheduler.translate import to_group
 from tideserve.common.v1 import record_pb2
@@ -37,6 +37,7 @@ class ServingGroups:
         self._differs = False
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord, self._refresh)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._refresh)
+        self._roles = Directory(store, ROLES, record_pb2.RoleRecord, self._refresh)
         self._serving: dict[str, ServingGroup] = {}
 
     @property
@@ -49,6 +50,7 @@ class ServingGroups:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._groups.run())
             tasks.create_task(self._workers.run())
+            tasks.create_task(self._roles.run())
 
     def _refresh(self) -> None:
         # With a partial list of workers, groups would seem to lack members.
@@ -56,9 +58,15 @@ class ServingGroups:
             return
         self._check_scheduling()
         workers = {record.worker_id: record for record in self._workers.records.values()}
+        # Advice: groups serve before the roles are read.
+        roles = {
+            record.worker_id: role
+            for record in self._roles.records.values()
+            if (role := to_role(record)) is not None
+        }
         serving: dict[str, ServingGroup] = {}
         for record in self._groups.records.values():
-            group = to_group(record, workers)
+            group = to_group(record, workers, roles)
             if group is not None:
                 costs = group.cost_model if self._own_costs else None
                 serving[group.group_id] = replace(group, cost_model=costs)

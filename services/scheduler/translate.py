@@ -13,8 +13,10 @@ from services.common.slo import service_message, to_service
 from services.common.wire_enum import numbers
 from services.core.ask import FailedAssignment, RefusalReason
 from services.core.demand import ModelDemand
+from services.core.destination import Destination
 from services.core.groups.vocabulary import GroupPhase
 from services.core.prefix.block_hash import THIN_STRIDE, ThinHashes
+from services.core.role import Role
 from services.core.scheduler.vocabulary import (
     BATCH_TOKENS,
     Asked,
@@ -35,7 +37,9 @@ from services.core.service import Service
 from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 from tideserve.scheduler.v1 import scheduler_pb2
+from tideserve.worker.v1 import worker_pb2
 
+NO_ROLES: Mapping[str, Role] = {}
 TTFT_MAX_S = 1e6
 """Longest time to a first token that an outcome may report, in seconds."""
 _REASONS = numbers(RefusalReason, scheduler_pb2.RefusalReason, "REFUSAL_REASON")
@@ -125,9 +129,11 @@ def to_shortfalls(answer: memmgr_pb2.WatchShortfallsResponse) -> dict[str, int]:
 
 
 def to_group(
-    record: record_pb2.GroupRecord, workers: Mapping[str, record_pb2.WorkerRecord]
+    record: record_pb2.GroupRecord,
+    workers: Mapping[str, record_pb2.WorkerRecord],
+    roles: Mapping[str, Role] = NO_ROLES,
 ) -> ServingGroup | None:
-    """The group as dispatch uses it, or None if it does not serve.
+    """The group as dispatch uses it, or None if it does not serve; `roles` by worker id.
 
     A group serves while it is stable and all members are registered under their recorded
     incarnations, valid and not draining. Requests go to the leader, its first member; load reports
@@ -160,6 +166,7 @@ def to_group(
         members=len(members),
         max_batch_tokens=max(leader.max_batch_tokens, 0) or BATCH_TOKENS,
         cost_model=records.to_cost_model(leader),
+        role=roles.get(leader.worker_id, Role.MIXED) if len(members) == 1 else Role.MIXED,
         adapter_rank_max=leader.adapters.rank_max if leader.adapters.slots > 0 else 0,
     )
 
@@ -180,6 +187,7 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
                     worker_id=command.worker_id,
                     address=command.address,
                     returnable=command.returnable,
+                    hand_to=_go_to(command.hand_to) if command.hand_to is not None else None,
                 )
             )
         case SendRefusal():
@@ -197,6 +205,15 @@ def to_frame(command: Command) -> scheduler_pb2.AdmitResponse:
             return scheduler_pb2.AdmitResponse(
                 proceed=scheduler_pb2.Proceed(request_id=command.request_id)
             )
+
+
+def _go_to(place: Destination) -> worker_pb2.GoTo:
+    return worker_pb2.GoTo(
+        worker_id=place.worker_id,
+        address=place.address,
+        group_id=place.group_id,
+        epoch=place.epoch,
+    )
 
 
 def to_heartbeat(snapshot: Snapshot) -> scheduler_pb2.AdmitResponse:

@@ -14,6 +14,7 @@ from services.core.engine_kind import EngineKind
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.planner.victims import VictimRule
 from services.core.queue_order import Scheduling
+from services.core.role import Role
 from services.core.setting import (
     choice,
     device_name,
@@ -127,6 +128,13 @@ class WorkerConfig(ServiceConfig):
         "",
         "Location of the worker from widest to narrowest, such as zone/rack/host: nearby workers"
         " merge first. Empty: only the host is known.",
+    )
+    role: Role = choice(
+        Role.MIXED,
+        Role,
+        "What the worker is meant for: to compute prompts and hand the requests over (prefill), to"
+        " decode (decode), or both. It is a wish, which counts while the memory manager's `roles`"
+        " is not mixed.",
     )
     activation_port: int = tcp_port(0, "Port for activations between engines; 0: any free port.")
     bulk_port: int = tcp_port(0, "Port for KV and parameters between engines; 0: any free port.")

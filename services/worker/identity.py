@@ -20,6 +20,7 @@ from services.common.records import (
     to_assignment,
     to_assignment_record,
     to_cost_record,
+    to_role_number,
     to_shape_record,
 )
 from services.core.groups.fence import MemberState, is_removed, restored
@@ -127,6 +128,7 @@ def worker_record(
         block_size=facts.block_size,
         max_batch_tokens=config.planner.max_batch_tokens,
         location=config.location_parts,
+        role=to_role_number(config.role),
         kv_blocks_total=facts.kv_blocks_total,
         capabilities=capabilities_of(can_drop(facts), config.paced, config.engine),
         shape=to_shape_record(facts.shape),

@@ -103,6 +103,18 @@ MOVED_REQUESTS = {
         "shipped_blocks",
         "KV blocks that were sent for requests that move.",
     ),
+    "handed_over_total": (
+        "handed_over_requests",
+        "Requests whose prompt this worker computed, and whose output another one computes.",
+    ),
+    "shipping_s": (
+        "shipping_seconds",
+        "Seconds during which KV of requests that move or are handed over was being sent.",
+    ),
+    "hand_overs_kept_total": (
+        "kept_hand_overs",
+        "Requests that were to be handed over after their prompt, and stayed because that failed.",
+    ),
 }
 
 
@@ -349,7 +361,7 @@ class WorkerCollector(Collector):
             yield counter
 
     def _counters(
-        self, texts: Mapping[str, tuple[str, str]], counts: Mapping[str, int]
+        self, texts: Mapping[str, tuple[str, str]], counts: Mapping[str, float]
     ) -> Iterable[Metric]:
         for field, (name, text) in texts.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from services.common.adapter_messages import to_adapter
 from services.common.slo import to_service
 from services.core.adapter import Adapter
+from services.core.destination import Destination
 from services.core.request import (
     BAD_WORD_TOKENS_MAX,
     BAD_WORDS_MAX,
@@ -52,20 +53,8 @@ def to_request(
     Raises:
         InvalidStart: if a field is invalid, so that the engine never gets such a value.
     """
-    prompt = tuple(start.prompt_ids)
-    _require(
-        0 < len(start.request_id) <= REQUEST_ID_CHARS_MAX,
-        f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters",
-    )
-    _require(len(prompt) > 0, "prompt_ids must not be empty")
-    _require_ids("prompt_ids", prompt, vocab_size)
-    output = tuple(start.output_ids)
-    _require_ids("output_ids", output, vocab_size)
-    _require(
-        not output or len(output) < start.limits.max_tokens,
-        "output_ids must be fewer than max_tokens",
-    )
-    _check_scalars(start)
+    prompt, output = tuple(start.prompt_ids), tuple(start.output_ids)
+    _check_fields(start, prompt, output, vocab_size)
     service = to_service(start.service)
     fault = service.fault()
     _require(fault is None, fault or "")
@@ -85,11 +74,25 @@ def to_request(
         resumable=start.resumable,
         output_ids=output,
         server_losses=start.server_losses,
+        hand_to=_destination(start.hand_to) if start.HasField("hand_to") else None,
         adapter=_adapter(start, adapter_rank_max),
     )
 
 
-def _check_scalars(start: pb.Start) -> None:
+def _check_fields(
+    start: pb.Start, prompt: tuple[int, ...], output: tuple[int, ...], vocab_size: int
+) -> None:
+    _require(
+        0 < len(start.request_id) <= REQUEST_ID_CHARS_MAX,
+        f"request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters",
+    )
+    _require(len(prompt) > 0, "prompt_ids must not be empty")
+    _require_ids("prompt_ids", prompt, vocab_size)
+    _require_ids("output_ids", output, vocab_size)
+    _require(
+        not output or len(output) < start.limits.max_tokens,
+        "output_ids must be fewer than max_tokens",
+    )
     _require(
         len(start.traceparent) <= TRACEPARENT_CHARS_MAX,
         f"traceparent must have at most {TRACEPARENT_CHARS_MAX} characters",
@@ -101,6 +104,11 @@ def _check_scalars(start: pb.Start) -> None:
     _require(0 <= start.waited_s < math.inf, "waited_s must be finite and not below 0")
     _require(start.choice >= 0, "choice must not be below 0")
     _require(start.server_losses >= 0, "server_losses must not be below 0")
+
+
+def _destination(place: pb.GoTo) -> Destination:
+    _require(bool(place.worker_id and place.address), "hand_to must name a worker and its address")
+    return Destination(place.worker_id, place.address, place.group_id, place.epoch)
 
 
 def _adapter(start: pb.Start, rank_max: int) -> Adapter | None:

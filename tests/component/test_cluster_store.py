@@ -17,6 +17,7 @@ from services.core.groups.vocabulary import (
     StoredGroup,
     Transact,
 )
+from services.core.role import Role
 from services.memmgr.cluster_store import ClusterStore
 from tests.support.control_plane import delete
 
@@ -159,3 +160,20 @@ async def test_a_floor_that_cannot_be_read_is_above_every_epoch(store: Store) ->
     await store.put_if(EPOCH_FLOOR, b"junk", 0)
     listing = (await records.list_until_answered()).listing
     assert listing.epoch_floor == listing.floor_revision > 0
+
+
+async def test_roles_are_written_and_removed_by_the_leader_alone(store: Store) -> None:
+    records = ClusterStore(store, condition)
+    token = await elect(store)
+    assert await records.write_roles(token, {"w0": Role.PREFILL, "w1": Role.DECODE}, 12.5)
+    listing = (await records.list_until_answered()).listing
+    assert listing.roles == {"w0": Role.PREFILL, "w1": Role.DECODE}
+    assert await records.write_roles(token, {"w0": Role.MIXED, "w1": Role.PREFILL}, 13.5)
+    assert (await records.list_until_answered()).listing.roles == {"w1": Role.PREFILL}
+
+    await delete(store, LEADER)
+    later = await elect(store)
+    assert not await records.write_roles(token, {"w1": Role.DECODE}, 14.5)
+    assert (await records.list_until_answered()).listing.roles == {"w1": Role.PREFILL}
+    assert await records.write_roles(later, {"w1": Role.DECODE}, 15.5)
+    assert (await records.list_until_answered()).listing.roles == {"w1": Role.DECODE}

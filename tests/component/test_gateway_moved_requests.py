@@ -35,6 +35,20 @@ async def test_a_request_goes_where_its_kv_is(case: Case) -> None:
     assert "tideserve_gateway_resumed_streams_total 0.0" in metrics
 
 
+async def test_a_prefill_worker_learns_where_to_hand_a_request_over(case: Case) -> None:
+    """Only the start that the scheduler assigned names a worker: the next worker decodes."""
+    source, target = case.cluster.workers
+    case.cluster.scheduler.workers = (source,)
+    source.fails_after, target.fails_after = 1, None
+    source.hand_to = source.go_to = target
+    answer = await case.complete(max_tokens=12)
+    assert answer.json()["choices"][0]["text"] == TEXT[:12]
+    assert len(case.cluster.scheduler.asks) == 1
+    (first,), (second,) = source.starts, target.starts
+    assert first.hand_to == target.place and first.resumable
+    assert not second.HasField("hand_to") and len(second.output_ids) == 1
+
+
 @pytest.mark.parametrize(
     "reason", [worker_pb2.FINISH_REASON_STALE_EPOCH, worker_pb2.FINISH_REASON_OVERLOADED]
 )

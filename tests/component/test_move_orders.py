@@ -221,3 +221,24 @@ async def test_a_refused_order_is_repeated_later(store: Store) -> None:
         member.engine.refuse = ""
         await eventually(lambda: member.engine.running == 0)
         assert len(member.engine.orders) >= 2
+
+
+async def test_workers_with_roles_are_kept_connected(store: Store) -> None:
+    async with cluster(store, {}, {}, {}, roles="prefill=1,decode=1") as (_address, members):
+        first, second, third = (member.engine for member in members)
+
+        async def are_introduced() -> bool:
+            pairs = [
+                engine.introduced[-1] for engine in (first, second, third) if engine.introduced
+            ]
+            return len(pairs) == 2 and pairs[0] == pairs[1] and len(pairs[0]) == 2
+
+        await eventually(are_introduced)
+        assert not any(engine.orders for engine in (first, second, third))
+
+
+async def test_mixed_workers_are_not_introduced(store: Store) -> None:
+    async with cluster(store, {}, {}) as (address, members):
+        await move(address, "w0", "w1", 1)  # by then, roles would have been assigned
+        introduced = [pair for member in members for pair in member.engine.introduced]
+        assert introduced == [["w0", "w1"]] * 2

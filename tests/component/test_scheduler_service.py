@@ -10,9 +10,10 @@ import pytest
 from services.common.config import from_mapping
 from services.common.etcd import Store
 from services.common.grpc_client import open_channel
-from services.common.membership import GROUPS, SERVICES, WORKERS
-from services.common.records import decode_record
+from services.common.membership import GROUPS, ROLES, SERVICES, WORKERS
+from services.common.records import decode_record, to_role_record
 from services.common.timeouts import timeout
+from services.core.role import Role
 from services.scheduler import servicer
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
@@ -33,6 +34,7 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2, process_pb2, process_pb2_grpc, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from tideserve.worker.v1 import worker_pb2
 
 
 @asynccontextmanager
@@ -153,6 +155,32 @@ async def test_a_merged_group_is_reached_at_its_leader(store: Store) -> None:
         assignment = await gateway.assignment("r1")
         assert (assignment.worker_id, assignment.address) == ("w1", "10.0.0.7:70")
         assert (assignment.group_id, assignment.epoch) == ("group-w1", 5)
+
+
+async def test_roles_that_are_recorded_name_the_worker_that_decodes(store: Store) -> None:
+    first, other = worker_record("w0", address="h:1"), worker_record("w1", address="h:2")
+    async with (
+        scheduler(store, hand_over_min_tokens=10) as address,
+        worker_in_group(store, first, epoch=3),
+        worker_in_group(store, other, epoch=4),
+        FakeWorker(first, epoch=3).reporting(address),
+        FakeWorker(other, epoch=4).reporting(address),
+        FakeGateway.connected(address) as gateway,
+    ):
+        await groups_serving(gateway, 2)
+        await gateway.ask("r0", prompt_tokens=40)
+        assert not (await gateway.assignment("r0")).HasField("hand_to")
+        for worker_id, role in (("w0", Role.DECODE), ("w1", Role.PREFILL)):
+            await put(store, f"{ROLES}{worker_id}", to_role_record(worker_id, role, 1.0))
+        for number in range(1, 200):  # until the records have been read
+            await gateway.ask(f"r{number}", prompt_tokens=40)
+            assignment = await gateway.assignment(f"r{number}")
+            if assignment.HasField("hand_to"):
+                break
+            await asyncio.sleep(0.05)
+    assert assignment.worker_id == "w1"
+    place = worker_pb2.GoTo(worker_id="w0", address="h:1", group_id="group-w0", epoch=3)
+    assert assignment.hand_to == place
 
 
 async def test_a_request_waits_for_room(store: Store) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -40,6 +40,7 @@ KINDS: list[dict[str, Any]] = [
         "stop": ["the end"],
     },
 ]
+NO_FIELDS: Mapping[str, Any] = {}
 
 Answer = list[dict[str, Any]]
 
@@ -59,8 +60,12 @@ async def ask(
     number: int,
     note: Callable[[int], None] | None = None,
     tokens: int = OUTPUT_TOKENS,
+    more: Mapping[str, Any] = NO_FIELDS,
 ) -> Answer:
-    """What a client gets of each choice. `note` is called with the tokens so far."""
+    """What a client gets of each choice. `note` is called with the tokens so far.
+
+    `more`: further fields of the request.
+    """
     fields = KINDS[number]
     body = {
         "model": cluster.get("/v1/models")["data"][0]["id"],
@@ -70,6 +75,7 @@ async def ask(
         "return_token_ids": True,
         "ignore_eos": "structured_outputs" not in fields,
         **fields,
+        **more,
     }
     choices: Answer = [
         {"text": "", "ids": [], "logprobs": [], "finish": None} for _ in range(fields.get("n", 1))
@@ -92,13 +98,17 @@ async def ask(
 
 
 def run_all(
-    cluster: Cluster, note: Callable[[int], None] | None = None, tokens: int = OUTPUT_TOKENS
+    cluster: Cluster,
+    note: Callable[[int], None] | None = None,
+    tokens: int = OUTPUT_TOKENS,
+    more: Mapping[str, Any] = NO_FIELDS,
 ) -> list[Answer]:
     """The answers of a stream of each kind, all at the same time; see `ask`."""
 
     async def run() -> list[Answer]:
         numbers = range(len(KINDS))
-        return await asyncio.gather(*(ask(cluster, number, note, tokens) for number in numbers))
+        asked = (ask(cluster, number, note, tokens, more) for number in numbers)
+        return await asyncio.gather(*asked)
 
     return asyncio.run(run())
 
@@ -115,9 +125,12 @@ def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
 
 
 def disturbed(
-    cluster: Cluster, at: int, *actions: Callable[[], object]
+    cluster: Cluster, at: int, *actions: Callable[[], object], more: Mapping[str, Any] = NO_FIELDS
 ) -> tuple[list[Answer], float]:
-    """Run `actions` beside the streams at token `at`; returns the answers and the moves."""
+    """Run `actions` beside the streams at token `at`; returns the answers and the moves.
+
+    `more`: further fields of the requests.
+    """
     both_serve(cluster)
     moved, threads = metric(cluster, MOVED), list[Thread]()
 
@@ -127,7 +140,7 @@ def disturbed(
             for thread in threads:
                 thread.start()
 
-    answers = run_all(cluster, note)
+    answers = run_all(cluster, note, more=more)
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()

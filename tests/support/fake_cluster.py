@@ -132,6 +132,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             worker_id=worker.worker_id,
             address=worker.address,
             returnable=worker.return_times > 0,
+            hand_to=None if worker.hand_to is None else worker.hand_to.place,
         )
         return [
             scheduler_pb2.AdmitResponse(ticket=ticket),
@@ -172,6 +173,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     server_losses: int = 0
     # Where requests that fail as RETURNED go on.
     go_to: "FakeWorker | None" = None
+    hand_to: "FakeWorker | None" = None  # to which the scheduler wants its requests handed over
     # The index after the last token that was emitted.
     emitted: int = 0
     # Where its requests go on, and the token before which they do.
@@ -336,6 +338,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if reason != worker_pb2.FINISH_REASON_UNSPECIFIED:
             self.active.discard(start.request_id)
         message = self.broken if reason == worker_pb2.FINISH_REASON_ERROR else ""
+        returned = reason == worker_pb2.FINISH_REASON_RETURNED
         event = worker_pb2.RequestEvent(
             request_id=start.request_id,
             first_index=first_index,
@@ -343,9 +346,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             finish_reason=reason,
             message=message,
             server_losses=server_losses,
-            kv_lost=self.kv_lost and reason == worker_pb2.FINISH_REASON_RETURNED,
-            leaving=self.leaving and reason == worker_pb2.FINISH_REASON_RETURNED,
-            go_to=self._go_to if reason == worker_pb2.FINISH_REASON_RETURNED else None,
+            kv_lost=self.kv_lost and returned,
+            leaving=self.leaving and returned,
+            go_to=self.go_to.place if self.go_to is not None and returned else None,
             **self._told(start, first_index, token_ids),
             times=None if reason == worker_pb2.FINISH_REASON_UNSPECIFIED else self.times,
         )
@@ -353,14 +356,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.emitted = max(self.emitted, first_index + len(token_ids))
 
     @property
-    def _go_to(self) -> worker_pb2.GoTo | None:
-        if (to := self.go_to) is None:
-            return None
+    def place(self) -> worker_pb2.GoTo:
+        """This worker, as the place where a request continues."""
         return worker_pb2.GoTo(
-            worker_id=to.worker_id,
-            address=to.address,
-            group_id=f"group-{to.worker_id}",
-            epoch=to.epoch,
+            worker_id=self.worker_id,
+            address=self.address,
+            group_id=f"group-{self.worker_id}",
+            epoch=self.epoch,
         )
 
     def _told(

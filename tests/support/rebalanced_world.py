@@ -1,9 +1,10 @@
 """A change-over's world in which running requests also move between groups with their KV.
 
-Moves begin at any moment between any two single workers, of any number of requests; groups merge
-and split, workers die, parts fail and requests end meanwhile. A client resumes at the worker that
-has its KV, else at some leader. Besides the oracle of `World`, the event logs of all engines
-and of the gateway are audited: a request runs at one worker at a time (I15).
+Moves begin at any moment between any two single workers, of any number of requests, and some
+requests are handed over after their prompt; groups merge and split, workers die, parts fail and
+requests end meanwhile. A client resumes at the worker that has its KV, else at some leader. Besides
+the oracle of `World`, the event logs of all engines and of the gateway are audited: a request runs
+at one worker at a time (I15).
 """
 
 import random
@@ -19,7 +20,8 @@ from services.core.destination import Destination
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest, RequestArrived
 from services.core.planner.sequence_ids import request_id_of
-from services.core.shipments.outgoing import may_move
+from services.core.request import Request
+from services.core.shipments.orders import may_move
 from services.core.shipments.vocabulary import (
     CancelShipping,
     ShipBlocks,
@@ -122,6 +124,11 @@ class MovingMember(WorldMember):
         }
         self._logs.start_engine(self.worker_id, self.memory.num_layers)
 
+    def start(self, request: Request) -> None:
+        world = self.world
+        assert isinstance(world, RebalancedWorld)
+        super().start(world.with_target(request, self.worker_id))
+
     @property
     def _logs(self) -> RequestLogs:
         assert isinstance(self.world, RebalancedWorld)
@@ -183,14 +190,18 @@ class MovingMember(WorldMember):
 
 
 class RebalancedWorld(World):
-    """`World` with cached prefixes and longer requests; `moves` counts orders."""
+    """`World` with cached prefixes and longer requests; `moves` counts orders.
+
+    A part of the requests is to be `handed` over to another single worker.
+    """
 
     blocks_of_a_worker = (8, 16, 24)
     checks: Counter[str]
     """Number of the audit's checks by invariant, at the end."""
 
-    def __init__(self, seed: int, **options: Any) -> None:
+    def __init__(self, seed: int, handed: float = 0.0, **options: Any) -> None:
         self._moves = random.Random(seed)
+        self._handed, self._targets = handed, random.Random(-seed)
         self.logs = RequestLogs()
         super().__init__(seed, prefixes=True, **options)
         self.clients = self.resuming = ResumingClients(self.logs)
@@ -231,6 +242,18 @@ class RebalancedWorld(World):
         self.members[source].handle(
             ShippingAsked(self.now_s, f"order-{self.moves}", place, *limits)
         )
+
+    def with_target(self, request: Request, source: str) -> Request:
+        """A request as the gateway starts it: with the worker that computes its output, if any."""
+        if self._targets.random() >= self._handed:
+            return request
+        single = [group[0].worker_id for group in self.groups if len(group) == 1]
+        others = sorted(name for name in single if name in self.members and name != source)
+        if not others:
+            return request
+        target = self._targets.choice(others)
+        place = Destination(target, target, f"g-{target}", self.members[target].epoch)
+        return replace(request, hand_to=place)
 
     def _decodes(self, name: str) -> bool:
         """Whether a worker has a request that may move."""

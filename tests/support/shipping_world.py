@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from services.core.changeover import vocabulary
+from services.core.changeover.move_window import LINK_BLOCKS_PER_S
 from services.core.changeover.state import Changeover
 from services.core.changeover.transfer_outcome import TransferOutcome, TransferStatus
 from services.core.destination import Destination
@@ -26,7 +27,7 @@ from services.core.planner.events import (
 )
 from services.core.planner.sequence_ids import SequenceIdSource, request_id_of
 from services.core.planner.state import PlannerState
-from services.core.request import FinishReason, Limits, Request, Sampling
+from services.core.request import Limits, Request, Sampling
 from services.core.service import Service, ServiceClass
 from services.core.shipments.vocabulary import (
     CancelShipping,
@@ -126,7 +127,12 @@ class ShippingWorld:
     """`workers` workers w0, w1, …, each alone, with `num_blocks` KV blocks."""
 
     def __init__(
-        self, seed: int, workers: int = 2, num_blocks: int = 64, layouts: tuple[str, ...] = ()
+        self,
+        seed: int,
+        workers: int = 2,
+        num_blocks: int = 64,
+        layouts: tuple[str, ...] = (),
+        layer_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
         """`layouts`: the KV layout of each worker; the same by default."""
         self.rng = random.Random(seed)
@@ -142,7 +148,10 @@ class ShippingWorld:
             name = f"w{number}"
             layout = layouts[number] if layouts else "layout"
             machine = Changeover(
-                name, 1, PlannerState(config), process=f"{name}-1", kv_layout=layout
+                *(name, 1, PlannerState(config)),
+                process=f"{name}-1",
+                kv_layout=layout,
+                link_blocks_per_s=layer_blocks_per_s,
             )
             self.nodes[name] = Node(name, self, machine, SequenceIdSource(f"{name}-1"))
 
@@ -156,12 +165,18 @@ class ShippingWorld:
         worker: str,
         salt: str = "",
         classes: tuple[ServiceClass, ...] = (ServiceClass.STANDARD,),
+        hand_to: str = "",
+        resumable: bool = True,
+        stops: bool = False,
     ) -> Client:
+        """`hand_to`: the worker to which `worker` hands it over. `stops`: at its first token."""
         service = Service(self.rng.choice(classes))
-        request = Request(
-            name, prompt, GREEDY, Limits(tokens), 0.0, service=service, cache_salt=salt
-        )
-        client = self.clients[name] = Client(replace(request, resumable=True), worker)
+        ends = frozenset({next_token(prompt)}) if stops else frozenset[int]()
+        limits = Limits(tokens, stop_token_ids=ends)
+        request = Request(name, prompt, GREEDY, limits, 0.0, service=service, cache_salt=salt)
+        place = self.place_of(hand_to) if hand_to else None
+        request = replace(request, resumable=resumable, hand_to=place)
+        client = self.clients[name] = Client(request, worker)
         self._start(client)
         return client
 
@@ -173,11 +188,14 @@ class ShippingWorld:
     def ship(self, source: str, target: str, requests_max: int = 0, blocks_max: int = 0) -> str:
         self._orders += 1
         order = f"order-{self._orders}"
-        place = Destination(target, f"address of {target}", f"group-{target}", 1)
+        place = self.place_of(target)
         self.nodes[source].handle(
             ShippingAsked(self.now_s, order, place, requests_max, blocks_max=blocks_max)
         )
         return order
+
+    def place_of(self, worker: str) -> Destination:
+        return Destination(worker, f"address of {worker}", f"group-{worker}", 1)
 
     def part(self, name_a: str, name_b: str) -> None:
         """The connection of a pair breaks, with all that is on its way; later ones are new."""
@@ -286,12 +304,16 @@ class ShippingWorld:
         assert client.worker == node.name, "two workers run a request"
         assert token.index == len(client.tokens)
         client.tokens.append(token.token_id)
-        client.over = token.finish_reason is FinishReason.LENGTH
+        client.over = token.finish_reason is not None
 
     def _note_refusal(self, node: Node, refusal: RefuseRequest) -> None:
         client = self.clients[request_id_of(refusal.request_id)]
         assert refusal.returned and refusal.go_to is not None and client.worker == node.name
+        assert client.tokens or client.over, "it leaves before its first token"
         if not client.over:
             client.worker = refusal.go_to.worker_id
             client.moves += 1
+            if client.request.hand_to is not None:  # as if each start named another worker
+                back = self.place_of(node.name)
+                client.request = replace(client.request, hand_to=back)
             self._start(client)

@@ -157,6 +157,8 @@ class ClusterOptions:
     paced: str | None = _of("paced", RESOURCES)
     overload_policy: str | None = _of("overload_policy", LIMITS)
     rebalance: str | None = _of("rebalance", LIMITS)
+    roles: str | None = _of("roles", LIMITS)
+    hand_over_min_tokens: int | None = _of("hand_over_min_tokens", LIMITS)
     scheduling: str | None = _of("scheduling", LIMITS)
     harvest: float | None = _of("harvest", LIMITS)
     max_running: int | None = _of("max_running", LIMITS)

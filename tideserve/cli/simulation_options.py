@@ -12,6 +12,7 @@ from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
 from services.core.host.vocabulary import Save
 from services.core.overload.events import OverloadConfig, OverloadPolicy, Rebalance
+from services.core.overload.roles import RoleSetting
 from services.core.planner.config import GPU_LIMITS, IterationConfig
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
@@ -70,6 +71,8 @@ class SimulationOptions:
     overload_policy: str | tuple[str, ...] = OverloadPolicy.RECOMPUTE.value
     # When running requests move to other instances with their KV.
     rebalance: Rebalance | None = choice(None, Rebalance)  # None: the default of the policy
+    # mixed, auto, or prefill=N,decode=M: which instances compute prompts and which decode.
+    roles: str = "mixed"
     # When groups merge and split, the protocol, and the costs of a change.
     monitor: OverloadConfig = field(default_factory=OverloadConfig)
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
@@ -179,8 +182,11 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
     systems = {}
     for policy in _policies(options.overload_policy, path):
         spec = _with_host(plain, options, policy, profile, path)
-        if policy not in NEVER_MERGING or options.rebalance not in (None, Rebalance.OFF):
-            spec = replace(spec, change=_change(options, policy, profile, blocks, path))
+        roles = _roles(options.roles, path)
+        moves = options.rebalance not in (None, Rebalance.OFF) or not roles.off
+        if policy not in NEVER_MERGING or moves:
+            change = _change(options, policy, profile, blocks, path)
+            spec = replace(spec, change=replace(change, roles=roles))
             assert spec.change is not None
             description[policy.value] = asdict(spec.change)
         notes: list[str] = []
@@ -196,7 +202,7 @@ def prepare(options: SimulationOptions, path: Path) -> PreparedSimulation:
 
 def _caches(spec: ClusterSpec, load: Workload, path: Path) -> bool:
     """Whether prefixes are cached. Raises ConfigError."""
-    moves = spec.change is not None and spec.change.monitor.moves is not Rebalance.OFF
+    moves = spec.change is not None and spec.change.ships
     if moves and not spec.iteration.prefix_caching:
         raise ConfigError(
             f"{path} lets requests move, which takes their KV from the prefix cache; set"
@@ -238,6 +244,14 @@ def _with_host(
         host_bytes = spec.iteration.num_blocks * block_bytes
     iteration = replace(spec.iteration, host=copies.settings(block_bytes, link))
     return replace(spec, iteration=iteration, host_slots=host_bytes // block_bytes)
+
+
+def _roles(text: str, path: Path) -> RoleSetting:
+    """The key `roles`. Raises ConfigError."""
+    try:
+        return RoleSetting.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"'roles' in {path}: {error}") from error
 
 
 def _policies(value: str | tuple[str, ...], path: Path) -> tuple[OverloadPolicy, ...]:

@@ -100,6 +100,7 @@ KV_OF_MERGED = (
 STATUS_PATH = "/tideserve/v1/status"
 BAR_CELLS = 10
 LISTS = ("pids", "members")
+MIXED = "mixed"
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -275,6 +276,9 @@ def workers_table(status: Mapping[str, Any]) -> Table:
     cached = any(row.get("prefix_queries_total") for row in rows)
     if cached:
         columns.append("hits>")
+    has_roles = any(row.get("role", MIXED) != MIXED for row in rows)
+    if has_roles:
+        columns += ["role", "handed over>"]
     if several := _has_several_models(rows):
         columns.insert(1, "model")
     table = _table("Workers", *columns)
@@ -291,6 +295,7 @@ def workers_table(status: Mapping[str, Any]) -> Table:
             str(row["preemptions_total"]),
             *([bubble_text(row)] if pipelined else []),
             *([hits_text(row)] if cached else []),
+            *([row.get("role", MIXED), str(row["handed_over_total"])] if has_roles else []),
         )
     return table
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.state import ProtocolConfig
-from services.core.overload.events import OverloadConfig
+from services.core.overload.events import OverloadConfig, Rebalance
+from services.core.overload.roles import RoleSetting
 from services.core.setting import number, seconds
 from tideserve.sim.network import LinkSpec
 
@@ -49,3 +50,9 @@ class ChangeSpec:
     costs: ChangeCosts = field(default_factory=ChangeCosts)
     workers_per_host: int = 1
     hosts_per_rack: int = 8
+    roles: RoleSetting = field(default_factory=RoleSetting)
+
+    @property
+    def ships(self) -> bool:
+        """Whether requests move between instances with their KV."""
+        return self.monitor.moves is not Rebalance.OFF or not self.roles.off

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from services.core.ask import NO_PREFIX, FailedAssignment
 from services.core.groups.vocabulary import StoredGroup
 from services.core.ids import group_id_of
-from services.core.overload.events import Rebalance
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import EmitToken, RefuseRequest
 from services.core.prefix.block_hash import ThinHashes, prompt_prefix
 from services.core.report import LoadReport
 from services.core.request import Limits, Request, Sampling, admission_blocks
+from services.core.role import Role
 from services.core.scheduler.state_config import StateConfig
 from services.core.scheduler.vocabulary import (
     Asked,
@@ -120,8 +120,10 @@ class Cluster:
         self._queued: dict[str, int] = {}  # blocks that each request in the scheduler's queue needs
         self._queued_blocks = 0  # their sum
         self._assignments: dict[str, SendAssignment] = {}  # latest, of each running request
+        self._serving: dict[str, ServingGroup] = {}
+        self._roles: dict[str, Role] = {}  # by worker id, without mixed ones
         self._moved: MovedRequests | None = None  # None: no requests move
-        if spec.change is not None and spec.change.monitor.moves is not Rebalance.OFF:
+        if spec.change is not None and spec.change.ships:
             self._moved = MovedRequests()
         self._awaited = 0  # active requests that the end of the simulation waits for
         self._arrivals_over = False
@@ -158,6 +160,7 @@ class Cluster:
         outcomes.prefix_hits = sum(load.prefix_hits_total for load in loads)
         if self._token_times is not None:
             outcomes.gaps = dict(self._token_times.gaps)
+            outcomes.second_gaps = self._token_times.second_gaps
             # Request ids are "r" and the index of the record.
             for request_id, groups in self._token_times.groups.items():
                 outcomes.records[int(request_id[1:])].groups = groups
@@ -196,9 +199,12 @@ class Cluster:
                 can_drop=True,
                 model_digest=KV_LAYOUT,
                 build=KV_LAYOUT,
+                cost_model=self._spec.iteration.cost_model,
+                max_batch_tokens=self._spec.iteration.max_batch_tokens,
             )
         return Coordinator(
-            world, facts, store, self.scheduler.demands, self._note_groups, self._note_shortfalls
+            *(world, facts, store, self.scheduler.demands),
+            *(self._note_groups, self._note_shortfalls, self._note_roles),
         )
 
     # --- clients
@@ -283,7 +289,9 @@ class Cluster:
             max_model_len=spec.max_model_len,
             members=members,
             max_batch_tokens=spec.iteration.max_batch_tokens,
+            role=self._roles.get(leader, Role.MIXED) if members == 1 else Role.MIXED,
         )
+        self._serving[group_id] = group
         self.scheduler.handle(GroupJoined(self._simulation.now_s, group))
 
     def _note_groups(self, written: tuple[StoredGroup, ...]) -> None:
@@ -294,7 +302,14 @@ class Cluster:
                 leader = group.members[0].worker_id
                 self._join(group.group_id, group.epoch, leader, len(group.members))
             else:
+                self._serving.pop(group.group_id, None)
                 self.scheduler.handle(GroupLeft(self._simulation.now_s, group.group_id))
+
+    def _note_roles(self, roles: dict[str, Role]) -> None:
+        """Deliver written roles to the scheduler; workers without one are mixed."""
+        self._roles = roles
+        for group in list(self._serving.values()):
+            self._join(group.group_id, group.epoch, group.worker_id, group.members)
 
     def _note_shortfalls(self, shortfalls: dict[str, int]) -> None:
         self._apply(ShortfallsReported(self._simulation.now_s, shortfalls))
@@ -365,6 +380,7 @@ class Cluster:
             service=client.arrival.service,
             waited_s=now_s - client.record.sent_s,
             returnable=assignment.returnable,
+            hand_to=assignment.hand_to,
         )
 
     def _go_on(self, refusal: RefuseRequest) -> None:

@@ -48,13 +48,16 @@ from services.core.overload.events import (
     Decision,
     DemandReported,
     GroupsSeen,
+    GroupUse,
     MergesPlanned,
     MoveEnded,
 )
 from services.core.overload.group_use import group_uses
 from services.core.overload.monitor import OverloadMonitor
+from services.core.overload.roles import RoleAssigner, RolesDue
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport
+from services.core.role import Role
 from services.core.shipments.vocabulary import ShippingAsked, ShippingOver
 from tideserve.sim.member import World
 from tideserve.sim.pipeline import ChangeRecord
@@ -139,8 +142,9 @@ class Coordinator:
         demands: Demands,
         groups_written: GroupsWritten,
         shortfalls_changed: Callable[[dict[str, int]], None],
+        roles_changed: Callable[[dict[str, Role]], None],
     ) -> None:
-        """`demands` reads the scheduler's demand; the last two callbacks notify the scheduler."""
+        """`demands` reads the scheduler's demand; the last three callbacks notify the scheduler."""
         spec = world.spec
         self.state = CoordinatorState(
             CoordinatorConfig(
@@ -151,6 +155,7 @@ class Coordinator:
             )
         )
         self.monitor = OverloadMonitor(spec.monitor)
+        self._role_assigner = RoleAssigner(spec.roles)
         self._actions = ActionState(spec.protocol.backoff_s, spec.protocol.backoff_max_s)
         self._world = world
         self._facts = facts
@@ -158,6 +163,8 @@ class Coordinator:
         self._demands = demands
         self._groups_written = groups_written
         self._shortfalls_changed = shortfalls_changed
+        self._roles_changed = roles_changed
+        self._roles: dict[str, Role] = {}  # as written, by worker id, without mixed ones
         self._shortfalls: dict[str, int] = {}  # as the scheduler knows them, by model
         self._running: dict[str, _RunningChange] = {}  # until stable or failed, by change id
         self._changes_total = 0
@@ -195,14 +202,14 @@ class Coordinator:
         self._actions.note_workers({name: name for name in reports}, now_s)
         groups = self.stable_groups
         decisions = self.monitor.handle(DemandReported(now_s, self._demands(now_s)))
-        decisions += self.monitor.handle(
-            GroupsSeen(now_s, group_uses(groups, reports, self._facts))
-        )
+        uses = group_uses(groups, reports, self._facts)
+        decisions += self.monitor.handle(GroupsSeen(now_s, uses))
         for decision in decisions:
             self._world.log.decisions.append(decision)
             if decision.action is not Action.EXHAUSTED:
                 self._act(decision)
         self._report_shortfalls()
+        self._assign_roles(uses)
         self._world.simulation.after(self._world.spec.costs.tick_s, self._tick)
 
     def _report_shortfalls(self) -> None:
@@ -210,6 +217,19 @@ class Coordinator:
         if shortfalls != self._shortfalls:
             self._shortfalls = shortfalls
             self._shortfalls_changed(shortfalls)
+
+    def _assign_roles(self, uses: tuple[GroupUse, ...]) -> None:
+        if self._world.spec.roles.off:
+            return
+        demands = {demand.model: demand for demand in self._demands(self._now_s)}
+        loads = {use.model: self.monitor.load(use.model) for use in uses}
+        roles = self._role_assigner.assign(
+            RolesDue(self._now_s, uses, self._facts, loads, demands, self._roles)
+        )
+        if roles != self._roles:
+            self._roles = roles
+            costs = self._world.spec.costs
+            self._world.simulation.after(costs.store_s + costs.watch_s, self._roles_changed, roles)
 
     def _reports(self) -> dict[str, EngineReport]:
         return {

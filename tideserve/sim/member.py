@@ -25,7 +25,6 @@ from services.core.groups.fence import (
 from services.core.groups.layer_map import Stage
 from services.core.groups.vocabulary import Group, StoredGroup
 from services.core.host.vocabulary import HostCommand
-from services.core.overload.events import Rebalance
 from services.core.planner.batch import Microbatch
 from services.core.planner.events import EmitToken, MoveBlocks, RefuseRequest
 from services.core.shipments.vocabulary import (
@@ -108,7 +107,7 @@ class SimulatedMember:
             tied_embeddings=shape.tied_embeddings,
             link_blocks_per_s=world.spec.link.bytes_per_s / self.memory.block_bytes,
             process=self.name,
-            kv_layout=KV_LAYOUT if world.spec.monitor.moves is not Rebalance.OFF else "",
+            kv_layout=KV_LAYOUT if world.spec.ships else "",
         )
         self.pipeline: Pipeline | None = None
         self._world = world
@@ -213,6 +212,7 @@ class SimulatedMember:
         """Continue a change as far as possible without waiting."""
         changeover, busy = self.changeover, None
         while changeover.needs_turn(self._now_s) and busy is None:
+            self._note_outputs()
             commands = changeover.handle(vocabulary.TurnTaken(self._now_s))
             if not commands:
                 self._take_another_turn()
@@ -271,10 +271,13 @@ class SimulatedMember:
     # --- commands
 
     def _handle(self, event: vocabulary.Event) -> None:
-        if self.changeover.shipping.outgoing.active or isinstance(event, ShippingAsked):
-            # A request that is returned has left the planner.
-            self._outputs = {seq.seq_id: seq.output_count for seq in self.state.running}
+        self._note_outputs(isinstance(event, ShippingAsked))
         self._carry_out(self.changeover.handle(event))
+
+    def _note_outputs(self, begins: bool = False) -> None:
+        """Note the outputs of requests that may move away: then they have left the planner."""
+        if begins or self.changeover.shipping.outgoing.active:
+            self._outputs = {seq.seq_id: seq.output_count for seq in self.state.running}
 
     def _carry_out(self, commands: list[vocabulary.Command]) -> None:
         for command in commands:

@@ -113,7 +113,8 @@ class Outcomes:
     `kv_blocks` is the capacity without dropped layers. `prefix_queries` counts prompt tokens that
     were looked up in prefix caches, `prefix_hits` those that were cached. Only simulations of batch
     work beside online work have `tokens`, the processed tokens at the begin and the end of the
-    window, and `gaps`, the times between tokens by class.
+    window, and `gaps`, the times between tokens by class; `second_gaps`: those before the second
+    token of online requests.
     """
 
     kv_blocks: int
@@ -128,6 +129,7 @@ class Outcomes:
     iterations_fast_forwarded: int = 0
     tokens: list[tuple[float, ClassTokens]] = field(default_factory=list)
     gaps: dict[ServiceClass, Gaps] = field(default_factory=dict)
+    second_gaps: Gaps = field(default_factory=Gaps)
     events: int = 0
     simulated_s: float = 0.0
 
@@ -202,12 +204,18 @@ def class_figures(rounds: Sequence[Outcomes]) -> dict[str, Any]:
         "classes": {
             "online": _figures_of_class(known, batch=False)
             | _token_figures(online, seconds)
-            | _target_figures(known, seconds),
+            | _target_figures(known, seconds)
+            | {"second_token_s": _second_token_s(known)},
             "batch": _figures_of_class(known, batch=True)
             | _token_figures(batch, seconds)
             | {"throughput_requests_per_s": _share(_batch_ended(known), seconds)},
         },
     }
+
+
+def _second_token_s(rounds: Sequence[Outcomes]) -> dict[str, float | None]:
+    """Percentiles of the gap between the first and the second token of online requests."""
+    return percentiles_of(merge_gaps(part.second_gaps for part in rounds), PERCENTILES)
 
 
 def targets_met(record: Record, now_s: float) -> TargetsMet:

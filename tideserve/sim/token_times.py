@@ -101,13 +101,16 @@ class TokenTimes:
     """Records the `gaps` between tokens by class, and the token `groups` by request id.
 
     Online requests count if they were sent within `window_s`. Only requests with a TPOT target have
-    groups.
+    groups. `second_gaps`: the gaps before the second token of online requests, in which a request
+    that is handed over changes its worker.
     """
 
     def __init__(self, window_s: tuple[float, float]) -> None:
         self._window_s = window_s
         self.gaps: defaultdict[ServiceClass, Gaps] = defaultdict(Counter)
         self.groups: dict[str, TokenGroups] = {}
+        self.second_gaps: Gaps = Counter()
+        self._begun: set[str] = set()  # online requests with a single token
         self._last_s: dict[str, float] = {}
 
     def note(self, plan: Plan, now_s: float) -> None:
@@ -121,6 +124,9 @@ class TokenTimes:
             request_id = sequence.request.request_id
             if (before_s := last_s.get(request_id)) is not None:
                 self.gaps[sequence.request.service.service_class][now_s - before_s] += 1
+                if request_id in self._begun:
+                    self._begun.discard(request_id)
+                    self.second_gaps[now_s - before_s] += 1
                 if (groups := self.groups.get(request_id)) is not None:
                     groups.note(now_s)
             elif not self._counts(sequence.request):
@@ -132,6 +138,8 @@ class TokenTimes:
     def _begin(self, request: Request, now_s: float) -> None:
         """Record the first token of a request."""
         service = request.service
+        if service.online:
+            self._begun.add(request.request_id)
         if service.tpot_s is not None:
             groups = TokenGroups(service.token_group, service.tpot_s, now_s)
             self.groups[request.request_id] = groups

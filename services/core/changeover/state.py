@@ -399,6 +399,9 @@ class Changeover:
             self._abort(current)
         context.answering.begin(seq_id)
         context.apply(event)
+        target, sequence = event.request.hand_to, context.planner.sequences.get(seq_id)
+        if target is not None and sequence is not None:
+            self._shipping.hand_over(sequence, target)
         # A worker that does not lead hands the request over. While DRAINING, the request waits and
         # is handed over with all other sequences after the switch.
         if self._next is None and not context.leads and seq_id in context.planner.sequences:
@@ -494,7 +497,7 @@ class Changeover:
         self._capacity.answer_waiting()
         self._kv.sweep()
         if self._shipping.active:
-            self._shipping.advance(event.now_s)
+            self._shipping.advance(event.now_s, self._shipping_obstacle)
 
     def _is_drained(self, new: Configuration, now_s: float) -> bool:
         """Whether this member may leave the present configuration.

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from services.core.cost.model import CostModel
 from services.core.groups.layer_map import ModelShape
 from services.core.overload.drop_plan import Location
+from services.core.role import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +25,6 @@ class WorkerFacts:
     build: str = ""  # version of the code
     settings: str = ""  # settings in which members of a group must agree
     chunk_bytes: int = 1  # parameters and the KV of a layer occupy whole chunks
+    role: Role = Role.MIXED  # that the worker is configured for; MIXED: any
+    cost_model: CostModel | None = None  # of its iterations
+    max_batch_tokens: int = 2048  # token budget of an iteration

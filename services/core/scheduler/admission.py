@@ -354,9 +354,10 @@ def check_model(
             "the workers of this model are unavailable; retry shortly",
             AWAY_RETRY_S,
         )
+    # Names no other models: the client's key may not permit them.
     return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
-        f"no worker serves this model; choose one of: {', '.join(sorted(known_models))}",
+        "no worker serves this model; start one, or choose another model of /v1/models",
     )
 
 

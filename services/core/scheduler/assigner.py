@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from services.core.ask import NO_PREFIX
+from services.core.destination import Destination
 from services.core.request import admission_blocks
 from services.core.scheduler.assignments import Assigned, Assignments, Totals
 from services.core.scheduler.class_rules import ClassRules
@@ -58,6 +60,9 @@ class Assigner:
         # Reserve the first blocks only: a running request allocates more, and may be preempted.
         blocks = admission_blocks(ask.prompt_tokens, tokens_max, group.block_size)
         computed = model.reserve(load, ask, blocks, now_s)
+        hand_to = None
+        if now_s >= waiting.alone_until_s:
+            hand_to = model.reserve_target(load, ask, computed, now_s)
         self.totals.prompt_tokens += ask.prompt_tokens
         self.totals.cached_tokens += ask.prompt_tokens - computed
         self.assignments.remember(
@@ -66,6 +71,8 @@ class Assigner:
                 *(group.group_id, group.epoch, waiting.arrival_s, now_s, waiting.requeues),
                 *(waiting.raw_s, ask.service.service_class, keys_of(ask) if self.predicts else ()),
                 *(ask.prompt_tokens, waiting.booked),
+                hand_to=hand_to,
+                prefix=ask.prefix if hand_to is not None else NO_PREFIX,
             ),
         )
         if self.predicts and ask.service.service_class is ServiceClass.INTERACTIVE:
@@ -76,8 +83,12 @@ class Assigner:
         model.meter.dispatched.note(ask.service.service_class, now_s)
         if not self.rules.is_batch(ask.service):
             model.meter.note_start(waiting.start_tokens, now_s)
+            expected = model.meter.waits.expected_output(ask)
+            model.meter.mix.note(computed, expected, ask.service.tpot_s, now_s)
         self.totals.assigned += 1
-        return self._assignment(waiting.stream_id, ask.request_id, group, waiting.requeues)
+        return self._assignment(
+            *(waiting.stream_id, ask.request_id, group, waiting.requeues), hand_to
+        )
 
     def repeat(self, ask: Asked, remembered: Assigned) -> SendAssignment | None:
         """Repeat the remembered assignment, or forget it and return None if it is invalid.
@@ -88,7 +99,9 @@ class Assigner:
         if load is not None:
             if failed is None or (failed.group_id, failed.epoch) != remembered.group_and_epoch:
                 group, requeues = load.group, remembered.requeues
-                return self._assignment(ask.stream_id, ask.request_id, group, requeues)
+                return self._assignment(
+                    *(ask.stream_id, ask.request_id, group, requeues), remembered.hand_to
+                )
             if not failed.returned:
                 # The worker is dead, or at a newer epoch than the known group: without this, the
                 # next dispatch would choose the same group again.
@@ -102,12 +115,13 @@ class Assigner:
         Otherwise its earlier assignment would be repeated if it fails at that group.
         """
         assigned = self.assignments.get(placed.request_id)
-        if assigned is not None:
-            self.groups.release(assigned.group_id, placed.request_id)
-            self.assignments.replace(
-                placed.request_id,
-                replace(assigned, group_id=placed.group_id, epoch=placed.epoch),
-            )
+        if assigned is None:
+            return
+        self._release(placed.request_id, assigned)
+        if assigned.hand_to is not None and assigned.hand_to.group_id == placed.group_id:
+            self.groups.note_moved(placed.group_id, assigned.prefix)
+        moved = replace(assigned, group_id=placed.group_id, epoch=placed.epoch)
+        self.assignments.replace(placed.request_id, replace(moved, hand_to=None, prefix=NO_PREFIX))
 
     def suspend_failed_group(self, ask: Asked) -> None:
         """Stop dispatch to the group whose worker lost a request, until its next load report.
@@ -122,13 +136,23 @@ class Assigner:
             self.groups.forget_report(load)
 
     def forget(self, request_id: str) -> None:
-        """Forget the assignment of a request, and release its reservation, if any."""
+        """Forget the assignment of a request, and release its reservations, if any."""
         assigned = self.assignments.forget(request_id)
         if assigned is not None:
-            self.groups.release(assigned.group_id, request_id)
+            self._release(request_id, assigned)
+
+    def _release(self, request_id: str, assigned: Assigned) -> None:
+        self.groups.release(assigned.group_id, request_id)
+        if assigned.hand_to is not None:
+            self.groups.release(assigned.hand_to.group_id, request_id)
 
     def _assignment(
-        self, stream_id: int, request_id: str, group: ServingGroup, requeues: int
+        self,
+        stream_id: int,
+        request_id: str,
+        group: ServingGroup,
+        requeues: int,
+        hand_to: Destination | None,
     ) -> SendAssignment:
         model = self.groups.of_model(group.model)
         # Returning a request helps only if another group might take it.
@@ -140,5 +164,6 @@ class Assigner:
             group.worker_id,
             group.address,
             returnable=has_others and requeues < REQUEUES_MAX,
+            hand_to=hand_to,
             stream_id=stream_id,
         )

@@ -4,7 +4,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.core.ask import RefusalReason
+from services.core.ask import NO_PREFIX, RefusalReason
+from services.core.destination import Destination
+from services.core.prefix.block_hash import ThinHashes
 from services.core.scheduler.lengths import Keys
 from services.core.scheduler.vocabulary import WaitLimit
 from services.core.service import ServiceClass
@@ -34,6 +36,10 @@ class Assigned:
     keys: Keys = ()
     prompt_tokens: int = 0
     booked: bool = False
+    # The group that takes the request over, where blocks are reserved; None: it stays.
+    hand_to: Destination | None = None
+    # Of its prompt, for a request that is handed over.
+    prefix: ThinHashes = NO_PREFIX
 
     @property
     def group_and_epoch(self) -> tuple[str, int]:

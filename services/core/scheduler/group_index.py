@@ -12,6 +12,7 @@ from math import inf
 
 from services.core.adapter import Adapter
 from services.core.request import admission_blocks
+from services.core.role import Role
 from services.core.scheduler.dispatch import (
     NO_ADDRESSES,
     RoomFunction,
@@ -157,8 +158,12 @@ class GroupIndex:
         below_tokens: float = inf,
         avoided: frozenset[str] = NO_ADDRESSES,
         limit: int = 1,
+        role: Role | None = None,
     ) -> list[GroupLoad]:
-        """Up to `limit` groups that can start the request now, best score first; see `pick`."""
+        """Up to `limit` groups that can start the request now, best score first; see `pick`.
+
+        `role`: only groups that have it.
+        """
         self._sort_touched()
         best: list[_Ranked] = []
         # The number of blocks that the request needs depends on the block size.
@@ -167,7 +172,8 @@ class GroupIndex:
             able = (
                 ranked
                 for ranked in self._with_room(same_size, needed)
-                if self.can_start(
+                if (role is None or self.loads[ranked[-1]].group.role is role)
+                and self.can_start(
                     self.loads[ranked[-1]],
                     prompt_tokens,
                     max_tokens,

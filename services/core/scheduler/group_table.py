@@ -12,7 +12,9 @@ from math import inf
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel
+from services.core.destination import Destination
 from services.core.flap_damping import FlapDamping, LocalPauseDetector
+from services.core.prefix.block_hash import ThinHashes
 from services.core.report import OtherRoom
 from services.core.request import admission_blocks
 from services.core.scheduler.adapter_places import is_holder, load_s
@@ -27,9 +29,11 @@ from services.core.scheduler.dispatch import (
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.late_refusals import RecentRefusals
+from services.core.scheduler.mix_meter import MixMeter
 from services.core.scheduler.prediction import WaitPredictor
 from services.core.scheduler.prefix_ranking import PrefixRanking
 from services.core.scheduler.rate import ClassRates, QueuePace, RecentSum
+from services.core.scheduler.role_dispatch import RoleDispatch, destination_of
 from services.core.scheduler.vocabulary import LoadLost, LoadReported, ServingGroup
 from services.core.service import ServiceClass
 
@@ -55,6 +59,7 @@ class DemandMeter:
     dispatched: ClassRates = field(default_factory=ClassRates)
     pace: QueuePace = field(default_factory=QueuePace)
     waits: WaitPredictor = field(default_factory=WaitPredictor)
+    mix: MixMeter = field(default_factory=MixMeter)
 
     def note_arrival(self, ask: Ask, tokens: int, now_s: float) -> None:
         """Count a request that needs `tokens` of KV; its other choices do not count."""
@@ -287,6 +292,25 @@ class ModelGroups:
         self.touch(load)
         return computed
 
+    def reserve_target(
+        self, load: GroupLoad, ask: Ask, computed: int, now_s: float
+    ) -> Destination | None:
+        """Reserve blocks at the group that takes a request over from `load`; None if none does.
+
+        `computed`: prompt tokens that `load` computes.
+        """
+        if self.prefixes is None or not self.prefixes.roles.is_long(load, computed):
+            return None
+        target = self.prefixes.target(self.index, ask, now_s)
+        if target is None:
+            return None
+        tokens_max = ask.prompt_tokens + ask.max_tokens
+        blocks = admission_blocks(ask.prompt_tokens, tokens_max, target.group.block_size)
+        batch = self.batch_index is not None and not ask.service.online
+        self.index.reserve(target, ask.request_id, blocks, now_s, batch=batch)
+        self.touch(target)
+        return destination_of(target)
+
     def touch(self, load: GroupLoad) -> None:
         """Rank a group again after a change of its load."""
         self.index.touch(load)
@@ -342,8 +366,8 @@ class ModelGroups:
 class GroupTable:
     """All groups; group records in etcd and load reports of workers change them.
 
-    `score`, `growth_blocks`, `ttft` and `rules` as in SchedulerState. `holds`: online requests wait
-    in the queue while groups have a prefill backlog.
+    `score`, `growth_blocks`, `ttft`, `rules` and `hand_over_min_tokens` as in SchedulerState.
+    `holds`: online requests wait in the queue while groups have a prefill backlog.
     """
 
     score: ScoreFunction
@@ -351,6 +375,7 @@ class GroupTable:
     ttft: CostModel | None = None
     rules: ClassRules = NO_CLASSES
     holds: bool = False
+    hand_over_min_tokens: int | None = None
     # By group id.
     _loads: dict[str, GroupLoad] = field(default_factory=dict)
     # By model; only models that some group serves.
@@ -417,11 +442,13 @@ class GroupTable:
     def join(self, group: ServingGroup, now_s: float) -> None:
         """Add a group, or replace it in its new configuration."""
         known = self._loads.get(group.group_id)
-        if known is not None and replace(known.group, cost_model=group.cost_model) == group:
-            known.group = group  # at most its cost model is new: its load and cache stay
+        if known is not None and group == replace(
+            known.group, cost_model=group.cost_model, role=group.role
+        ):
+            known.group = group  # at most cost model and role are new: its load and cache stay
             known.held_tokens = held_tokens(group, self.ttft)
             if (prefixes := self._models[group.model].prefixes) is not None:
-                prefixes.note_costs(known)
+                prefixes.note_group(known)
             return
         # The demand of a model outlives its groups: keep its meter when the only group is replaced.
         before = self._models.get(group.model)
@@ -436,7 +463,9 @@ class GroupTable:
             meter = before.meter if before is not None else left_meter or DemandMeter()
             if before is None and left_meter is not None:
                 meter.begin_pace(now_s)  # nothing could start in the meantime
-            prefixes = PrefixRanking(self.ttft) if self.ttft is not None else None
+            prefixes = None
+            if self.ttft is not None:
+                prefixes = PrefixRanking(self.ttft, roles=RoleDispatch(self.hand_over_min_tokens))
             batch_index = GroupIndex(most_idle, batch_room) if self.rules.enabled else None
             index = GroupIndex(self.score, timely_room if self.holds else start_blocks)
             self._models[group.model] = ModelGroups(index, meter, prefixes, batch_index)
@@ -515,6 +544,13 @@ class GroupTable:
         """Stop dispatch to a group until its worker's next report."""
         load.forget_report()
         self.touch(load)
+
+    def note_moved(self, group_id: str, prefix: ThinHashes) -> None:
+        """Note that the KV of a prompt is in the prefix cache of a group, if it serves."""
+        load = self._loads.get(group_id)
+        prefixes = self._models[load.group.model].prefixes if load is not None else None
+        if prefixes is not None:
+            prefixes.note_moved(group_id, prefix)
 
     def release(self, group_id: str, request_id: str) -> None:
         """Remove the reservation of a request; no effect if there is none."""

@@ -5,6 +5,7 @@ a few candidate groups are compared: those with the best score, and those with t
 prefix of its prompt. A hit is a prompt token found in a group's prefix cache.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -12,11 +13,14 @@ from math import inf, isfinite
 
 from services.core.ask import Ask
 from services.core.cost.model import CostModel, mean_model
+from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
+from services.core.role import Role
 from services.core.scheduler.dispatch import NO_ADDRESSES
 from services.core.scheduler.group_index import GroupIndex
 from services.core.scheduler.group_load import GroupLoad
 from services.core.scheduler.prefix_index import PrefixIndex
+from services.core.scheduler.role_dispatch import RoleDispatch
 
 HALVING_PERIOD = 32
 """Requests after which all earlier hits and tokens of the hit rates are halved."""
@@ -144,6 +148,7 @@ class PrefixRanking:
 
     cost: CostModel
     index: PrefixIndex = field(default_factory=PrefixIndex)
+    roles: RoleDispatch = field(default_factory=RoleDispatch)
     # By group id.
     _corrections: dict[str, HitCorrection] = field(default_factory=dict)
     _costs: dict[str, CostModel] = field(default_factory=dict)
@@ -156,10 +161,11 @@ class PrefixRanking:
         self.index.join(load.group.group_id, load.capacity_blocks)
         self._corrections[load.group.group_id] = HitCorrection()
         self._evicted_totals[load.group.group_id] = 0
-        self.note_costs(load)
+        self.note_group(load)
 
-    def note_costs(self, load: GroupLoad) -> None:
-        """Note the cost model of a group, which may have changed."""
+    def note_group(self, load: GroupLoad) -> None:
+        """Note the cost model and the role of a group, which may have changed."""
+        self.roles.note(load)
         self._mean = None
         if load.group.cost_model is None:
             self._costs.pop(load.group.group_id, None)
@@ -169,6 +175,7 @@ class PrefixRanking:
     def remove(self, group_id: str) -> None:
         """Remove a group."""
         self.index.leave(group_id)
+        self.roles.remove(group_id)
         self._costs.pop(group_id, None)
         self._mean = None
         del self._corrections[group_id]
@@ -221,15 +228,35 @@ class PrefixRanking:
         if len(candidates) == CANDIDATES:
             for group_id in self._longest_matches(groups, ask, arguments):
                 candidates[group_id] = groups.loads[group_id]
+        if self.roles.active and candidates:
+            for load in self._by_role(groups, ask, arguments):
+                candidates[load.group.group_id] = load
         steady = [load for load in candidates.values() if not load.flaps] or list(
             candidates.values()
         )
         if len(steady) < 2:
             return steady[0] if steady else None
-        ttft_s = {load.group.group_id: self.ttft_s(load, ask) for load in steady}
+        has_target = self.target(groups, ask, now_s) is not None
+        ttft_s = {load.group.group_id: self.ttft_s(load, ask, has_target) for load in steady}
         latest_s = min(ttft_s.values()) * (1 + TTFT_TIE)
         early = [load for load in steady if ttft_s[load.group.group_id] <= latest_s]
         return min(early, key=lambda load: (groups.score(load), _rank(load, ask.affinity)))
+
+    def target(self, groups: GroupIndex, ask: Ask, now_s: float) -> GroupLoad | None:
+        """The decode group to which a request can be handed over; None if there is none.
+
+        The next turn of a chat runs at once where the last one ended, if most of it is cached
+        there: other groups lack the KV of the answer, whose hashes are unknown here.
+        """
+        home = self.roles.home(ask.prefix)
+        if home is not None and 2 * self._matched_tokens(home, ask) >= ask.prompt_tokens:
+            return None
+        return self.roles.target(groups, ask, now_s)
+
+    def note_moved(self, group_id: str, prefix: ThinHashes) -> None:
+        """Note that a request was handed over to a group, with the KV of its prompt."""
+        self.index.insert(group_id, prefix)
+        self.roles.note_moved(group_id, prefix)
 
     def assign(self, load: GroupLoad, ask: Ask) -> int:
         """Record a dispatch to a group; returns the predicted number of tokens to compute."""
@@ -256,11 +283,23 @@ class PrefixRanking:
         blocks = self.index.matched_blocks(load.group.group_id, ask.prefix)
         return blocks * load.group.block_size
 
-    def ttft_s(self, load: GroupLoad, ask: Ask) -> float:
-        """Predicted seconds until the first token of a request at a group."""
+    def _by_role(
+        self, groups: GroupIndex, ask: Ask, arguments: PickArguments
+    ) -> Iterator[GroupLoad]:
+        """Further candidates: the best-scored groups of each role, and busy prefill groups."""
+        for role in (Role.PREFILL, Role.DECODE):
+            yield from groups.best(*arguments, limit=CANDIDATES, role=role)
+        yield from self.roles.busy(ask, *arguments[2:])
+
+    def ttft_s(self, load: GroupLoad, ask: Ask, has_target: bool = False) -> float:
+        """Predicted seconds until the first token of a request at a group, as dispatch counts them.
+
+        `has_target`: a decode group could take the request over.
+        """
         hit_tokens = self.hit_tokens(load, ask)
         costs = self.costs(load)
         ttft_s = predicted_ttft_s(costs, load, ask.prompt_tokens, hit_tokens)
+        ttft_s += self.roles.penalty_s(costs, load, ask, hit_tokens, has_target)
         # NaN would compare as neither early nor late.
         return ttft_s if isfinite(ttft_s) else inf
 

@@ -95,6 +95,8 @@ class SchedulerState:
     # wait of standard requests without a target, 0: none.
     lateness: float = 0.0
     standard_wait_s: float = 0.0
+    # Least prompt tokens for which a prefill group hands a request over; see `RoleDispatch`.
+    hand_over_min_tokens: int | None = None
     # Serving groups with their load.
     _groups: GroupTable = field(init=False)
     # Waiting requests of all models.
@@ -113,7 +115,10 @@ class SchedulerState:
 
     def __post_init__(self) -> None:
         holds = self.lateness > 0
-        self._groups = GroupTable(self.score, self.growth_blocks, self.ttft, self.rules, holds)
+        self._groups = GroupTable(
+            *(self.score, self.growth_blocks, self.ttft, self.rules, holds),
+            self.hand_over_min_tokens,
+        )
         self._queue = WaitQueue(self.rules)
         self._admission = Admission(
             self._queue,

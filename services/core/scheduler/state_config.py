@@ -56,6 +56,15 @@ class StateConfig:
         minimum=0,
         maximum=86_400,
     )
+    hand_over_min_tokens: int | None = number(
+        None,
+        "While workers have roles (the memory manager's `roles`): least prompt tokens to compute"
+        " for which a request starts at a prefill worker and is handed over to a decode worker."
+        " Needs dispatch prefix.",
+        minimum=1,
+        maximum=10_000_000,
+        default_text="an eighth of the tokens of an iteration, max_batch_tokens",
+    )
     # Cost model of the dispatch `prefix`; None with any other.
     ttft: CostModel | None = computed(None)
     rules: ClassRules = nested(ClassRules())
@@ -74,4 +83,5 @@ class StateConfig:
             spread_s=self.spread_s,
             lateness=self.lateness,
             standard_wait_s=self.standard_wait_s,
+            hand_over_min_tokens=self.hand_over_min_tokens,
         )

@@ -88,6 +88,8 @@ class StateReports:
                 total_tokens - queued_tokens,
                 # The queue has online requests first.
                 self.queue.first_tokens(name) if queued else 0,
+                *model.meter.mix.rates(now_s),
+                model.meter.mix.tpot_s(now_s),
             )
             if demand != ModelDemand(name):
                 demands.append(demand)

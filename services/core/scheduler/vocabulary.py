@@ -12,6 +12,7 @@ from enum import StrEnum
 from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
 from services.core.cost.model import CostModel
 from services.core.report import LoadReport
+from services.core.role import Role
 from services.core.scheduler.buckets import BucketStats
 from services.core.service import ServiceClass
 
@@ -43,6 +44,8 @@ class ServingGroup:
     max_batch_tokens: int = BATCH_TOKENS
     # Predicts the leader's iterations as a worker alone; None if unknown.
     cost_model: CostModel | None = None
+    # What the leader does best; a group of several workers is mixed.
+    role: Role = Role.MIXED
     # Largest rank of an adapter that the leader loads; 0: it loads none.
     adapter_rank_max: int = 0
 

@@ -26,7 +26,7 @@ from services.core.shipments.vocabulary import (
 LANDINGS_MAX = 64
 """Maximum number of shipments that arrive at the same time."""
 LANDING_S = 15.0
-"""Time limit of a shipment until it is sealed."""
+"""Time limit of a shipment until its next part lands or it is sealed."""
 CLAIM_S = 10.0
 """Time for which the KV is kept for a request that does not come, or that cannot start."""
 WAIT_S = 1.0
@@ -47,6 +47,7 @@ class _Landing:
     sealed: bool = False  # `hashes` are those of all shipped blocks
     filled: bool = False
     claimed: bool = False  # the request has arrived
+    progressed: bool = False  # a part has landed since the last turn
     landed: dict[int, int] = field(default_factory=dict)  # first block → end of a part
 
     @property
@@ -133,6 +134,7 @@ class Incoming:
         landing = self._landings.get(shipment_id)
         if landing is not None and intact:
             landing.landed[first] = first + blocks
+            landing.progressed = True
             self._fill_if_whole(landing)
 
     def note_ended(self, peer: str, frame: ShipmentEnded) -> None:
@@ -168,6 +170,9 @@ class Incoming:
         if pin.seq_id and not landing.claimed:
             landing.claimed = True
             landing.until_s = now_s + (CLAIM_S if landing.filled else WAIT_S)
+        if landing.progressed and not landing.sealed:
+            landing.until_s = now_s + LANDING_S
+        landing.progressed = False
         if now_s <= landing.until_s:
             return
         if landing.claimed and not landing.filled:

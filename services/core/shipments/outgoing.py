@@ -4,11 +4,11 @@
 
 A shipment is over at any time if the target refuses or is lost, the request ends or is preempted, a
 part fails, or a time limit passes. Before SEALED the request then runs on here; afterwards it is at
-its gateway, and only parts that are still on their way are lost.
+its gateway, and only parts that are still on their way are lost. Shipments are made by orders, or
+hand requests over after their prompt (`hand_overs.py`).
 """
 
-from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -17,6 +17,8 @@ from services.core.destination import Destination
 from services.core.planner.pin_events import BlocksShared, PinReleased, SequenceShipped
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_ids import request_id_of
+from services.core.shipments.hand_overs import TAIL_S, HandOvers
+from services.core.shipments.orders import MoveChooser, MoveOrder, decodes
 from services.core.shipments.vocabulary import (
     CancelShipping,
     Emit,
@@ -45,12 +47,12 @@ STOP_BLOCKS = 2
 """Blocks that may be missing at the target when the request stops here."""
 ANSWER_S = 5.0
 """Time limit of the target's answer to an offer; it answers between its iterations."""
+UNANSWERED_MAX = 16
+"""Unanswered offers to a worker from which it gets no further hand-overs: it may hang."""
 SHIP_S = 5.0
 """Time after which a shipment is given up: the request grows faster than the link carries."""
 SEALED_S = 10.0
 """Time limit of the parts that are under way when the request has stopped."""
-MOVE_INTERVAL_S = 2.0
-"""Time for which a request stays that has run at another worker before, so that it progresses."""
 ORDERS_MAX = 16
 """Maximum number of orders at a time."""
 
@@ -62,33 +64,19 @@ class _Step(Enum):
 
 
 @dataclass(slots=True)
-class _Order:
-    """Requests that move to the worker at `target`."""
-
-    name: str
-    target: Destination
-    left: float  # requests that may still be chosen
-    if_cheaper: bool  # only those whose KV is sent in less time than it is computed
-    blocks_left: float  # KV blocks that further requests may free here
-    untried: set[str]  # ids of the sequences that were here at the start and may be chosen
-    moved: int = 0
-    kept: int = 0
-    reason: str = ""  # why the last request stays
-
-
-@dataclass(slots=True)
 class _Shipment:
     """A shipment; counts are of blocks from the start of the request."""
 
     shipment_id: str
     seq_id: str
-    order: _Order
+    order: MoveOrder
     until_s: float  # time limit of the step
     offered: int  # blocks whose tokens the target knows
     room: int  # blocks that the target has room for
     step: _Step = _Step.OFFERED
     sent: int = 0  # handed over for sending, or at the target before
-    parts: set[str] = field(default_factory=set)  # transfers under way
+    parts: dict[str, int] = field(default_factory=dict)  # blocks of the transfers under way
+    hand_over: bool = False  # began with the prompt
 
     @property
     def peer(self) -> str:
@@ -112,14 +100,22 @@ class Outgoing:
     shipped_total: int = 0  # requests that moved away with KV
     shipped_blocks_total: int = 0  # blocks that were sent
     kept_total: int = 0  # shipments that failed before the request had moved
+    handed_over_total: int = 0  # requests that were handed over, which are none of the above
+    hand_overs_kept_total: int = 0  # requests that were to be handed over and decode here
     _shipments: dict[str, _Shipment] = field(default_factory=dict)
-    _orders: dict[str, _Order] = field(default_factory=dict)
+    _orders: dict[str, MoveOrder] = field(default_factory=dict)
+    _hand_overs: HandOvers = field(init=False)
+    _chooser: MoveChooser = field(init=False)
     _made: int = 0
+
+    def __post_init__(self) -> None:
+        self._hand_overs = HandOvers(self.port)
+        self._chooser = MoveChooser(self.port, self.layer_blocks_per_s, self.num_layers)
 
     @property
     def active(self) -> bool:
         """Whether `advance` has work to do, now or later."""
-        return bool(self._orders or self._shipments)
+        return bool(self._orders or self._shipments or self._hand_overs)
 
     # --- events
 
@@ -134,21 +130,29 @@ class Outgoing:
         if obstacle:
             self.emit(ShippingOver(event.order, 0, 0, obstacle))
             return
-        order = _Order(
+        order = MoveOrder(
             *(event.order, event.target, event.requests_max or inf, event.if_cheaper),
             event.blocks_max or inf,
-            # Not later ones, or an order would not end while requests keep arriving.
             set(self.port.planner.sequences),
         )
         self._orders[event.order] = order
-        self.advance(event.now_s)
+        self.advance(event.now_s, "")
 
-    def advance(self, now_s: float) -> None:
-        """Continue all shipments, and choose further requests; call it between iterations."""
+    def hand_over(self, sequence: Sequence, target: Destination) -> None:
+        """Hand a sequence that has just arrived over to `target` after its first output token."""
+        self._hand_overs.expect(sequence, target)
+
+    def advance(self, now_s: float, obstacle: str) -> None:
+        """Continue all shipments, and choose further requests; call it between iterations.
+
+        `obstacle`: why no request can be handed over now.
+        """
         for shipment in list(self._shipments.values()):
             self._advance(shipment, now_s)
         for order in list(self._orders.values()):
             self._choose(order, now_s)
+        if self._hand_overs:
+            self._begin_hand_overs(now_s, obstacle)
 
     def note_opened(self, peer: str, frame: ShipmentOpened, now_s: float) -> None:
         """Send the first parts."""
@@ -170,12 +174,13 @@ class Outgoing:
         shipment = self._shipments.get(shipment_id)
         if shipment is None or transfer_id not in shipment.parts:
             return
-        shipment.parts.discard(transfer_id)
+        del shipment.parts[transfer_id]
         if not intact and shipment.step is not _Step.SEALED:
             self._keep(shipment, "a transfer failed")
 
     def note_lost(self, worker_id: str) -> None:
-        """The connection to a worker was lost."""
+        """The connection to a worker was lost, or there is none."""
+        self.hand_overs_kept_total += self._hand_overs.drop(worker_id)
         for order in list(self._orders.values()):
             if order.target.worker_id == worker_id:
                 order.left = 0
@@ -183,6 +188,7 @@ class Outgoing:
 
     def end_all(self, reason: str) -> None:
         """End all shipments and orders."""
+        self.hand_overs_kept_total += self._hand_overs.drop()
         for order in self._orders.values():
             order.left = 0
         self._end_all(reason, lambda _shipment: True)
@@ -207,15 +213,18 @@ class Outgoing:
             late = "did not answer" if offered else "got no parts in time"
             self._keep(shipment, f"{shipment.peer} {late}")
         elif shipment.step is _Step.OPEN:
+            if not sequence.output_count:
+                # The parts of a prompt follow its chunks, however long these take.
+                shipment.until_s = now_s + SHIP_S
             self._send_parts(shipment, sequence)
             # A suspended sequence is part of an iteration that has not ended.
-            if sequence in planner.running and self._is_at_target(shipment, sequence):
+            if sequence in planner.running and self._may_seal(shipment, sequence):
                 self._seal(shipment, sequence, now_s)
 
     def _lost_kv(self, shipment: _Shipment, sequence: Sequence) -> bool:
         table, pin = self.port.planner.table, shipment.pin
         if sequence.phase is not Phase.RUNNING:
-            return True
+            return sequence.begun  # else it starts next, and has no KV to lose
         pinned = table.block_ids(pin)
         # It may have been preempted and started again; or the pin was released for lack of room.
         if shipment.parts and not pinned:
@@ -226,9 +235,17 @@ class Outgoing:
         """Blocks from the start of the sequence that can be at the target at its end here."""
         return min(sequence.registered, shipment.room)
 
-    def _is_at_target(self, shipment: _Shipment, sequence: Sequence) -> bool:
-        missing = self._shippable(shipment, sequence) - shipment.sent
-        return not shipment.parts and missing <= STOP_BLOCKS
+    def _may_seal(self, shipment: _Shipment, sequence: Sequence) -> bool:
+        """Whether a running sequence may end here now, because the target has most of its KV."""
+        if not decodes(sequence):
+            return False
+        ready = self._shippable(shipment, sequence)
+        missing = ready - shipment.sent
+        if not shipment.hand_over:
+            return not shipment.parts and missing <= STOP_BLOCKS
+        # Only the KV of the last chunk is late, or the link is slower than this worker computes.
+        tail_s = self._chooser.sending_s(missing + sum(shipment.parts.values()))
+        return ready >= shipment.offered and tail_s <= TAIL_S
 
     def _send_parts(self, shipment: _Shipment, sequence: Sequence) -> None:
         ready = self._shippable(shipment, sequence)
@@ -241,7 +258,7 @@ class Outgoing:
         """Send all blocks before `end` that were not sent, in parts."""
         while (blocks := min(end - shipment.sent, PART_BLOCKS)) > 0:
             transfer_id = transfer_id_of(shipment.shipment_id, shipment.sent, blocks)
-            shipment.parts.add(transfer_id)
+            shipment.parts[transfer_id] = blocks
             self.emit(
                 ShipBlocks(
                     transfer_id,
@@ -265,7 +282,10 @@ class Outgoing:
         self.port.send(shipment.peer, ShipmentSealed(shipment.shipment_id, token_ids))
         shipment.step, shipment.until_s = _Step.SEALED, now_s + SEALED_S
         shipment.order.moved += 1
-        self.shipped_total += 1
+        if shipment.hand_over:
+            self.handed_over_total += 1
+        else:
+            self.shipped_total += 1
 
     def _keep(self, shipment: _Shipment, reason: str, notify: bool = True) -> None:
         """End a shipment whose request stays here."""
@@ -273,7 +293,10 @@ class Outgoing:
             self.port.send(shipment.peer, ShipmentEnded(shipment.shipment_id, reason))
         shipment.order.kept += 1
         shipment.order.reason = reason
-        self.kept_total += 1
+        if not shipment.hand_over:
+            self.kept_total += 1
+        elif shipment.seq_id in self.port.planner.sequences:
+            self.hand_overs_kept_total += 1
         self._drop(shipment)
 
     def _drop(self, shipment: _Shipment) -> None:
@@ -295,82 +318,70 @@ class Outgoing:
 
     # --- orders
 
-    def _choose(self, order: _Order, now_s: float) -> None:
+    def _choose(self, order: MoveOrder, now_s: float) -> None:
         """Offer further requests of an order, and end it if there are none."""
         under_way = sum(
             shipment.order is order and shipment.step is not _Step.SEALED
             for shipment in self._shipments.values()
         )
         while under_way < AT_ONCE and order.left > 0:
-            sequence = self._next(order, now_s)
+            sequence = self._chooser.next(order, self._shipped, now_s)
             if sequence is None:
                 break
             order.left -= 1
-            order.blocks_left -= self._own_blocks(sequence)
+            order.blocks_left -= self._chooser.own_blocks(sequence)
             order.untried.discard(sequence.seq_id)
-            self._offer(order, sequence, now_s)
+            self._offer(order, sequence, sequence.registered, now_s)
             under_way += 1
         if not under_way:
             self._end_if_over(order, "no further request can move now")
 
-    def _next(self, order: _Order, now_s: float) -> Sequence | None:
-        """The next request of an order; None if no further one is chosen."""
-        candidates = self._candidates(order, now_s)
-        if order.blocks_left == inf:
-            return next(candidates, None)
-        # Few large requests rather than many small ones. KV of batch requests that yield is no
-        # shortage.
-        yields = self.port.planner.sequence_table.precedence.batch_yields
-        sized = [(self._own_blocks(seq), seq) for seq in candidates if seq.online or not yields]
-        fitting = [entry for entry in sized if entry[0] <= order.blocks_left]
-        if not fitting:
-            return None
-        return min(fitting, key=lambda entry: (entry[1].online, -entry[0]))[1]
+    @property
+    def _shipped(self) -> set[str]:
+        return {shipment.seq_id for shipment in self._shipments.values()}
 
-    def _own_blocks(self, sequence: Sequence) -> int:
-        """KV blocks that the end of a sequence frees: those after the prefix that others share."""
-        table = self.port.planner.table
-        ids, users = table.block_ids(sequence.seq_id), table.pool.users
-        return len(ids) - bisect(ids, False, key=lambda block: users[block] == 1)
-
-    def _candidates(self, order: _Order, now_s: float) -> Iterator[Sequence]:
-        """Sequences that may move, batch first, then newest first."""
-        shipped = {shipment.seq_id for shipment in self._shipments.values()}
-        for online in (False, True):
-            for sequence in reversed(self.port.planner.running):
-                if (
-                    sequence.online is online
-                    and sequence.seq_id not in shipped
-                    and sequence.seq_id in order.untried
-                    and may_move(sequence, now_s)
-                    and (self._is_cheaper(sequence) or not order.if_cheaper)
-                ):
-                    yield sequence
-
-    def _is_cheaper(self, sequence: Sequence) -> bool:
-        """Whether the KV of a sequence is sent in less time than it is computed."""
-        costs = self.port.planner.config.cost_model
-        if costs is None or not sequence.registered:
-            return sequence.registered > 0
-        sent_s = sequence.registered * self.num_layers / self.layer_blocks_per_s
-        return sent_s < costs.chunk_s(0, sequence.computed)
+    def _begin_hand_overs(self, now_s: float, obstacle: str) -> None:
+        """Offer the requests that start next to the workers that compute their output."""
+        if obstacle:
+            self.hand_overs_kept_total += self._hand_overs.drop()
+            return
+        size = self.port.planner.config.block_size
+        for sequence, target in self._hand_overs.take_due():
+            unanswered = sum(
+                shipment.step is _Step.OFFERED and shipment.peer == target.worker_id
+                for shipment in self._shipments.values()
+            )
+            if unanswered < UNANSWERED_MAX:
+                order = MoveOrder("", target)
+                self._offer(order, sequence, sequence.prompt_tokens // size, now_s, hand_over=True)
+            else:
+                self.hand_overs_kept_total += 1
 
     def held_back(self, now_s: float) -> frozenset[str]:
         """Sequences that are being shipped, or that orders will choose."""
-        ids = {shipment.seq_id for shipment in self._shipments.values()}
+        ids = self._shipped
         for order in self._orders.values():
             if order.left > 0:
-                ids.update(sequence.seq_id for sequence in self._candidates(order, now_s))
+                candidates = self._chooser.candidates(order, self._shipped, now_s)
+                ids.update(sequence.seq_id for sequence in candidates)
         return frozenset(ids)
 
-    def _offer(self, order: _Order, sequence: Sequence, now_s: float) -> None:
+    def _offer(
+        self,
+        order: MoveOrder,
+        sequence: Sequence,
+        blocks: int,
+        now_s: float,
+        hand_over: bool = False,
+    ) -> None:
+        """Offer the first `blocks` blocks of a sequence, and those that it fills meanwhile."""
         self._made += 1
         size = self.port.planner.config.block_size
         shipment_id = f"{self.source}.{self._made}"
-        blocks = sequence.registered
         room = min(blocks + GROWTH_BLOCKS, -(-sequence.tokens_max // size))
         self._shipments[shipment_id] = _Shipment(
-            shipment_id, sequence.seq_id, order, now_s + ANSWER_S, blocks, room
+            *(shipment_id, sequence.seq_id, order, now_s + ANSWER_S, blocks, room),
+            hand_over=hand_over,
         )
         self.port.send(
             order.target.worker_id,
@@ -386,19 +397,7 @@ class Outgoing:
             ),
         )
 
-    def _end_if_over(self, order: _Order, reason: str) -> None:
+    def _end_if_over(self, order: MoveOrder, reason: str) -> None:
         """Report the end of an order; its sealed shipments continue."""
         if self._orders.pop(order.name, None) is not None:
             self.emit(ShippingOver(order.name, order.moved, order.kept, order.reason or reason))
-
-
-def may_move(sequence: Sequence, now_s: float) -> bool:
-    """Whether a running sequence decodes, its gateway resumes it, and it has not just moved here.
-
-    A sequence without output is not moved: it would start over at no loss.
-    """
-    request = sequence.request
-    decodes = sequence.output_count > 0 and sequence.remaining == 1
-    if not (decodes and request.resumable):
-        return False
-    return not request.output_ids or now_s - sequence.arrival_s >= MOVE_INTERVAL_S

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.core.destination import Destination
+from services.core.planner.sequence import Sequence
 from services.core.report import ShipmentCounts
 from services.core.shipments.incoming import Incoming
 from services.core.shipments.outgoing import Outgoing
@@ -57,16 +59,26 @@ class Shipping:
             self.incoming.received_total,
             outgoing.kept_total,
             outgoing.shipped_blocks_total,
+            outgoing.handed_over_total,
+            outgoing.hand_overs_kept_total,
         )
 
     def ask(self, event: ShippingAsked, obstacle: str) -> None:
         """Move requests to another worker; `obstacle`: why none can move now."""
         self.outgoing.begin(event, obstacle or self._no_layout)
 
-    def advance(self, now_s: float) -> None:
-        """Continue all shipments; call it between iterations while `active`."""
+    def hand_over(self, sequence: Sequence, target: Destination) -> None:
+        """Hand a sequence that has just arrived over to `target` once its prompt is computed."""
+        if self.kv_layout:
+            self.outgoing.hand_over(sequence, target)
+
+    def advance(self, now_s: float, obstacle: str) -> None:
+        """Continue all shipments; call it between iterations while `active`.
+
+        `obstacle`: why no request can be handed over now.
+        """
         self.incoming.advance(now_s)
-        self.outgoing.advance(now_s)
+        self.outgoing.advance(now_s, obstacle)
 
     def receive(self, peer: str, frame: Any, now_s: float, obstacle: str) -> None:
         """Handle a frame of another worker; `obstacle`: why this worker takes no requests now."""

@@ -99,7 +99,7 @@ class ShippingAsked:
 
 @dataclass(frozen=True, slots=True)
 class ShippingPeerLost:
-    """The connection to a worker was lost."""
+    """The connection to a worker was lost, or a request is to be handed over and there is none."""
 
     worker_id: str
 

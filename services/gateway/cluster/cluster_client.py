@@ -16,6 +16,7 @@ from services.common.report import memory_values
 from services.common.timeouts import timeout
 from services.core.groups.vocabulary import Group, GroupPhase
 from services.core.report import MemoryReport
+from services.core.role import Role
 from services.gateway.cluster import translate
 from services.gateway.cluster.cluster_view import ClusterView
 from services.gateway.vocabulary.message import ClusterStatus, ProcessState
@@ -23,13 +24,17 @@ from tideserve.common.v1 import process_pb2, process_pb2_grpc, record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2, memmgr_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+NO_ROLES: Mapping[str, Role] = {}
+
 
 def cluster_rows(
-    cluster: ClusterStatus, records: Mapping[str, record_pb2.WorkerRecord]
+    cluster: ClusterStatus,
+    records: Mapping[str, record_pb2.WorkerRecord],
+    roles: Mapping[str, Role] = NO_ROLES,
 ) -> dict[str, Any]:
     """The cluster's part of a status: workers, groups, decisions, shortfalls and losses.
 
-    `records`: the workers' registrations by worker id.
+    `records` are the workers' registrations, by worker id as `roles`.
     """
     layers_by_worker = {
         member.worker_id: member.end_layer - member.first_layer
@@ -40,6 +45,7 @@ def cluster_rows(
     return {
         "workers": [
             _worker(worker, records.get(worker.worker_id), layers_by_worker.get(worker.worker_id))
+            | {"role": roles.get(worker.worker_id, Role.MIXED).value}
             for worker in cluster.workers
         ],
         "groups": [_group(group) for group in cluster.groups],
@@ -158,7 +164,7 @@ class ClusterClient:
         `cluster` is None if the memory manager did not respond.
         """
         records = {worker.worker_id: worker for worker in self._view.workers()}
-        rows = cluster_rows(cluster or ClusterStatus((), ()), records)
+        rows = cluster_rows(cluster or ClusterStatus((), ()), records, self._view.roles())
         if (fault := self._view.scheduling_fault()) is not None:
             rows |= {"warnings": [fault]}
         return rows if cluster is not None else rows | {"errors": [NO_MEMMGR]}

@@ -7,12 +7,14 @@ members, each with a part of the layers. Stable: the group is formed and not in 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from services.common.etcd import Store
-from services.common.membership import GROUPS, SERVICES, WORKERS, Directory
-from services.common.records import engine_of, scheduling_fault, to_group
+from services.common.membership import GROUPS, ROLES, SERVICES, WORKERS, Directory
+from services.common.records import engine_of, scheduling_fault, to_group, to_role
 from services.core.engine_kind import EngineKind
 from services.core.groups.vocabulary import Group, GroupPhase
+from services.core.role import Role
 from tideserve.common.v1 import record_pb2
 
 
@@ -38,17 +40,18 @@ class ClusterView:
         self._services = Directory(store, SERVICES, record_pb2.ServiceRecord, on_change)
         self._workers = Directory(store, WORKERS, record_pb2.WorkerRecord, self._note_workers)
         self._groups = Directory(store, GROUPS, record_pb2.GroupRecord)
+        self._roles = Directory(store, ROLES, record_pb2.RoleRecord)
         self._on_change = on_change
 
     async def run(self) -> None:
         """Follow etcd until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for directory in (self._services, self._workers, self._groups):
+            for directory in self._directories:
                 tasks.create_task(directory.run())
 
     async def loaded(self) -> None:
         """Return once all records have been read for the first time."""
-        for directory in (self._services, self._workers, self._groups):
+        for directory in self._directories:
             await directory.loaded.wait()
 
     def address_of(self, service: str) -> str | None:
@@ -68,6 +71,11 @@ class ClusterView:
     def workers(self) -> list[record_pb2.WorkerRecord]:
         """The registered workers, sorted by id."""
         return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
+
+    def roles(self) -> dict[str, Role]:
+        """The roles that workers have, by worker id; a worker without one is mixed."""
+        known = {record.worker_id: to_role(record) for record in self._roles.records.values()}
+        return {name: role for name, role in known.items() if role is not None}
 
     @property
     def scheduling(self) -> str:
@@ -100,6 +108,10 @@ class ClusterView:
     def sizes_of(self, model: str) -> ModelSizes:
         """Sizes of the workers of a model of which a view exists, as last seen."""
         return self._sizes[model]
+
+    @property
+    def _directories(self) -> tuple[Directory[Any], ...]:
+        return (self._services, self._workers, self._groups, self._roles)
 
     def stable_groups(self) -> list[Group]:
         """The stable groups of all models."""

@@ -7,11 +7,12 @@ from google.protobuf.descriptor import EnumDescriptor
 from services.common.adapter_messages import adapter_message
 from services.common.address import host_of
 from services.common.records import CAN_DROP, engine_of, paced_of, to_group
-from services.common.report import Codec, unchecked_memory_report
+from services.common.report import unchecked_memory_report
 from services.common.slo import service_message, to_class
 from services.common.wire_enum import value_names
 from services.core.ask import Ask, Assignment, Proceed, Refusal, RefusalReason
 from services.core.destination import Destination
+from services.gateway.cluster.translate_worker import to_destination
 from services.gateway.vocabulary.message import (
     ClassWait,
     ClusterStatus,
@@ -31,7 +32,6 @@ _REASONS = {
     number: RefusalReason(name)
     for number, name in value_names(scheduler_pb2.RefusalReason, "REFUSAL_REASON").items()
 }
-_ASSIGNMENT = Codec(Assignment, scheduler_pb2.Assignment)
 _STEP_PHASES = value_names(memmgr_pb2.ReconfigurationPhase, "RECONFIGURATION_PHASE")
 UNKNOWN = "unknown"
 """Name for enum values of newer versions, which this version does not know."""
@@ -104,7 +104,7 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
         case "ticket":
             return Ticket(frame.ticket.request_id)
         case "assignment":
-            return _ASSIGNMENT.report(frame.assignment)
+            return _assignment(frame.assignment)
         case "refusal":
             refusal = frame.refusal
             reason = _REASONS.get(refusal.reason)
@@ -134,6 +134,18 @@ def scheduler_message(frame: scheduler_pb2.AdmitResponse) -> SchedulerMessage | 
             )
         case _:
             return None
+
+
+def _assignment(message: scheduler_pb2.Assignment) -> Assignment:
+    return Assignment(
+        request_id=message.request_id,
+        group_id=message.group_id,
+        epoch=message.epoch,
+        worker_id=message.worker_id,
+        address=message.address,
+        returnable=message.returnable,
+        hand_to=to_destination(message.hand_to) if message.HasField("hand_to") else None,
+    )
 
 
 def _buckets(row: scheduler_pb2.ModelBuckets) -> WaitingBuckets:

@@ -63,7 +63,17 @@ def start_frame(
             server_losses=request.server_losses,
             adapter=adapter_message(request.adapter),
             delivery=_delivery(coalesced),
+            hand_to=None if assignment.hand_to is None else _place(assignment.hand_to),
         )
+    )
+
+
+def _place(destination: Destination) -> worker_pb2.GoTo:
+    return worker_pb2.GoTo(
+        worker_id=destination.worker_id,
+        address=destination.address,
+        group_id=destination.group_id,
+        epoch=destination.epoch,
     )
 
 
@@ -153,7 +163,7 @@ def token_events(frame: worker_pb2.GenerateResponse) -> Iterable[TokenEvent]:
             prompt_logprobs=_Logprobs(event.prompt_logprobs) if event.prompt_logprobs else (),
             cached_tokens=event.cached_tokens,
             server_losses=event.server_losses,
-            go_to=_go_to(event.go_to) if event.HasField("go_to") else None,
+            go_to=to_destination(event.go_to) if event.HasField("go_to") else None,
         )
 
 
@@ -186,7 +196,8 @@ def _token_logprobs(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, message.rank, top)
 
 
-def _go_to(go_to: worker_pb2.GoTo) -> Destination:
+def to_destination(go_to: worker_pb2.GoTo) -> Destination:
+    """The worker where a request continues."""
     return Destination(go_to.worker_id, go_to.address, go_to.group_id, go_to.epoch)
 
 

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf.message import Message
 
 from services.common.etcd import Entry
-from services.common.membership import ASSIGNMENTS, GROUPS, WORKERS
+from services.common.membership import ASSIGNMENTS, GROUPS, ROLES, WORKERS
 from services.common.records import (
     CAN_DROP,
     GENERATE,
@@ -28,6 +28,9 @@ from services.common.records import (
     to_facts,
     to_group,
     to_group_record,
+    to_role,
+    to_role_number,
+    to_role_record,
     to_shape,
     to_shape_record,
     to_worker,
@@ -36,6 +39,7 @@ from services.core.cost.model import Coefficients, CostModel
 from services.core.engine_kind import EngineKind
 from services.core.groups.layer_map import ModelShape
 from services.core.groups.vocabulary import Assignment, Group, GroupPhase, Member
+from services.core.role import Role
 from services.memmgr.translate_record import RecordReader
 from services.scheduler import translate as scheduler
 from tests.support.control_plane import group_record, worker_record
@@ -53,6 +57,24 @@ def test_a_group_comes_back_as_it_was(phase: GroupPhase) -> None:
     value = encode_record(to_group_record(group))
     record = read_record(record_pb2.GroupRecord, f"{GROUPS}group-w0", value)
     assert record is not None and to_group(record) == group
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_comes_back_as_it_was(role: Role) -> None:
+    value = encode_record(to_role_record("w0", role, 12.5))
+    record = read_record(record_pb2.RoleRecord, f"{ROLES}w0", value)
+    assert record is not None and to_role(record) == role and record.since_s == 12.5
+    assert to_role(worker_record(role=to_role_number(role))) == role
+    assert to_role(worker_record()) is None
+
+
+def test_the_memory_manager_reads_roles_and_skips_what_is_none() -> None:
+    entries = {
+        f"{ROLES}w0": Entry(encode_record(to_role_record("w0", Role.PREFILL, 1.0)), 3, 3),
+        f"{ROLES}w1": Entry(encode_record(to_role_record("w0", Role.DECODE, 1.0)), 4, 4),
+        f"{ROLES}w2": Entry(b"{}", 5, 5),
+    }
+    assert RecordReader().read(entries).roles == {"w0": Role.PREFILL}
 
 
 def test_an_assignment_comes_back_as_it_was() -> None:
@@ -195,6 +217,9 @@ def adapter_record(**changes: Any) -> adapter_pb2.AdapterRecord:
         (record_pb2.AssignmentRecord(worker_id="w0"), "w0", True),
         (record_pb2.AssignmentRecord(worker_id="w0", epoch=-1), "w0", False),
         (record_pb2.AssignmentRecord(worker_id="w0"), "w1", False),
+        (to_role_record("w0", Role.DECODE, 1.5), "w0", True),
+        (to_role_record("w0", Role.DECODE, 1.5), "w1", False),
+        (record_pb2.RoleRecord(worker_id="w0"), "w0", False),
         (record_pb2.EpochFloorRecord(epoch=3), "epoch_floor", True),
         (record_pb2.EpochFloorRecord(epoch=-3), "epoch_floor", False),
         (adapter_record(), "org%2Fa", True),

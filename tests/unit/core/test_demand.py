@@ -36,3 +36,13 @@ def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
 def test_of_first_requests_the_larger_one_counts() -> None:
     one, other = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
     assert one.plus(other) == ModelDemand("m", 2, 100, first_queued_tokens=50)
+
+
+def test_the_mix_of_a_load_is_no_news_and_the_tightest_target_counts() -> None:
+    told = ModelDemand("m", 1, prompt_tokens_per_s=10.0, output_tokens_per_s=5.0, tpot_s=0.2)
+    now = ModelDemand("m", 1, prompt_tokens_per_s=900.0, output_tokens_per_s=1.0, tpot_s=0.1)
+    assert not is_urgent_change([told], [now])
+    both = told.plus(now)
+    assert (both.prompt_tokens_per_s, both.output_tokens_per_s) == (910.0, 6.0)
+    assert both.tpot_s == 0.1
+    assert told.plus(ModelDemand("m")).tpot_s == ModelDemand("m").plus(told).tpot_s == 0.2

@@ -142,6 +142,7 @@ def test_a_demand_report_survives() -> None:
     demands = (
         ModelDemand("m", 1, 2, 3, 2**40, 5.5),
         ModelDemand("n", 1, 1, batch_queued=7, batch_queued_tokens=2**40),
+        ModelDemand("o", prompt_tokens_per_s=1.5, output_tokens_per_s=2.5, tpot_s=0.25),
     )
     assert to_demands(to_demand_report(demands)) == demands
 
@@ -155,6 +156,8 @@ def test_a_demand_report_survives() -> None:
         [demand(batch_queued=-1)],
         [demand(arriving_tokens_per_s=math.nan)],
         [demand(arriving_tokens_per_s=math.inf)],
+        [demand(prompt_tokens_per_s=-1)],
+        [demand(tpot_s=math.nan)],
         [demand(model="")],
         [demand(), demand()],
         [demand(model=f"m{number}") for number in range(MODELS_MAX + 1)],

@@ -7,10 +7,12 @@ import pytest
 from services.common.records import to_cost_record
 from services.common.report import InvalidReport
 from services.core.adapter import Adapter
-from services.core.ask import NO_PREFIX, Ask, FailedAssignment, RefusalReason
+from services.core.ask import NO_PREFIX, Ask, Assignment, FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, Coefficients, CostModel
+from services.core.destination import Destination
 from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
+from services.core.role import Role
 from services.core.scheduler.buckets import BucketStats
 from services.core.scheduler.state import SchedulerState
 from services.core.scheduler.vocabulary import (
@@ -101,6 +103,27 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
     assert to_group(merged, {"w1": leader}) is None
     follower.incarnation = "w0-b"
     assert to_group(merged, {"w0": follower, "w1": leader}) is None
+
+
+def test_a_single_worker_has_its_role_and_a_merged_group_is_mixed() -> None:
+    leader, follower = worker_record("w1"), worker_record("w0")
+    roles = {"w1": Role.PREFILL, "w0": Role.DECODE}
+    workers = {"w0": follower, "w1": leader}
+    alone = group_record(leader)
+    for known, role in ((roles, Role.PREFILL), ({"w0": Role.DECODE}, Role.MIXED)):
+        group = to_group(alone, workers, known)
+        assert group is not None and group.role is role
+    alone.members.add(worker_id="w0", incarnation="w0-a")
+    merged = to_group(alone, workers, roles)
+    assert merged is not None and merged.role is Role.MIXED
+
+
+def test_an_assignment_names_the_worker_that_decodes() -> None:
+    place = Destination("w1", "h:2", "group-w1", 4)
+    for hand_to in (place, None):
+        sent = SendAssignment("r", "g", 1, "w", "h:1", True, hand_to, stream_id=1)
+        received = scheduler_message(to_frame(sent))
+        assert received == Assignment("r", "g", 1, "w", "h:1", True, hand_to)
 
 
 @pytest.mark.parametrize("reason", RefusalReason)

@@ -1,6 +1,7 @@
 import pytest
 
 from services.core.adapter import Adapter
+from services.core.destination import Destination
 from services.core.request import (
     NO_LOGPROBS,
     PROMPT_LOGPROBS_MAX,
@@ -77,6 +78,7 @@ def test_every_field_reaches_the_request() -> None:
         choice=3,
         output_ids=[3, 3, 9],
         server_losses=2,
+        hand_to=pb.GoTo(worker_id="w1", address="host:1", group_id="g", epoch=7),
     )
     request = to_request(start, vocab_size=10, max_model_len=10, now_s=0.0)
     assert request.sampling == Sampling(
@@ -97,6 +99,7 @@ def test_every_field_reaches_the_request() -> None:
     assert (request.cache_salt, request.choice) == ("s" * 128, 3)
     assert (request.prompt_ids, request.output_ids) == ((1, 2), (3, 3, 9))
     assert request.server_losses == 2
+    assert request.hand_to == Destination("w1", "host:1", "g", 7)
 
 
 @pytest.mark.parametrize("kind", list(GrammarKind))
@@ -200,6 +203,8 @@ def test_a_class_of_a_later_version_is_read_as_standard() -> None:
         ({"cache_salt": "x" * 129}, "cache_salt"),
         ({"choice": -1}, "choice"),
         ({"server_losses": -1}, "server_losses"),
+        ({"hand_to": pb.GoTo(worker_id="w1")}, "hand_to"),
+        ({"hand_to": pb.GoTo(address="host:1")}, "hand_to"),
         ({"output_ids": [10]}, "output_ids"),
         ({"output_ids": [1] * 8}, "output_ids must be fewer"),
     ],

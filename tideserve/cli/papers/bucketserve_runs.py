@@ -5,13 +5,15 @@ static batches. Its data sets are replaced by log-normal lengths with their mean
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 from time import perf_counter
 
 from services.common.device_profile import DeviceProfile
 from services.core.cost.padded import Execution
+from services.core.overload.events import OverloadConfig, OverloadPolicy
+from services.core.overload.roles import RoleSetting
 from services.core.planner.config import IterationConfig
 from services.core.queue_order import Scheduling
 from services.core.scheduler.bucket_bounds import SAFE_SHARE
@@ -19,20 +21,26 @@ from services.core.scheduler.buckets import Bucketed, Bucketing, BucketOrder, Bu
 from services.core.scheduler.class_rules import ClassRules
 from services.core.scheduler.state_config import StateConfig
 from tideserve.cli.papers.runs import LengthMix, PageRun
+from tideserve.sim.change_spec import ChangeSpec
 from tideserve.sim.cluster import Cluster, ClusterSpec
+from tideserve.sim.network import LinkSpec
 from tideserve.sim.report import Outcome, Record
 from tideserve.sim.time_model import CostTimeModel
 from tideserve.sim.workload import ClosedLoop, Length, OpenLoop, Workload, gamma_times
 
 DEVICE, INSTANCES = "A100-40G-13B", 4
-PROMPT_INSTANCES = 2
-"""Of these, for prompts alone, with prompts apart."""
+SHARED = RoleSetting()
+"""All instances run both phases."""
+APART = RoleSetting(prefill=2, decode=2)
+"""Of these, for prompts and for answers, as in the paper: 2P+2D."""
+PLACEMENTS = tuple(RoleSetting(prefill=n, decode=INSTANCES - n) for n in range(1, INSTANCES))
+PLACED_LOAD = 0.8
+"""Load with which DistServe's placement is chosen, over the capacity."""
 MODEL_LEN, BATCH_TOKENS, RUNNING = 4096, 4096, 256
 CLOSED_S, OPEN_S, SETTLED = 120.0, 120.0, 0.25
 """Simulated durations, and the share of them before the measurement."""
 SHORT = (Length(83, 0.8, least=8, most=1024), Length(65, 0.8, least=4, most=512))
 LONG = (Length(60_000, 1.0, least=1024, most=3500), Length(100, 0.8, least=4, most=512))
-ONE_TOKEN = Length(1, 0.0, least=1, most=1)
 ALPACA, LONGBENCH, MIXED = "Alpaca", "LongBench", "Mixed"
 SETS: Mapping[str, LengthMix] = {
     ALPACA: LengthMix([(1.0, *SHORT)]),
@@ -71,8 +79,9 @@ ENGINES: Mapping[str, PaperEngine] = {
 
 
 def _simulate(
-    device: DeviceProfile, engine: PaperEngine, load: Workload, instances: int = INSTANCES
+    device: DeviceProfile, engine: PaperEngine, load: Workload, roles: RoleSetting = SHARED
 ) -> list[Record]:
+    """What becomes of the requests of a load; with `roles`, KV is sent over NVLink."""
     assert device.memory_bytes and device.parameter_bytes and device.kv_bytes_per_token
     size = IterationConfig().block_size
     free_bytes = 0.9 * device.memory_bytes - device.parameter_bytes
@@ -83,12 +92,36 @@ def _simulate(
         cost_model=device.model,
         scheduling=engine.scheduling,
         execution=engine.execution,
-        prefix_caching=False,
+        # Hand-overs send KV from cache to cache. No two prompts are alike.
+        prefix_caching=not roles.off,
     )
     rules = ClassRules(engine.scheduling, buckets=engine.buckets, batch_order=BucketSort.FIFO)
-    scheduler = StateConfig(100_000, 36_000.0, ttft=device.model, rules=rules, lateness=0.0)
-    spec = ClusterSpec(instances, iteration, MODEL_LEN, scheduler, drain_s=OPEN_S)
+    scheduler = StateConfig(
+        *(100_000, 36_000.0),
+        ttft=device.model,
+        rules=rules,
+        lateness=0.0,
+        hand_over_min_tokens=1,
+    )
+    spec = ClusterSpec(INSTANCES, iteration, MODEL_LEN, scheduler, drain_s=OPEN_S)
+    if not roles.off:
+        spec = replace(spec, change=_apart(device, roles, iteration))
     return Cluster(spec, CostTimeModel(device.model), load).run().records
+
+
+def _apart(device: DeviceProfile, roles: RoleSetting, iteration: IterationConfig) -> ChangeSpec:
+    """Prompts and answers on different instances, connected by NVLink."""
+    shape = device.shape
+    assert shape is not None and device.hidden_bytes and device.peer_link_bytes_per_s
+    kv_bytes = iteration.num_blocks * iteration.block_size * shape.num_layers * shape.kv_bytes
+    return ChangeSpec(
+        shape,
+        shape.parameter_bytes(1) + kv_bytes,
+        device.hidden_bytes,
+        OverloadConfig(policy=OverloadPolicy.RECOMPUTE),
+        link=LinkSpec(bytes_per_s=device.peer_link_bytes_per_s),
+        roles=roles,
+    )
 
 
 Closed = Mapping[str, Mapping[int, tuple[float, float]]]
@@ -132,31 +165,69 @@ class Served:
 Loads = Mapping[str, Sequence[Served]]
 
 
-def open_loads(device: DeviceProfile, kind: str, run: PageRun, apart: bool = False) -> Loads:
-    """What becomes of the requests of a data set, by system.
+def open_loads(device: DeviceProfile, kind: str, run: PageRun) -> Loads:
+    """What becomes of the requests of a data set, by system; all instances run both phases."""
+    capacity = _capacity(device, kind, run)
+    return {name: _loads(device, kind, name, capacity, run) for name in ENGINES}
 
-    `apart`: prompts run on `PROMPT_INSTANCES` of their own. Their decodes are left out, as both
-    systems run them alike, on the other instances.
+
+def apart_loads(device: DeviceProfile, kind: str, run: PageRun) -> tuple[Loads, RoleSetting]:
+    """The same of BucketServe on 2P+2D, and of DistServe on the placement that serves it best.
+
+    DistServe simulates its placements with the expected load and chooses by goodput (its §4).
     """
-    seconds, mix = OPEN_S * run.factor, SETS[kind]
-    instances = PROMPT_INSTANCES if apart else INSTANCES
-    if apart:
-        mix = LengthMix([(share, prompt, ONE_TOKEN) for share, prompt, _ in mix.parts])
-    drawn = mix.drawn(Random(f"capacity {run.seed}"))
-    clients = ClosedLoop(drawn, max(CLIENTS), seconds)
-    closed = _simulate(device, ENGINES[TIDESERVE], clients, instances)
-    capacity = _rates(closed, SETTLED * seconds, seconds)[1]
-    names = (BUCKETSERVE, DISTSERVE) if apart else tuple(ENGINES)
-    served: dict[str, list[Served]] = {name: [] for name in names}
-    for name in names:
-        for share in LOADS:
-            run.step(f"{kind}, {name}, {share:g} × the capacity")
-            times, rng = (Random(f"{what} {kind} {run.seed}") for what in ("times", "lengths"))
-            arrivals = gamma_times(share * capacity, 1.0, seconds, times)
-            load = OpenLoop(mix.arriving(arrivals, rng))
-            records = _simulate(device, ENGINES[name], load, instances)
-            served[name].append(_served(records, share * capacity, seconds, TARGETS_S[kind]))
-    return served
+    capacity = _capacity(device, kind, run)
+    goodput = {
+        roles: _served_load(device, kind, DISTSERVE, PLACED_LOAD, capacity, run, roles).attainment
+        for roles in PLACEMENTS
+    }
+    placement = max(PLACEMENTS, key=lambda roles: goodput[roles])
+    return {
+        BUCKETSERVE: _loads(device, kind, BUCKETSERVE, capacity, run, APART),
+        DISTSERVE: _loads(device, kind, DISTSERVE, capacity, run, placement),
+    }, placement
+
+
+def _capacity(device: DeviceProfile, kind: str, run: PageRun) -> float:
+    """Requests per second that the engine without padding completes in a closed loop."""
+    seconds = OPEN_S * run.factor
+    drawn = SETS[kind].drawn(Random(f"capacity {run.seed}"))
+    closed = _simulate(device, ENGINES[TIDESERVE], ClosedLoop(drawn, max(CLIENTS), seconds))
+    return _rates(closed, SETTLED * seconds, seconds)[1]
+
+
+def _loads(
+    device: DeviceProfile,
+    kind: str,
+    name: str,
+    capacity: float,
+    run: PageRun,
+    roles: RoleSetting = SHARED,
+) -> list[Served]:
+    return [_served_load(device, kind, name, share, capacity, run, roles) for share in LOADS]
+
+
+def _served_load(
+    device: DeviceProfile,
+    kind: str,
+    name: str,
+    share: float,
+    capacity: float,
+    run: PageRun,
+    roles: RoleSetting,
+) -> Served:
+    """What becomes of a load of `share` times the capacity."""
+    run.step(f"{kind}, {name}{placement_text(roles)}, {share:g} × the capacity")
+    seconds, rate = OPEN_S * run.factor, share * capacity
+    times, rng = (Random(f"{what} {kind} {run.seed}") for what in ("times", "lengths"))
+    load = OpenLoop(SETS[kind].arriving(gamma_times(rate, 1.0, seconds, times), rng))
+    records = _simulate(device, ENGINES[name], load, roles)
+    return _served(records, rate, seconds, TARGETS_S[kind])
+
+
+def placement_text(roles: RoleSetting) -> str:
+    """The numbers of instances for prompts and for answers, such as " 2P+2D"; "" without roles."""
+    return "" if roles.off else f" {roles.prefill}P+{roles.decode}D"
 
 
 def _served(

@@ -20,6 +20,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WorkerRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
+    """Not set."""
+    WORKER_ROLE_MIXED: _WorkerRole.ValueType  # 1
+    """Prompts and answers."""
+    WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 2
+    """Prompts; it hands the requests over to a worker that decodes."""
+    WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 3
+    """Answers, and short prompts."""
+
+class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
+    """What a worker does best. Every worker can run every request: a wrong role costs time."""
+
+WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
+"""Not set."""
+WORKER_ROLE_MIXED: WorkerRole.ValueType  # 1
+"""Prompts and answers."""
+WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 2
+"""Prompts; it hands the requests over to a worker that decodes."""
+WORKER_ROLE_DECODE: WorkerRole.ValueType  # 3
+"""Answers, and short prompts."""
+Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
+
 class _GroupPhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -119,6 +147,7 @@ class WorkerRecord(_message.Message):
     LOCATION_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     COST_MODEL_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     NO_DROPS_FIELD_NUMBER: _builtins.int
@@ -168,6 +197,10 @@ class WorkerRecord(_message.Message):
     scheduling: _builtins.str
     """The `scheduling` setting of the worker, which should be that of the scheduler. Empty from
     workers that do not publish it. of those that do not tell.
+    """
+    role: Global___WorkerRole.ValueType
+    """The role that the worker is configured for: a wish, which counts while the memory manager assigns
+    roles. Unspecified or mixed: none.
     """
     chunk_bytes: _builtins.int
     """Parameters and the KV of a layer each occupy whole chunks of so many bytes of arena_bytes. 0 from
@@ -222,6 +255,7 @@ class WorkerRecord(_message.Message):
         location: _abc.Iterable[_builtins.str] | None = ...,
         context_tokens: _builtins.int = ...,
         scheduling: _builtins.str = ...,
+        role: Global___WorkerRole.ValueType = ...,
         cost_model: Global___CostModel | None = ...,
         chunk_bytes: _builtins.int = ...,
         no_drops: _builtins.str = ...,
@@ -229,11 +263,43 @@ class WorkerRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cost_model", b"cost_model", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "adapters", b"adapters", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "no_drops", b"no_drops", "protocol_version", b"protocol_version", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_address", b"activation_address", "adapters", b"adapters", "address", b"address", "arena_bytes", b"arena_bytes", "block_size", b"block_size", "bulk_address", b"bulk_address", "capabilities", b"capabilities", "chunk_bytes", b"chunk_bytes", "code_digest", b"code_digest", "context_tokens", b"context_tokens", "cost_model", b"cost_model", "draining", b"draining", "incarnation", b"incarnation", "kv_blocks_total", b"kv_blocks_total", "location", b"location", "max_batch_tokens", b"max_batch_tokens", "max_model_len", b"max_model_len", "model", b"model", "model_digest", b"model_digest", "no_drops", b"no_drops", "protocol_version", b"protocol_version", "role", b"role", "scheduling", b"scheduling", "shape", b"shape", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
+
+@_typing.final
+class RoleRecord(_message.Message):
+    """The role of a worker: value of /tideserve/roles/<worker_id>, written by the leading memory manager.
+    A worker without a record is mixed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    role: Global___WorkerRole.ValueType
+    """Its role."""
+    since_s: _builtins.float
+    """When the role was assigned, in seconds since 1970."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: Global___WorkerRole.ValueType = ...,
+        since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "since_s", b"since_s", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleRecord: _TypeAlias = RoleRecord  # noqa: Y015
 
 @_typing.final
 class CostModel(_message.Message):

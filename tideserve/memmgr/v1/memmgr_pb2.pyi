@@ -192,6 +192,9 @@ class WorkerMemory(_message.Message):
     RECEIVED_TOTAL_FIELD_NUMBER: _builtins.int
     KEPT_TOTAL_FIELD_NUMBER: _builtins.int
     SHIPPED_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_TOTAL_FIELD_NUMBER: _builtins.int
+    HAND_OVERS_KEPT_TOTAL_FIELD_NUMBER: _builtins.int
+    SHIPPING_S_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_LOADED_FIELD_NUMBER: _builtins.int
     ADAPTER_LOADS_TOTAL_FIELD_NUMBER: _builtins.int
@@ -307,6 +310,12 @@ class WorkerMemory(_message.Message):
     """Requests that stayed because their move failed."""
     shipped_blocks_total: _builtins.int
     """KV blocks that were sent for requests that move."""
+    handed_over_total: _builtins.int
+    """Requests that were handed over to another worker after their first output token."""
+    hand_overs_kept_total: _builtins.int
+    """Requests that were to be handed over, and stayed because that failed."""
+    shipping_s: _builtins.float
+    """Seconds during which KV of requests that move or are handed over was being sent."""
     adapter_slots: _builtins.int
     """Slots for adapters; 0: the worker loads none."""
     adapters_loaded: _builtins.int
@@ -385,6 +394,9 @@ class WorkerMemory(_message.Message):
         received_total: _builtins.int = ...,
         kept_total: _builtins.int = ...,
         shipped_blocks_total: _builtins.int = ...,
+        handed_over_total: _builtins.int = ...,
+        hand_overs_kept_total: _builtins.int = ...,
+        shipping_s: _builtins.float = ...,
         adapter_slots: _builtins.int = ...,
         adapters_loaded: _builtins.int = ...,
         adapter_loads_total: _builtins.int = ...,
@@ -395,7 +407,7 @@ class WorkerMemory(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_seconds_total", b"adapter_load_seconds_total", "adapter_loads_total", b"adapter_loads_total", "adapter_slots", b"adapter_slots", "adapters_loaded", b"adapters_loaded", "batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "host_blocks_owed", b"host_blocks_owed", "host_blocks_total", b"host_blocks_total", "host_bytes", b"host_bytes", "host_failures_total", b"host_failures_total", "host_hit_tokens_total", b"host_hit_tokens_total", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "recall_jobs_total", b"recall_jobs_total", "recalled_tokens_total", b"recalled_tokens_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "save_bytes_total", b"save_bytes_total", "saved_blocks_total", b"saved_blocks_total", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_seconds_total", b"adapter_load_seconds_total", "adapter_loads_total", b"adapter_loads_total", "adapter_slots", b"adapter_slots", "adapters_loaded", b"adapters_loaded", "batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "hand_overs_kept_total", b"hand_overs_kept_total", "handed_over_total", b"handed_over_total", "host_blocks_owed", b"host_blocks_owed", "host_blocks_total", b"host_blocks_total", "host_bytes", b"host_bytes", "host_failures_total", b"host_failures_total", "host_hit_tokens_total", b"host_hit_tokens_total", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "recall_jobs_total", b"recall_jobs_total", "recalled_tokens_total", b"recalled_tokens_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "save_bytes_total", b"save_bytes_total", "saved_blocks_total", b"saved_blocks_total", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "shipping_s", b"shipping_s", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -457,6 +469,9 @@ class ModelDemand(_message.Message):
     BATCH_QUEUED_FIELD_NUMBER: _builtins.int
     BATCH_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model."""
     queued: _builtins.int
@@ -479,6 +494,14 @@ class ModelDemand(_message.Message):
     """Tokens of KV that they need before they can run."""
     first_queued_tokens: _builtins.int
     """Tokens of KV that the first of the `queued` requests needs before it can run."""
+    prompt_tokens_per_s: _builtins.float
+    """Prompt tokens per second that started requests had to compute, without predicted cache hits;
+    mean of the last seconds.
+    """
+    output_tokens_per_s: _builtins.float
+    """Output tokens per second that are expected of them."""
+    tpot_s: _builtins.float
+    """Least target of a time per token among them, in seconds; 0: none has a target."""
     def __init__(
         self,
         *,
@@ -491,10 +514,13 @@ class ModelDemand(_message.Message):
         batch_queued: _builtins.int = ...,
         batch_queued_tokens: _builtins.int = ...,
         first_queued_tokens: _builtins.int = ...,
+        prompt_tokens_per_s: _builtins.float = ...,
+        output_tokens_per_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "first_queued_tokens", b"first_queued_tokens", "model", b"model", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving_tokens_per_s", b"arriving_tokens_per_s", "batch_queued", b"batch_queued", "batch_queued_tokens", b"batch_queued_tokens", "first_queued_tokens", b"first_queued_tokens", "model", b"model", "output_tokens_per_s", b"output_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "queued", b"queued", "queued_tokens", b"queued_tokens", "refused", b"refused", "refused_tokens", b"refused_tokens", "tpot_s", b"tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

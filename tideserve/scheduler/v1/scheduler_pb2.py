@@ -25,61 +25,62 @@ _sym_db = _symbol_database.Default()
 from tideserve.common.v1 import adapter_pb2 as tideserve_dot_common_dot_v1_dot_adapter__pb2
 from tideserve.common.v1 import load_pb2 as tideserve_dot_common_dot_v1_dot_load__pb2
 from tideserve.common.v1 import service_pb2 as tideserve_dot_common_dot_v1_dot_service__pb2
+from tideserve.worker.v1 import worker_pb2 as tideserve_dot_worker_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tideserve/scheduler/v1/scheduler.proto\x12\x16tideserve.scheduler.v1\x1a!tideserve/common/v1/adapter.proto\x1a\x1etideserve/common/v1/load.proto\x1a!tideserve/common/v1/service.proto\"\xc3\x02\n\x0c\x41\x64mitRequest\x12*\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x1b.tideserve.scheduler.v1.AskH\x00\x12\x34\n\x08withdraw\x18\x02 \x01(\x0b\x32 .tideserve.scheduler.v1.WithdrawH\x00\x12/\n\x04load\x18\x03 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoadH\x00\x12\x30\n\x06placed\x18\x05 \x01(\x0b\x32\x1e.tideserve.scheduler.v1.PlacedH\x00\x12\x32\n\x07outcome\x18\x06 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.OutcomeH\x00\x12\x32\n\x04more\x18\x04 \x03(\x0b\x32$.tideserve.scheduler.v1.AdmitRequestB\x06\n\x04\x62ody\"\x8d\x04\n\x03\x41sk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x10\n\x08waited_s\x18\x05 \x01(\x01\x12\x15\n\rrefused_epoch\x18\x06 \x01(\x03\x12\x18\n\x10refused_group_id\x18\x07 \x01(\t\x12-\n\x07service\x18\x08 \x01(\x0b\x32\x1c.tideserve.common.v1.Service\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08returned\x18\n \x01(\x08\x12\x15\n\rprefix_hashes\x18\x0b \x03(\x06\x12\x15\n\rprefix_stride\x18\x0c \x01(\x05\x12\x0f\n\x07resumed\x18\r \x01(\x08\x12\r\n\x05\x61lone\x18\x0e \x01(\x08\x12\x19\n\x11\x61voided_addresses\x18\x0f \x03(\t\x12\x11\n\tavoided_s\x18\x10 \x01(\x01\x12\x11\n\texcused_s\x18\x11 \x01(\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x12 \x01(\x05\x12-\n\x07\x61\x64\x61pter\x18\x13 \x01(\x0b\x32\x1c.tideserve.common.v1.Adapter\x12\x11\n\testimated\x18\x14 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x16 \x01(\x05\x12\x10\n\x08\x61\x66\x66inity\x18\x17 \x01(\x06\"U\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x63ut_off\x18\x04 \x01(\x08\"=\n\x06Placed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x1e\n\x08Withdraw\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xd8\x02\n\rAdmitResponse\x12\x30\n\x06ticket\x18\x01 \x01(\x0b\x32\x1e.tideserve.scheduler.v1.TicketH\x00\x12\x38\n\nassignment\x18\x02 \x01(\x0b\x32\".tideserve.scheduler.v1.AssignmentH\x00\x12\x32\n\x07refusal\x18\x03 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.RefusalH\x00\x12\x36\n\theartbeat\x18\x04 \x01(\x0b\x32!.tideserve.scheduler.v1.HeartbeatH\x00\x12\x32\n\x07proceed\x18\x06 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.ProceedH\x00\x12\x33\n\x04more\x18\x05 \x03(\x0b\x32%.tideserve.scheduler.v1.AdmitResponseB\x06\n\x04\x62ody\"\x1c\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x07Proceed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"y\n\nAssignment\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\nreturnable\x18\x06 \x01(\x08\"\x9f\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x06reason\x18\x02 \x01(\x0e\x32%.tideserve.scheduler.v1.RefusalReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x62ooked\x18\x05 \x01(\x08\x12\x11\n\testimated\x18\x06 \x01(\x08\"\x86\x02\n\tHeartbeat\x12\x16\n\x0egroups_serving\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x16\n\x0ewants_prefixes\x18\x03 \x01(\x08\x12\x36\n\x0b\x63lass_waits\x18\x04 \x03(\x0b\x32!.tideserve.scheduler.v1.ClassWait\x12\x16\n\x0ewants_outcomes\x18\x05 \x01(\x08\x12\x35\n\x07\x62uckets\x18\x06 \x03(\x0b\x32$.tideserve.scheduler.v1.ModelBuckets\x12\x32\n\x06models\x18\x07 \x03(\x0b\x32\".tideserve.scheduler.v1.ModelState\"C\n\nModelState\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0egroups_serving\x18\x02 \x01(\x05\x12\x0e\n\x06queued\x18\x03 \x01(\x05\"e\n\x0cModelBuckets\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1e.tideserve.scheduler.v1.Bucket\x12\x15\n\rpadding_share\x18\x03 \x01(\x01\"*\n\x06\x42ucket\x12\x0e\n\x06length\x18\x01 \x01(\x05\x12\x10\n\x08requests\x18\x02 \x01(\x05\"\x8d\x01\n\tClassWait\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\rservice_class\x18\x02 \x01(\x0e\x32!.tideserve.common.v1.ServiceClass\x12\x14\n\x0coptimistic_s\x18\x03 \x01(\x01\x12\x10\n\x08likely_s\x18\x04 \x01(\x01\x12\x0f\n\x07limit_s\x18\x05 \x01(\x01\"B\n\x11ReportLoadRequest\x12-\n\x04load\x18\x01 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoad\"\x14\n\x12ReportLoadResponse\"C\n\x0f\x46indRoomRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06outage\x18\x03 \x01(\x08\"@\n\x10\x46indRoomResponse\x12\x16\n\x0elongest_tokens\x18\x01 \x01(\x03\x12\x14\n\x0cgroup_tokens\x18\x02 \x03(\x03\"\x15\n\x13ListRefusalsRequest\"N\n\x14ListRefusalsResponse\x12\x36\n\x08refusals\x18\x01 \x03(\x0b\x32$.tideserve.scheduler.v1.LateRefusals\"\xea\x01\n\x0cLateRefusals\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\rservice_class\x18\x02 \x01(\x0e\x32!.tideserve.common.v1.ServiceClass\x12\x13\n\x0blast_minute\x18\x03 \x01(\x05\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x61head_tokens\x18\x07 \x01(\x03\x12\x0c\n\x04rate\x18\x08 \x01(\x01\x12\x12\n\nlimited_by\x18\t \x01(\t\x12\x15\n\rretry_after_s\x18\n \x01(\x01*\xe3\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_TOO_LARGE\x10\x01\x12\x1d\n\x19REFUSAL_REASON_QUEUE_FULL\x10\x02\x12\x1a\n\x16REFUSAL_REASON_EXPIRED\x10\x03\x12 \n\x1cREFUSAL_REASON_UNKNOWN_MODEL\x10\x04\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOO_LATE\x10\x06\x32\x9d\x03\n\x10SchedulerService\x12X\n\x05\x41\x64mit\x12$.tideserve.scheduler.v1.AdmitRequest\x1a%.tideserve.scheduler.v1.AdmitResponse(\x01\x30\x01\x12\x65\n\nReportLoad\x12).tideserve.scheduler.v1.ReportLoadRequest\x1a*.tideserve.scheduler.v1.ReportLoadResponse(\x01\x12]\n\x08\x46indRoom\x12\'.tideserve.scheduler.v1.FindRoomRequest\x1a(.tideserve.scheduler.v1.FindRoomResponse\x12i\n\x0cListRefusals\x12+.tideserve.scheduler.v1.ListRefusalsRequest\x1a,.tideserve.scheduler.v1.ListRefusalsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&tideserve/scheduler/v1/scheduler.proto\x12\x16tideserve.scheduler.v1\x1a!tideserve/common/v1/adapter.proto\x1a\x1etideserve/common/v1/load.proto\x1a!tideserve/common/v1/service.proto\x1a tideserve/worker/v1/worker.proto\"\xc3\x02\n\x0c\x41\x64mitRequest\x12*\n\x03\x61sk\x18\x01 \x01(\x0b\x32\x1b.tideserve.scheduler.v1.AskH\x00\x12\x34\n\x08withdraw\x18\x02 \x01(\x0b\x32 .tideserve.scheduler.v1.WithdrawH\x00\x12/\n\x04load\x18\x03 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoadH\x00\x12\x30\n\x06placed\x18\x05 \x01(\x0b\x32\x1e.tideserve.scheduler.v1.PlacedH\x00\x12\x32\n\x07outcome\x18\x06 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.OutcomeH\x00\x12\x32\n\x04more\x18\x04 \x03(\x0b\x32$.tideserve.scheduler.v1.AdmitRequestB\x06\n\x04\x62ody\"\x8d\x04\n\x03\x41sk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\x05\x12\x12\n\nmax_tokens\x18\x04 \x01(\x05\x12\x10\n\x08waited_s\x18\x05 \x01(\x01\x12\x15\n\rrefused_epoch\x18\x06 \x01(\x03\x12\x18\n\x10refused_group_id\x18\x07 \x01(\t\x12-\n\x07service\x18\x08 \x01(\x0b\x32\x1c.tideserve.common.v1.Service\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x10\n\x08returned\x18\n \x01(\x08\x12\x15\n\rprefix_hashes\x18\x0b \x03(\x06\x12\x15\n\rprefix_stride\x18\x0c \x01(\x05\x12\x0f\n\x07resumed\x18\r \x01(\x08\x12\r\n\x05\x61lone\x18\x0e \x01(\x08\x12\x19\n\x11\x61voided_addresses\x18\x0f \x03(\t\x12\x11\n\tavoided_s\x18\x10 \x01(\x01\x12\x11\n\texcused_s\x18\x11 \x01(\x01\x12\x17\n\x0f\x65xpected_tokens\x18\x12 \x01(\x05\x12-\n\x07\x61\x64\x61pter\x18\x13 \x01(\x0b\x32\x1c.tideserve.common.v1.Adapter\x12\x11\n\testimated\x18\x14 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x15 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x16 \x01(\x05\x12\x10\n\x08\x61\x66\x66inity\x18\x17 \x01(\x06\"U\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06ttft_s\x18\x02 \x01(\x01\x12\x15\n\routput_tokens\x18\x03 \x01(\x05\x12\x0f\n\x07\x63ut_off\x18\x04 \x01(\x08\"=\n\x06Placed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\"\x1e\n\x08Withdraw\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xd8\x02\n\rAdmitResponse\x12\x30\n\x06ticket\x18\x01 \x01(\x0b\x32\x1e.tideserve.scheduler.v1.TicketH\x00\x12\x38\n\nassignment\x18\x02 \x01(\x0b\x32\".tideserve.scheduler.v1.AssignmentH\x00\x12\x32\n\x07refusal\x18\x03 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.RefusalH\x00\x12\x36\n\theartbeat\x18\x04 \x01(\x0b\x32!.tideserve.scheduler.v1.HeartbeatH\x00\x12\x32\n\x07proceed\x18\x06 \x01(\x0b\x32\x1f.tideserve.scheduler.v1.ProceedH\x00\x12\x33\n\x04more\x18\x05 \x03(\x0b\x32%.tideserve.scheduler.v1.AdmitResponseB\x06\n\x04\x62ody\"\x1c\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\x07Proceed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xa5\x01\n\nAssignment\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x12\n\nreturnable\x18\x06 \x01(\x08\x12*\n\x07hand_to\x18\x07 \x01(\x0b\x32\x19.tideserve.worker.v1.GoTo\"\x9f\x01\n\x07Refusal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x35\n\x06reason\x18\x02 \x01(\x0e\x32%.tideserve.scheduler.v1.RefusalReason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rretry_after_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x62ooked\x18\x05 \x01(\x08\x12\x11\n\testimated\x18\x06 \x01(\x08\"\x86\x02\n\tHeartbeat\x12\x16\n\x0egroups_serving\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x16\n\x0ewants_prefixes\x18\x03 \x01(\x08\x12\x36\n\x0b\x63lass_waits\x18\x04 \x03(\x0b\x32!.tideserve.scheduler.v1.ClassWait\x12\x16\n\x0ewants_outcomes\x18\x05 \x01(\x08\x12\x35\n\x07\x62uckets\x18\x06 \x03(\x0b\x32$.tideserve.scheduler.v1.ModelBuckets\x12\x32\n\x06models\x18\x07 \x03(\x0b\x32\".tideserve.scheduler.v1.ModelState\"C\n\nModelState\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0egroups_serving\x18\x02 \x01(\x05\x12\x0e\n\x06queued\x18\x03 \x01(\x05\"e\n\x0cModelBuckets\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\x07\x62uckets\x18\x02 \x03(\x0b\x32\x1e.tideserve.scheduler.v1.Bucket\x12\x15\n\rpadding_share\x18\x03 \x01(\x01\"*\n\x06\x42ucket\x12\x0e\n\x06length\x18\x01 \x01(\x05\x12\x10\n\x08requests\x18\x02 \x01(\x05\"\x8d\x01\n\tClassWait\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\rservice_class\x18\x02 \x01(\x0e\x32!.tideserve.common.v1.ServiceClass\x12\x14\n\x0coptimistic_s\x18\x03 \x01(\x01\x12\x10\n\x08likely_s\x18\x04 \x01(\x01\x12\x0f\n\x07limit_s\x18\x05 \x01(\x01\"B\n\x11ReportLoadRequest\x12-\n\x04load\x18\x01 \x01(\x0b\x32\x1f.tideserve.common.v1.WorkerLoad\"\x14\n\x12ReportLoadResponse\"C\n\x0f\x46indRoomRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06outage\x18\x03 \x01(\x08\"@\n\x10\x46indRoomResponse\x12\x16\n\x0elongest_tokens\x18\x01 \x01(\x03\x12\x14\n\x0cgroup_tokens\x18\x02 \x03(\x03\"\x15\n\x13ListRefusalsRequest\"N\n\x14ListRefusalsResponse\x12\x36\n\x08refusals\x18\x01 \x03(\x0b\x32$.tideserve.scheduler.v1.LateRefusals\"\xea\x01\n\x0cLateRefusals\x12\r\n\x05model\x18\x01 \x01(\t\x12\x38\n\rservice_class\x18\x02 \x01(\x0e\x32!.tideserve.common.v1.ServiceClass\x12\x13\n\x0blast_minute\x18\x03 \x01(\x05\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x0e\n\x06left_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x61head_tokens\x18\x07 \x01(\x03\x12\x0c\n\x04rate\x18\x08 \x01(\x01\x12\x12\n\nlimited_by\x18\t \x01(\t\x12\x15\n\rretry_after_s\x18\n \x01(\x01*\xe3\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18REFUSAL_REASON_TOO_LARGE\x10\x01\x12\x1d\n\x19REFUSAL_REASON_QUEUE_FULL\x10\x02\x12\x1a\n\x16REFUSAL_REASON_EXPIRED\x10\x03\x12 \n\x1cREFUSAL_REASON_UNKNOWN_MODEL\x10\x04\x12\x1a\n\x16REFUSAL_REASON_INVALID\x10\x05\x12\x1b\n\x17REFUSAL_REASON_TOO_LATE\x10\x06\x32\x9d\x03\n\x10SchedulerService\x12X\n\x05\x41\x64mit\x12$.tideserve.scheduler.v1.AdmitRequest\x1a%.tideserve.scheduler.v1.AdmitResponse(\x01\x30\x01\x12\x65\n\nReportLoad\x12).tideserve.scheduler.v1.ReportLoadRequest\x1a*.tideserve.scheduler.v1.ReportLoadResponse(\x01\x12]\n\x08\x46indRoom\x12\'.tideserve.scheduler.v1.FindRoomRequest\x1a(.tideserve.scheduler.v1.FindRoomResponse\x12i\n\x0cListRefusals\x12+.tideserve.scheduler.v1.ListRefusalsRequest\x1a,.tideserve.scheduler.v1.ListRefusalsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tideserve.scheduler.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=3088
-  _globals['_REFUSALREASON']._serialized_end=3315
-  _globals['_ADMITREQUEST']._serialized_start=169
-  _globals['_ADMITREQUEST']._serialized_end=492
-  _globals['_ASK']._serialized_start=495
-  _globals['_ASK']._serialized_end=1020
-  _globals['_OUTCOME']._serialized_start=1022
-  _globals['_OUTCOME']._serialized_end=1107
-  _globals['_PLACED']._serialized_start=1109
-  _globals['_PLACED']._serialized_end=1170
-  _globals['_WITHDRAW']._serialized_start=1172
-  _globals['_WITHDRAW']._serialized_end=1202
-  _globals['_ADMITRESPONSE']._serialized_start=1205
-  _globals['_ADMITRESPONSE']._serialized_end=1549
-  _globals['_TICKET']._serialized_start=1551
-  _globals['_TICKET']._serialized_end=1579
-  _globals['_PROCEED']._serialized_start=1581
-  _globals['_PROCEED']._serialized_end=1610
-  _globals['_ASSIGNMENT']._serialized_start=1612
-  _globals['_ASSIGNMENT']._serialized_end=1733
-  _globals['_REFUSAL']._serialized_start=1736
-  _globals['_REFUSAL']._serialized_end=1895
-  _globals['_HEARTBEAT']._serialized_start=1898
-  _globals['_HEARTBEAT']._serialized_end=2160
-  _globals['_MODELSTATE']._serialized_start=2162
-  _globals['_MODELSTATE']._serialized_end=2229
-  _globals['_MODELBUCKETS']._serialized_start=2231
-  _globals['_MODELBUCKETS']._serialized_end=2332
-  _globals['_BUCKET']._serialized_start=2334
-  _globals['_BUCKET']._serialized_end=2376
-  _globals['_CLASSWAIT']._serialized_start=2379
-  _globals['_CLASSWAIT']._serialized_end=2520
-  _globals['_REPORTLOADREQUEST']._serialized_start=2522
-  _globals['_REPORTLOADREQUEST']._serialized_end=2588
-  _globals['_REPORTLOADRESPONSE']._serialized_start=2590
-  _globals['_REPORTLOADRESPONSE']._serialized_end=2610
-  _globals['_FINDROOMREQUEST']._serialized_start=2612
-  _globals['_FINDROOMREQUEST']._serialized_end=2679
-  _globals['_FINDROOMRESPONSE']._serialized_start=2681
-  _globals['_FINDROOMRESPONSE']._serialized_end=2745
-  _globals['_LISTREFUSALSREQUEST']._serialized_start=2747
-  _globals['_LISTREFUSALSREQUEST']._serialized_end=2768
-  _globals['_LISTREFUSALSRESPONSE']._serialized_start=2770
-  _globals['_LISTREFUSALSRESPONSE']._serialized_end=2848
-  _globals['_LATEREFUSALS']._serialized_start=2851
-  _globals['_LATEREFUSALS']._serialized_end=3085
-  _globals['_SCHEDULERSERVICE']._serialized_start=3318
-  _globals['_SCHEDULERSERVICE']._serialized_end=3731
+  _globals['_REFUSALREASON']._serialized_start=3167
+  _globals['_REFUSALREASON']._serialized_end=3394
+  _globals['_ADMITREQUEST']._serialized_start=203
+  _globals['_ADMITREQUEST']._serialized_end=526
+  _globals['_ASK']._serialized_start=529
+  _globals['_ASK']._serialized_end=1054
+  _globals['_OUTCOME']._serialized_start=1056
+  _globals['_OUTCOME']._serialized_end=1141
+  _globals['_PLACED']._serialized_start=1143
+  _globals['_PLACED']._serialized_end=1204
+  _globals['_WITHDRAW']._serialized_start=1206
+  _globals['_WITHDRAW']._serialized_end=1236
+  _globals['_ADMITRESPONSE']._serialized_start=1239
+  _globals['_ADMITRESPONSE']._serialized_end=1583
+  _globals['_TICKET']._serialized_start=1585
+  _globals['_TICKET']._serialized_end=1613
+  _globals['_PROCEED']._serialized_start=1615
+  _globals['_PROCEED']._serialized_end=1644
+  _globals['_ASSIGNMENT']._serialized_start=1647
+  _globals['_ASSIGNMENT']._serialized_end=1812
+  _globals['_REFUSAL']._serialized_start=1815
+  _globals['_REFUSAL']._serialized_end=1974
+  _globals['_HEARTBEAT']._serialized_start=1977
+  _globals['_HEARTBEAT']._serialized_end=2239
+  _globals['_MODELSTATE']._serialized_start=2241
+  _globals['_MODELSTATE']._serialized_end=2308
+  _globals['_MODELBUCKETS']._serialized_start=2310
+  _globals['_MODELBUCKETS']._serialized_end=2411
+  _globals['_BUCKET']._serialized_start=2413
+  _globals['_BUCKET']._serialized_end=2455
+  _globals['_CLASSWAIT']._serialized_start=2458
+  _globals['_CLASSWAIT']._serialized_end=2599
+  _globals['_REPORTLOADREQUEST']._serialized_start=2601
+  _globals['_REPORTLOADREQUEST']._serialized_end=2667
+  _globals['_REPORTLOADRESPONSE']._serialized_start=2669
+  _globals['_REPORTLOADRESPONSE']._serialized_end=2689
+  _globals['_FINDROOMREQUEST']._serialized_start=2691
+  _globals['_FINDROOMREQUEST']._serialized_end=2758
+  _globals['_FINDROOMRESPONSE']._serialized_start=2760
+  _globals['_FINDROOMRESPONSE']._serialized_end=2824
+  _globals['_LISTREFUSALSREQUEST']._serialized_start=2826
+  _globals['_LISTREFUSALSREQUEST']._serialized_end=2847
+  _globals['_LISTREFUSALSRESPONSE']._serialized_start=2849
+  _globals['_LISTREFUSALSRESPONSE']._serialized_end=2927
+  _globals['_LATEREFUSALS']._serialized_start=2930
+  _globals['_LATEREFUSALS']._serialized_end=3164
+  _globals['_SCHEDULERSERVICE']._serialized_start=3397
+  _globals['_SCHEDULERSERVICE']._serialized_end=3810
 # @@protoc_insertion_point(module_scope)

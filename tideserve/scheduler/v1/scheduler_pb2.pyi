@@ -11,6 +11,7 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 from tideserve.common.v1 import load_pb2 as _load_pb2
 from tideserve.common.v1 import service_pb2 as _service_pb2
+from tideserve.worker.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -477,6 +478,7 @@ class Assignment(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     RETURNABLE_FIELD_NUMBER: _builtins.int
+    HAND_TO_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     group_id: _builtins.str
@@ -489,6 +491,12 @@ class Assignment(_message.Message):
     """host:port of the leader."""
     returnable: _builtins.bool
     """The worker may return the request if it cannot start it soon; see Start.returnable."""
+    @_builtins.property
+    def hand_to(self) -> _worker_pb2.GoTo:
+        """The worker that decodes the request: this one computes its prompt and hands it over. Absent: the
+        request stays.
+        """
+
     def __init__(
         self,
         *,
@@ -498,10 +506,11 @@ class Assignment(_message.Message):
         worker_id: _builtins.str = ...,
         address: _builtins.str = ...,
         returnable: _builtins.bool = ...,
+        hand_to: _worker_pb2.GoTo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hand_to", b"hand_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "request_id", b"request_id", "returnable", b"returnable", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "group_id", b"group_id", "hand_to", b"hand_to", "request_id", b"request_id", "returnable", b"returnable", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

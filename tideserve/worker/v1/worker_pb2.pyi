@@ -559,6 +559,7 @@ class Start(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     SERVER_LOSSES_FIELD_NUMBER: _builtins.int
+    HAND_TO_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique id of the request. A second start with the same id is refused; if it comes on another
@@ -616,6 +617,14 @@ class Start(_message.Message):
         """
 
     @_builtins.property
+    def hand_to(self) -> Global___GoTo:
+        """Worker that computes the output. This worker computes the prompt, ships its KV there, and ends
+        the request with RETURNED and `go_to` after the first output token. It ignores the field if the
+        request is not `resumable`, has `output_ids` or a `max_tokens` of 1, and computes the output
+        itself if the KV cannot be shipped.
+        """
+
+    @_builtins.property
     def adapter(self) -> _adapter_pb2.Adapter:
         """The adapter to apply; absent: none. A worker that cannot load it refuses the request. Older
         workers would ignore it, so gateways send it only to workers whose record has `adapters`.
@@ -641,11 +650,12 @@ class Start(_message.Message):
         delivery: Global___Delivery.ValueType = ...,
         resumable: _builtins.bool = ...,
         server_losses: _builtins.int = ...,
+        hand_to: Global___GoTo | None = ...,
         adapter: _adapter_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "hand_to", b"hand_to", "limits", b"limits", "logprobs", b"logprobs", "sampling", b"sampling", "service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "server_losses", b"server_losses", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "choice", b"choice", "delivery", b"delivery", "epoch", b"epoch", "group_id", b"group_id", "hand_to", b"hand_to", "limits", b"limits", "logprobs", b"logprobs", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resumable", b"resumable", "returnable", b"returnable", "sampling", b"sampling", "server_losses", b"server_losses", "service", b"service", "traceparent", b"traceparent", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

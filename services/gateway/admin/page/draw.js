@@ -1,6 +1,8 @@
 // Draws a state of the feed: a column of memory per worker, by group; charts and tables.
 
-import { batchText, bucketTexts, budget, changing, modelText, size, totals, wholeModel } from "./text.js";
+import {
+  batchText, bucketTexts, budget, changing, modelText, roleText, size, totals, wholeModel,
+} from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PARTS = ["parameters", "used", "free", "changing", "staging"];
@@ -50,7 +52,8 @@ class WorkerColumn {
     this.column.append(this.mark);
     this.layers = make("p", "layers");
     this.load = make("p", "load");
-    this.root.append(this.column, make("p", "name", id), this.layers, this.load);
+    this.role = make("p", "role");
+    this.root.append(this.column, make("p", "name", id), this.layers, this.load, this.role);
   }
 
   update(worker, layerRange, isChanging) {
@@ -85,6 +88,7 @@ class WorkerColumn {
     const slots = worker.adapter_slots;
     const adapters = slots ? ` · ${worker.adapters_loaded} of ${slots} adapters` : "";
     write(this.load, `${worker.running} running · ${worker.waiting} waiting${adapters}`);
+    write(this.role, roleText(worker));
     const text = PARTS.filter((part) => NAMES[part]).map((part) => `${NAMES[part]} ${size(bytes[part])}`);
     this.column.setAttribute("aria-label", `${worker.id}: ${text.join(", ")} of ${size(whole)}`);
   }

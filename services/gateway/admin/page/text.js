@@ -52,6 +52,12 @@ export function paddingText(lengths) {
   return `${share} % of all tokens would be padding on an engine that pads to the longest of a bucket.`;
 }
 
+/** What a worker computes, with the requests that it has handed over; "" if it does everything. */
+export function roleText(worker) {
+  if (worker.role === "prefill") return `computes prompts · ${worker.handed_over_total} handed over`;
+  return worker.role === "decode" ? "computes answers" : "";
+}
+
 /** Parameter bytes of the whole model on a worker; 0 if the model's shape is unknown. */
 export function wholeModel(worker) {
   const shape = worker.shape;

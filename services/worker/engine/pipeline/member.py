@@ -211,6 +211,9 @@ class Member:
         elif isinstance(event, RequestAborted):
             self._serving.abort(self.changeover.seq_id_of(event.request_id))
         self._apply(event)
+        target = event.request.hand_to if isinstance(event, RequestArrived) else None
+        if target is not None and not self._connections.reaches(target.worker_id):
+            self._apply(ShippingPeerLost(target.worker_id))
 
     def refuse(self, refusal: RefuseRequest) -> None:
         """Refuse a request before it reaches the planner."""
@@ -341,7 +344,7 @@ class Member:
     @property
     def shipments(self) -> ShipmentCounts:
         """Requests that changed workers with their KV."""
-        return self.changeover.shipping.counts
+        return replace(self.changeover.shipping.counts, shipping_s=self.mover.shipping_s)
 
     @property
     def busy_changing(self) -> bool:

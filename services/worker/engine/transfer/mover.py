@@ -18,6 +18,8 @@ from threading import Lock, Thread
 
 from services.common.clock import monotonic_s
 from services.core.changeover.transfer_outcome import TransferOutcome
+from services.core.shipments.busy_time import BusyTime
+from services.core.shipments.vocabulary import part_of
 from services.worker.engine.transfer.doorbell import Doorbell
 from services.worker.engine.transfer.errors import FrameError, LaneClosed, MoverFull
 from services.worker.engine.transfer.frame import Frame
@@ -118,9 +120,15 @@ class Mover:
         timeouts = ReceiverTimeouts(config.idle_timeout_s, config.future_wait_s)
         self._sender = Sender(lane, bounds, self._report)
         self._receiver = Receiver(lane, timeouts, epoch_status, unpack, self._report)
+        self._shipping = BusyTime()  # of transfers of shipments
         self._yield_until_s: float | None = None  # deadline of the yield in progress
         self._stopping = False
         self._thread: Thread | None = None
+
+    @property
+    def shipping_s(self) -> float:
+        """Seconds during which KV of shipments was being sent."""
+        return self._shipping.total_s
 
     def piece_bytes(self, peer: str) -> int:
         """Return the size of the next piece to a peer, for `kv_pieces` and `parameter_pieces`."""
@@ -201,11 +209,13 @@ class Mover:
         Returns the time of the next step, or `now_s` if work is left. A ring of the doorbell makes
         a step due earlier. Raises LaneClosed.
         """
-        self._take_commands()
+        self._take_commands(now_s)
         self._take_lane(now_s)
         self._receiver.take_held(now_s)
         self._move_pieces(now_s)
         ended = self._sender.finish(now_s)
+        for transfer_id in ended:
+            self._shipping.end(transfer_id, self._sender.free_s(now_s))
         with self._lock:
             self._ids.difference_update(ended)
         self._receiver.expire(now_s)
@@ -243,13 +253,15 @@ class Mover:
             self._events.append(event)
         self._out_bell.ring()
 
-    def _take_commands(self) -> None:
+    def _take_commands(self, now_s: float) -> None:
         with self._lock:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
             if isinstance(command, OutgoingTransfer):
                 self._sender.begin(command)
+                if part_of(command.transfer_id) is not None:
+                    self._shipping.begin(command.transfer_id, self._sender.free_s(now_s))
             elif not self._sender.cancel(command):
                 self._receiver.cancel(command)
 

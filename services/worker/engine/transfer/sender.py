@@ -86,6 +86,10 @@ class Sender:
         """Return the size of the next piece to a peer, which occupies the link only briefly."""
         return self._outbox.piece_bytes(peer)
 
+    def free_s(self, now_s: float) -> float:
+        """When the link has sent all pieces so far, at `now_s` or, if it is paced, later."""
+        return now_s if self._pace is None else max(now_s, self._pace.free_s)
+
     def has_piece(self, now_s: float) -> bool:
         """Whether `send_piece` has a piece to send."""
         if self._pace is not None and now_s < self._pace.free_s:

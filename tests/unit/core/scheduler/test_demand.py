@@ -20,6 +20,7 @@ from services.core.scheduler.vocabulary import (
     Ticked,
     Withdrawn,
 )
+from services.core.service import Service
 from tests.support.reports import load_reported
 
 # Two blocks for the prompt and one for what comes.
@@ -59,8 +60,28 @@ def test_the_queue_is_counted_until_it_is_served() -> None:
     scheduler(Withdrawn(100.0, "r0"))
     assert scheduler.state.demands(100.0)[0].queued_tokens == START_TOKENS
     scheduler.report(100.0, free=10)
-    assert scheduler.state.demands(100.0) == (ModelDemand("m", 0, 0, 0, 0, rate),)
+    (started,) = scheduler.state.demands(100.0)
+    assert started.prompt_tokens_per_s > 0 and started.output_tokens_per_s > 0
+    queue = replace(started, prompt_tokens_per_s=0.0, output_tokens_per_s=0.0)
+    assert queue == ModelDemand("m", 0, 0, 0, 0, rate)
     assert scheduler.state.demands(110.0) == ()
+
+
+def test_the_mix_of_prompts_and_answers_is_that_of_the_requests_that_started() -> None:
+    scheduler = Scheduler(queue_limit=10)
+    scheduler.report(100.0, free=10)
+    for number, tpot_s in enumerate((0.2, 0.1, None)):
+        ask = Asked(f"r{number}", "m", 32, 64, now_s=100.0 + number, stream_id=1)
+        scheduler(replace(ask, service=Service(tpot_s=tpot_s)))
+    (mix,) = scheduler.state.demands(102.0)
+    assert mix.prompt_tokens_per_s == pytest.approx(3 * 32 / 9)
+    assert 0 < mix.output_tokens_per_s <= 3 * 64 / 9
+    assert mix.tpot_s == 0.1
+    # Each counts for ten seconds.
+    (mix,) = scheduler.state.demands(110.5)
+    assert (mix.tpot_s, mix.prompt_tokens_per_s) == (0.1, pytest.approx(2 * 32 / 9.5))
+    (mix,) = scheduler.state.demands(111.5)
+    assert (mix.tpot_s, mix.prompt_tokens_per_s) == (0.0, pytest.approx(32 / 9.5))
 
 
 def test_refusals_for_want_of_room_count_for_a_while() -> None:

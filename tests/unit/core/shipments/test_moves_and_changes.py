@@ -19,11 +19,12 @@ from tests.support.fake_stage import Violated
 from tests.support.rebalanced_world import RebalancedWorld
 
 RUNS = int(os.environ.get("TIDESERVE_REBALANCED_SEEDS", "500"))
+HANDED_RUNS = int(os.environ.get("TIDESERVE_HANDED_SEEDS", "30"))
 STEPS = 25
 
 
-def world_of(seed: int) -> RebalancedWorld:
-    return RebalancedWorld(seed, classes=seed % 3 == 0, divides=seed % 4 == 0)
+def world_of(seed: int, handed: float = 0.0) -> RebalancedWorld:
+    return RebalancedWorld(seed, handed, classes=seed % 3 == 0, divides=seed % 4 == 0)
 
 
 def explore(world: RebalancedWorld) -> RebalancedWorld:
@@ -49,6 +50,21 @@ def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
     assert sum(count.kept_total for count in counts) > 0
     assert sum(world.checks["I15"] for world in worlds) > RUNS / 2
     assert all(world.checks["I5"] for world in worlds)
+
+
+def test_every_request_has_its_tokens_if_prompts_are_computed_elsewhere() -> None:
+    """The same with hand-overs; runs of `TIDESERVE_HANDED_SEEDS` seeds, 500 for a proof."""
+    worlds = [explore(world_of(seed, handed=0.7)) for seed in range(HANDED_RUNS)]
+    members = [member for world in worlds for member in world.members.values()]
+    counts = [member.machine.shipping.counts for member in members]
+    assert sum(count.handed_over_total for count in counts) > HANDED_RUNS
+    assert sum(count.hand_overs_kept_total for count in counts) > HANDED_RUNS / 4
+    assert sum(count.received_total for count in counts) > HANDED_RUNS / 2
+    assert sum(world.moves for world in worlds) > HANDED_RUNS
+    assert sum(world.committed for world in worlds) > HANDED_RUNS
+    lost = sum(world._workers - len(world.members) for world in worlds)
+    assert lost > HANDED_RUNS / 10
+    assert sum(world.checks["I15"] for world in worlds) > HANDED_RUNS
 
 
 def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

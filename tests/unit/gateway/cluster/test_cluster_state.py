@@ -3,9 +3,13 @@
 import json
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
+from services.core.report import EngineReport, Load
+from services.core.role import Role
 from services.gateway.cluster.cluster_client import cluster_rows
 from services.gateway.cluster.translate import cluster_state, worker_facts
+from services.gateway.vocabulary.message import ClusterStatus
 from tests.support.control_plane import worker_record
+from tests.support.reports import memory_report
 from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
@@ -39,6 +43,12 @@ def test_the_losses_of_groups() -> None:
     assert cluster_rows(cluster_state(answer), {})["losses"] == [row]
 
 
+def test_workers_without_a_role_record_are_mixed() -> None:
+    workers = tuple(memory_report(name, EngineReport(Load(0, 0, 2, 0))) for name in ("a", "b"))
+    rows = cluster_rows(ClusterStatus(workers, ()), {}, {"b": Role.DECODE})["workers"]
+    assert [row["role"] for row in rows] == ["mixed", "decode"]
+
+
 def test_what_a_registration_adds() -> None:
     shape = record_pb2.ModelShape(num_layers=3, layer_cost=1.5)
     facts = worker_facts(worker_record(shape=shape, arena_bytes=9, capabilities=["paced:A100"]))
@@ -49,4 +59,4 @@ def test_what_a_registration_adds() -> None:
     assert worker_facts(worker_record())["can_merge"] is True
     assert worker_facts(worker_record(no_drops="no UCX"))["no_drops"] == "no UCX"
     assert worker_facts(worker_record(capabilities=["engine:vllm"]))["engine"] == "vllm"
-    assert worker_facts(None) == {"paced": None, "engine": None}
+    assert worker_facts(None) == {"model": None, "paced": None, "engine": None}

@@ -153,6 +153,14 @@ def test_a_share_is_shown_once_there_is_something_to_count(
     assert (row_of(lines, "worker-0")[-1], row_of(lines, "w1")[-1]) == ("–", share)
 
 
+def test_roles_are_shown_while_a_worker_has_another_than_mixed() -> None:
+    row = STATUS["workers"][0] | {"role": "mixed", "handed_over_total": 0}
+    assert "role" not in str(worker_lines(row))
+    lines = worker_lines(row, row | {"id": "w1", "role": "prefill", "handed_over_total": 7})
+    assert row_of(lines, "worker-0")[-2:] == ["mixed", "0"]
+    assert row_of(lines, "w1")[-2:] == ["prefill", "7"]
+
+
 def test_the_share_of_batch_work_is_shown_once_there_was_some() -> None:
     row = STATUS["workers"][0] | {
         "online_processed_tokens_total": 0,
