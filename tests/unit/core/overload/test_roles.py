@@ -281,11 +281,11 @@ def test_roles_stay_within_bounds_whatever_happens(seed: int) -> None:
         able = {name for group in uses for name in group.worker_ids}
         assert roles.keys() <= able
         assert not roles or set(roles.values()) == {P, D}
-        if rng.random() < 0.03:  # a successor takes over
-            leader.assigner = RoleAssigner(setting)
-            last_s = -1e9
         entered = bool(roles) and not before
         assert not entered or leader.now_s - last_s >= DWELL_S or setting is not AUTO
         # Roles that end only until a worker reports return at once.
         if before and not roles and not any(group.silent_ids for group in uses):
             last_s = leader.now_s
+        if rng.random() < 0.03:  # a successor takes over, and knows of no earlier change
+            leader.assigner = RoleAssigner(setting)
+            last_s = -1e9
