@@ -11,6 +11,7 @@ from services.common.device_profile import load_profile
 from services.core.demand import ModelDemand
 from services.core.overload.events import GroupUse, MemberUse, ModelLoad, ReportStatus
 from services.core.overload.role_need import LOAD_KEPT_MAX, LOAD_MAX, RoleNeed, need_of
+from services.core.overload.role_peers import PEERS_MAX
 from services.core.overload.roles import (
     DWELL_S,
     QUEUED_S,
@@ -258,6 +259,16 @@ def test_the_need_of_more_prompts_is_larger() -> None:
     tight = need_of(demand(tpot_s=0.03), uses, COSTS, 2048)
     assert tight.answers > few.answers  # fewer requests decode at a time
     assert tight.tightness > few.tightness > 1
+
+
+@pytest.mark.parametrize("setting", [AUTO, RoleSetting(prefill=40, decode=90)])
+def test_every_prefill_worker_can_be_connected_to_every_decode_worker(
+    setting: RoleSetting,
+) -> None:
+    leader = Leader(setting, tuple(f"w{number:03}" for number in range(200)))
+    roles = list(leader(mix=demand(prompts=400_000.0, outputs=100_000.0)).values())
+    assert 0 < roles.count(P) <= PEERS_MAX
+    assert roles.count(D) == PEERS_MAX
 
 
 @pytest.mark.parametrize("seed", range(60))
