@@ -81,6 +81,7 @@ class _ModelRoles:
     """State of a model; `prefill` is the number of prefill workers that `auto` has chosen, or 0."""
 
     prefill: int = 0
+    took_over: bool = False  # `prefill` follows from the roles of an earlier leader, if any
     changed_s: float | None = None
     queued_since_s: float | None = None
     overloaded_s: float | None = None  # the last overload
@@ -135,15 +136,17 @@ class RoleAssigner:
                 due.present.get(name) for use in uses for name in use.worker_ids
             ):
                 state.changed_s = due.now_s
-            state.prefill = 0
+            state.prefill, state.took_over = 0, True
             return {}
         ids = [use.members[0].worker_id for use in singles]
         wishes = {name: due.facts[name].role for name in ids if name in due.facts}
         if not self.setting.auto:
             return chosen(ids, self.setting.prefill, self.setting.decode, wishes, due.present)
-        if state.changed_s is None:
-            # A new leader takes the roles over.
-            state.prefill = sum(due.present.get(name) is Role.PREFILL for name in ids)
+        if not state.took_over:
+            # Also the roles of workers that can hand over nothing now: others get these roles.
+            names = (name for use in uses for name in use.worker_ids)
+            state.prefill = sum(due.present.get(name) is Role.PREFILL for name in names)
+            state.took_over = True
         self._follow(state, singles, demand, due)
         if not 0 < state.prefill < len(ids):
             return {}
