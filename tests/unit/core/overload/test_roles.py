@@ -251,17 +251,19 @@ def test_a_new_leader_of_auto_goes_on_with_the_present_roles() -> None:
     assert successor(mix=demand(12_500.0, 500.0)) == roles
 
 
-def test_a_new_leader_keeps_the_number_when_the_prefill_worker_changes() -> None:
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_new_leader_rests_after_it_ends_roles(turns: int) -> None:
+    """Also if the only prefill worker can hand over nothing in that round."""
     leader, light = Leader(AUTO), demand(2000.0, 5000.0)
     roles = leader(mix=light)
     (gone,) = (name for name, role in roles.items() if role is P)
     uses = [use(name, kv_layout="" if name == gone else "layout") for name in leader.workers]
-    for turns in (0, 1):
-        successor = Leader(AUTO, present=dict(roles))
-        for _ in range(turns):
-            successor(1.0, mix=light)
-        assert successor(1.0, mix=light, uses=uses).keys() == set(leader.workers) - {gone}
-        assert successor.prefill == 1
+    successor = Leader(AUTO, present=dict(roles))
+    for _ in range(turns):
+        assert successor(1.0, mix=light) == roles
+    assert successor(1.0, mix=demand(tpot_s=0.0), uses=uses) == {}
+    assert successor(DWELL_S - 0.1, mix=light) == {}
+    assert set(successor(0.2, mix=light).values()) == {P, D}
 
 
 def test_the_need_of_more_prompts_is_larger() -> None:
