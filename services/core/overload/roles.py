@@ -3,7 +3,7 @@
 Roles are advice for dispatch (`scheduler/role_dispatch.py`), so a wrong or a late role costs time
 only, and a change of a role needs no epoch. Only single workers have roles, of those the ones with
 the same KV layout, which most of a model's workers have; all others are mixed, and so are all
-workers of a model that is overloaded: then no capacity may lie idle before requests are refused.
+workers of a model that is overloaded, in which no capacity may lie idle.
 
 `auto` assigns roles while they help: while mixed workers would miss the tightest target of a time
 per token, and prefill and decode workers carry the load (`role_need.py`). Hysteresis, a dwell time,
@@ -19,6 +19,7 @@ from math import exp
 from services.core.demand import ModelDemand
 from services.core.overload.events import GroupUse, ModelLoad, ReportStatus
 from services.core.overload.role_need import RoleNeed, need_of
+from services.core.overload.role_peers import PEERS_MAX
 from services.core.overload.worker_facts import WorkerFacts
 from services.core.role import Role
 
@@ -80,6 +81,7 @@ class _ModelRoles:
     """State of a model; `prefill` is the number of prefill workers that `auto` has chosen, or 0."""
 
     prefill: int = 0
+    took_over: bool = False  # `prefill` follows from the roles of an earlier leader, if any
     changed_s: float | None = None
     queued_since_s: float | None = None
     overloaded_s: float | None = None  # the last overload
@@ -134,15 +136,17 @@ class RoleAssigner:
                 due.present.get(name) for use in uses for name in use.worker_ids
             ):
                 state.changed_s = due.now_s
-            state.prefill = 0
+            state.prefill, state.took_over = 0, True
             return {}
         ids = [use.members[0].worker_id for use in singles]
         wishes = {name: due.facts[name].role for name in ids if name in due.facts}
         if not self.setting.auto:
             return chosen(ids, self.setting.prefill, self.setting.decode, wishes, due.present)
-        if state.changed_s is None:
-            # A new leader takes the roles over.
-            state.prefill = sum(due.present.get(name) is Role.PREFILL for name in ids)
+        if not state.took_over:
+            # Also the roles of workers that can hand over nothing now: others get these roles.
+            names = (name for use in uses for name in use.worker_ids)
+            state.prefill = sum(due.present.get(name) is Role.PREFILL for name in names)
+            state.took_over = True
         self._follow(state, singles, demand, due)
         if not 0 < state.prefill < len(ids):
             return {}
@@ -223,8 +227,10 @@ def chosen(
 ) -> dict[str, Role]:
     """The roles of workers: up to so many of each, in proportion if there are too few workers.
 
-    Workers get the role that they wish, then the role that they have.
+    Workers get the role that they wish, then the role that they have. At most `PEERS_MAX` have a
+    role: dispatch would prefer idle decode workers to which no prefill worker is connected.
     """
+    prefill, decode = min(prefill, PEERS_MAX), min(decode, PEERS_MAX)
     if len(ids) < prefill + decode:
         prefill = min(max(1, round(len(ids) * prefill / (prefill + decode))), len(ids) - 1)
         decode = len(ids) - prefill

@@ -11,6 +11,7 @@ from services.common.device_profile import load_profile
 from services.core.demand import ModelDemand
 from services.core.overload.events import GroupUse, MemberUse, ModelLoad, ReportStatus
 from services.core.overload.role_need import LOAD_KEPT_MAX, LOAD_MAX, RoleNeed, need_of
+from services.core.overload.role_peers import PEERS_MAX
 from services.core.overload.roles import (
     DWELL_S,
     QUEUED_S,
@@ -250,6 +251,21 @@ def test_a_new_leader_of_auto_goes_on_with_the_present_roles() -> None:
     assert successor(mix=demand(12_500.0, 500.0)) == roles
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_new_leader_rests_after_it_ends_roles(turns: int) -> None:
+    """Also if the only prefill worker can hand over nothing in that round."""
+    leader, light = Leader(AUTO), demand(2000.0, 5000.0)
+    roles = leader(mix=light)
+    (gone,) = (name for name, role in roles.items() if role is P)
+    uses = [use(name, kv_layout="" if name == gone else "layout") for name in leader.workers]
+    successor = Leader(AUTO, present=dict(roles))
+    for _ in range(turns):
+        assert successor(1.0, mix=light) == roles
+    assert successor(1.0, mix=demand(tpot_s=0.0), uses=uses) == {}
+    assert successor(DWELL_S - 0.1, mix=light) == {}
+    assert set(successor(0.2, mix=light).values()) == {P, D}
+
+
 def test_the_need_of_more_prompts_is_larger() -> None:
     uses = [use("w0"), use("w1")]
     few, many = (need_of(demand(tokens), uses, COSTS, 2048) for tokens in (1000.0, 4000.0))
@@ -258,6 +274,16 @@ def test_the_need_of_more_prompts_is_larger() -> None:
     tight = need_of(demand(tpot_s=0.03), uses, COSTS, 2048)
     assert tight.answers > few.answers  # fewer requests decode at a time
     assert tight.tightness > few.tightness > 1
+
+
+@pytest.mark.parametrize("setting", [AUTO, RoleSetting(prefill=40, decode=90)])
+def test_every_prefill_worker_can_be_connected_to_every_decode_worker(
+    setting: RoleSetting,
+) -> None:
+    leader = Leader(setting, tuple(f"w{number:03}" for number in range(200)))
+    roles = list(leader(mix=demand(prompts=400_000.0, outputs=100_000.0)).values())
+    assert 0 < roles.count(P) <= PEERS_MAX
+    assert roles.count(D) == PEERS_MAX
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -281,11 +307,11 @@ def test_roles_stay_within_bounds_whatever_happens(seed: int) -> None:
         able = {name for group in uses for name in group.worker_ids}
         assert roles.keys() <= able
         assert not roles or set(roles.values()) == {P, D}
-        if rng.random() < 0.03:  # a successor takes over
-            leader.assigner = RoleAssigner(setting)
-            last_s = -1e9
         entered = bool(roles) and not before
         assert not entered or leader.now_s - last_s >= DWELL_S or setting is not AUTO
         # Roles that end only until a worker reports return at once.
         if before and not roles and not any(group.silent_ids for group in uses):
             last_s = leader.now_s
+        if rng.random() < 0.03:  # a successor takes over, and knows of no earlier change
+            leader.assigner = RoleAssigner(setting)
+            last_s = -1e9

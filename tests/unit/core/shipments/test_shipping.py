@@ -97,6 +97,22 @@ def test_batch_work_at_the_target_yields_to_online_requests_only(online: bool) -
     assert there.tokens == output_of(there.request)
 
 
+def test_kv_of_a_batch_request_on_its_way_yields_to_an_online_request() -> None:
+    world = ShippingWorld(5, workers=3, num_blocks=40)
+    batch = world.start("batch", prompt(world, 90), 30, "w0", classes=(ServiceClass.BATCH,))
+    world.run_until(lambda: len(batch.tokens) > 2)
+    world.ship("w0", "w1")
+    w1 = world.nodes["w1"].planner
+    world.run_until(lambda: bool(w1.sequence_table.pins))
+    online = world.start("online", prompt(world, 60), 60, "w2")
+    world.run_until(lambda: len(online.tokens) > 2)
+    assert w1.sequence_table.pins.batch_names
+    order = world.ship("w2", "w1")
+    world.run_until(lambda: order in world.answers)
+    assert world.answers[order].moved == 1, world.answers[order]
+    world.finish()
+
+
 def test_a_request_moves_ten_times() -> None:
     world = ShippingWorld(6, num_blocks=600)
     client = world.start("a", prompt(world, 20), 1800, "w0")
