@@ -22,10 +22,10 @@ class AdapterUnreadable(Exception):
 
 
 def folder_below(source: str, roots: Iterable[Path]) -> Path:
-    """The folder at the absolute path `source`, which must lie below one of `roots`.
+    """The folder at the absolute path `source`; it and its files must lie below one of `roots`.
 
     Raises:
-        AdapterUnreadable: if it does not, links resolved.
+        AdapterUnreadable: if they do not, links resolved.
     """
     path = Path(source)
     if not path.is_absolute():
@@ -34,12 +34,24 @@ def folder_below(source: str, roots: Iterable[Path]) -> Path:
         )
     try:
         resolved = path.resolve()
-        below = any(resolved.is_relative_to(root.resolve()) for root in roots)
+        below = [root.resolve() for root in roots]
+        outside = [
+            name
+            for name in ("", *FILES)
+            if not any((resolved / name).resolve().is_relative_to(root) for root in below)
+        ]
     except (OSError, ValueError, RuntimeError) as error:  # a null character; a loop of links
-        raise AdapterUnreadable(f"the adapter's folder cannot be resolved: {error}") from error
-    if not below:
+        raise AdapterUnreadable(
+            f"the adapter's folder cannot be resolved: {error}; correct its path"
+        ) from error
+    if "" in outside:
         raise AdapterUnreadable(
             f"the adapter's folder '{source}' is not below any of 'adapter_roots'; move it there"
+        )
+    if outside:
+        raise AdapterUnreadable(
+            f"{outside[0]} in '{source}' is a link to a file that is not below any of"
+            " 'adapter_roots'; copy the file there"
         )
     return resolved
 
