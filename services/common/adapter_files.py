@@ -7,6 +7,7 @@ are used: a worker copies the files, and loads the copy if it has the expected d
 import hashlib
 import stat
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,10 @@ _PIECE_BYTES = 2**20
 
 class AdapterUnreadable(Exception):
     """The folder of an adapter cannot be used; the message has cause and remedy."""
+
+
+class CopyFailed(Exception):
+    """The copy of an adapter's files cannot be written; the message has cause and remedy."""
 
 
 def folder_below(source: str, roots: Iterable[Path]) -> Path:
@@ -62,7 +67,8 @@ def adapter_digest(folder: Path, copy: Path | None = None) -> str:
     `copy` is an existing folder, or None.
 
     Raises:
-        AdapterUnreadable: if a file cannot be read or copied.
+        AdapterUnreadable: if a file cannot be read.
+        CopyFailed: if `copy` cannot be written.
     """
     digest = hashlib.sha256()
     for name in FILES:
@@ -72,7 +78,8 @@ def adapter_digest(folder: Path, copy: Path | None = None) -> str:
                 if copy is None:
                     content, size = _digest_of(file)
                 else:
-                    with (copy / name).open("wb") as target:
+                    # Unbuffered: closing it must not fail.
+                    with (copy / name).open("wb", buffering=0) as target:
                         content, size = _digest_of(file, target)
         except OSError as error:
             reason = error.strerror or error
@@ -93,12 +100,20 @@ def _check_file(path: Path) -> None:
         raise OSError(f"it is larger than {FILE_BYTES_MAX[path.name]} bytes")
 
 
-def _digest_of(file: BinaryIO, target: BinaryIO | None = None) -> tuple[str, int]:
+def _digest_of(file: BinaryIO, target: FileIO | None = None) -> tuple[str, int]:
     """SHA-256 and size of the rest of `file`, which is written to `target`."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(_PIECE_BYTES):
         digest.update(piece)
         size += len(piece)
         if target is not None:
-            target.write(piece)
+            try:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+            except OSError as error:
+                raise CopyFailed(
+                    f"the adapter's files cannot be copied: {error.strerror or error}; free space"
+                    " in the temporary folder"
+                ) from error
     return digest.hexdigest(), size

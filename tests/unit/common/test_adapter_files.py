@@ -9,6 +9,7 @@ from services.common.adapter_files import (
     FILES,
     WEIGHTS,
     AdapterUnreadable,
+    CopyFailed,
     adapter_digest,
     folder_below,
 )
@@ -34,6 +35,14 @@ def test_the_copy_has_the_bytes_that_were_read(tmp_path: Path) -> None:
     copy.mkdir()
     assert adapter_digest(source, copy) == adapter_digest(copy)
     assert sorted(path.name for path in copy.iterdir()) == [CONFIG, WEIGHTS]
+
+
+def test_a_copy_on_a_full_disk(tmp_path: Path) -> None:
+    source, copy = write(tmp_path / "a"), tmp_path / "copy"
+    copy.mkdir()
+    (copy / WEIGHTS).symlink_to("/dev/full")
+    with pytest.raises(CopyFailed, match="No space left on device; free space"):
+        adapter_digest(source, copy)
 
 
 @pytest.mark.parametrize("wrong", ["missing", "folder", "large"])
