@@ -9,14 +9,16 @@ import httpx
 import pytest
 
 from services.common.etcd import Store
-from services.common.membership import ADAPTERS
+from services.common.membership import ADAPTERS, WORKERS
+from services.common.records import decode_record
 from services.core.prefix.block_hash import tenant_salt
 from services.core.quota.limits import QuotaLimits
+from tests.support.control_plane import put
 from tests.support.gateway import Case, gateway_before, gateway_case
 from tests.support.tiny_adapters import make_tiny_adapter
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
-from tideserve.common.v1 import adapter_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 from tideserve.worker.v1 import worker_pb2
 
 LIMITS = adapter_pb2.AdapterLimits(slots=2, rank_max=16)
@@ -258,6 +260,27 @@ async def test_a_worker_of_the_version_before_gets_no_adapter(
         assert answer.status_code == 503 and "upgrade the scheduler" in answer.text
         assert not started(case)
         assert (await case.complete(max_tokens=4)).status_code == 200
+
+
+async def test_a_worker_at_the_address_of_another_gets_no_adapter(
+    store: Store, case: Case, make: Make
+) -> None:
+    assert (await load(case, "tone", make("tone"))).status_code == 200
+    # As after a downgrade: the records of the worker before and of its successor.
+    for key, entry in (await store.list_prefix(WORKERS)).items():
+        record = decode_record(record_pb2.WorkerRecord, entry.value)
+        assert record is not None and record.adapters.slots
+        record.ClearField("adapters")
+        record.worker_id += "-old"
+        await put(store, f"{key}-old", record)
+
+    async def refused() -> bool:
+        return (await case.complete(model="tone", max_tokens=2)).status_code == 503
+
+    await eventually(refused)
+    before = len(started(case))
+    assert await refused() and len(started(case)) == before
+    assert (await case.complete(max_tokens=2)).status_code == 200
 
 
 async def test_keys_for_the_model_or_the_adapter_may_use_it(
