@@ -37,8 +37,13 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter()
     strict, models = serving.refuse_unknown, serving.models
-    # Bodies may omit the model if the gateway serves a single one.
-    served = models.only.name if models.only is not None else None
+
+    def default(request: Request) -> str | None:
+        """The model of bodies that name none, by a name that the key may use."""
+        if models.only is None:
+            return None
+        allowed = models.only.served.allowed_names(record_of(request.scope).principal)
+        return next(iter(allowed), None)
 
     @routes.post(
         "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
@@ -63,7 +68,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
 
             return content, len(ids)
 
-        parse = partial(parse_tokenize, served=served, refuse_unknown=strict)
+        parse = partial(parse_tokenize, served=default(request), refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     @routes.post(
@@ -77,7 +82,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
             text = await model.preparer.text_of(body.token_ids)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
-        parse = partial(parse_detokenize, served=served, refuse_unknown=strict)
+        parse = partial(parse_detokenize, served=default(request), refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     return routes
