@@ -157,10 +157,7 @@ class Up:
 
     def _memory_bytes(self) -> int:
         """Memory of all workers."""
-        options = self.options
-        if options.listed_models:
-            return sum(m.workers * (m.memory or options.memory) for m in options.listed_models)
-        return 0 if options.upstream else options.memory * options.workers
+        return 0 if self.options.upstream else sum(self.options.memories)
 
     def _exposure(self) -> list[str]:
         """A warning if the network can use the gateway without a key."""
