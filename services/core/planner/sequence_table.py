@@ -517,8 +517,17 @@ class SequenceTable:
 
     @property
     def _blocks_to_yield(self) -> int:
-        """Lower bound of the blocks that preempting all running batch sequences would free."""
-        return self._blocks_of_batch((*self.running, *self._suspended))
+        """Lower bound of the blocks that preempting all running batch sequences would free.
+
+        With those of the pins for waiting batch sequences.
+        """
+        users, tables = self.table.pool.users, self.table.tables
+        pinned = sum(
+            users[block] == 1 and block < self.table.pool.usable
+            for name in self.pins.batch_names
+            for block in tables[name]
+        )
+        return self._blocks_of_batch((*self.running, *self._suspended)) + pinned
 
     def _blocks_of_batch(self, sequences: Iterable[Sequence]) -> int:
         """Lower bound of the blocks that the batch work among `sequences` holds alone."""
@@ -529,9 +538,6 @@ class SequenceTable:
             sum([users[block] == 1 and block < usable for block in tables[seq.seq_id]])
             for seq in sequences
             if not seq.online
-        ) + sum(
-            sum([users[block] == 1 and block < usable for block in tables[name]])
-            for name in self.pins.batch_names
         )
 
     def _preempt_batch_for(self, sequence: Sequence, running_max: float) -> None:
