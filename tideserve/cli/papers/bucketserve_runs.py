@@ -174,7 +174,7 @@ def open_loads(device: DeviceProfile, kind: str, run: PageRun) -> Loads:
 def apart_loads(device: DeviceProfile, kind: str, run: PageRun) -> tuple[Loads, RoleSetting]:
     """The same of BucketServe on 2P+2D, and of DistServe on the placement that serves it best.
 
-    DistServe simulates its placements with the expected load and chooses by goodput (its §4).
+    DistServe simulates its placements with the expected load and chooses by goodput (DistServe §4).
     """
     capacity = _capacity(device, kind, run)
     goodput = {

@@ -197,7 +197,7 @@ class GpuLayers:
                 needed = blocks_for(start + rows, block_size)
                 if needed > len(self._kv_ranges[index].blocks()):
                     continue
-                spans = np.array([[0, rows, start, 0, rows == 1]], np.int64)
+                spans = np.array([[0, rows, start, 0, rows == 1, 0]], np.int64)
                 tables = np.arange(needed)
                 metadata = AttentionMetadata(spans, tables, block_size, like.device, like.dtype)
                 residual = like.new_zeros(rows, len(like))
