@@ -160,7 +160,9 @@ class SequenceTable:
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
-            if missing <= 0 or self._needs_fewer_blocks(sequence, missing):
+            # The batch sequence that yields its slot may be the one with the tail.
+            needs_fewer = self.prefixes.shares_blocks if full else self._needs_fewer_blocks
+            if missing <= 0 or needs_fewer(sequence, missing):
                 return True
             if not (self._may_preempt_batch and sequence.online):
                 return False
