@@ -43,7 +43,7 @@ MERGES = (
     ("workers of different models, dtypes, builds or kinds of device", "never with each other"),
     ("workers without the packages of UCX", "never"),
     (
-        "all workers with `--overload-policy recompute` or `migrate`",
+        "all workers with `--overload-policy recompute`, `migrate` or `swap`",
         "only manually: `tideserve drop`",
     ),
     ("all workers with `--overload-policy static-pipeline`", "each once, in pairs, at the start"),

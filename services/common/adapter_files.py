@@ -7,6 +7,7 @@ are used: a worker copies the files, and loads the copy if it has the expected d
 import hashlib
 import stat
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,11 +22,15 @@ class AdapterUnreadable(Exception):
     """The folder of an adapter cannot be used; the message has cause and remedy."""
 
 
+class CopyFailed(Exception):
+    """The copy of an adapter's files cannot be written; the message has cause and remedy."""
+
+
 def folder_below(source: str, roots: Iterable[Path]) -> Path:
-    """The folder at the absolute path `source`, which must lie below one of `roots`.
+    """The folder at the absolute path `source`; it and its files must lie below one of `roots`.
 
     Raises:
-        AdapterUnreadable: if it does not, links resolved.
+        AdapterUnreadable: if they do not, links resolved.
     """
     path = Path(source)
     if not path.is_absolute():
@@ -34,12 +39,24 @@ def folder_below(source: str, roots: Iterable[Path]) -> Path:
         )
     try:
         resolved = path.resolve()
-        below = any(resolved.is_relative_to(root.resolve()) for root in roots)
+        below = [root.resolve() for root in roots]
+        outside = [
+            name
+            for name in ("", *FILES)
+            if not any((resolved / name).resolve().is_relative_to(root) for root in below)
+        ]
     except (OSError, ValueError, RuntimeError) as error:  # a null character; a loop of links
-        raise AdapterUnreadable(f"the adapter's folder cannot be resolved: {error}") from error
-    if not below:
+        raise AdapterUnreadable(
+            f"the adapter's folder cannot be resolved: {error}; correct its path"
+        ) from error
+    if "" in outside:
         raise AdapterUnreadable(
             f"the adapter's folder '{source}' is not below any of 'adapter_roots'; move it there"
+        )
+    if outside:
+        raise AdapterUnreadable(
+            f"{outside[0]} in '{source}' is a link to a file that is not below any of"
+            " 'adapter_roots'; copy the file there"
         )
     return resolved
 
@@ -50,7 +67,8 @@ def adapter_digest(folder: Path, copy: Path | None = None) -> str:
     `copy` is an existing folder, or None.
 
     Raises:
-        AdapterUnreadable: if a file cannot be read or copied.
+        AdapterUnreadable: if a file cannot be read.
+        CopyFailed: if `copy` cannot be written.
     """
     digest = hashlib.sha256()
     for name in FILES:
@@ -60,7 +78,8 @@ def adapter_digest(folder: Path, copy: Path | None = None) -> str:
                 if copy is None:
                     content, size = _digest_of(file)
                 else:
-                    with (copy / name).open("wb") as target:
+                    # Unbuffered: closing it must not fail.
+                    with (copy / name).open("wb", buffering=0) as target:
                         content, size = _digest_of(file, target)
         except OSError as error:
             reason = error.strerror or error
@@ -81,12 +100,20 @@ def _check_file(path: Path) -> None:
         raise OSError(f"it is larger than {FILE_BYTES_MAX[path.name]} bytes")
 
 
-def _digest_of(file: BinaryIO, target: BinaryIO | None = None) -> tuple[str, int]:
+def _digest_of(file: BinaryIO, target: FileIO | None = None) -> tuple[str, int]:
     """SHA-256 and size of the rest of `file`, which is written to `target`."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(_PIECE_BYTES):
         digest.update(piece)
         size += len(piece)
         if target is not None:
-            target.write(piece)
+            try:
+                rest = memoryview(piece)
+                while rest:
+                    rest = rest[target.write(rest) :]
+            except OSError as error:
+                raise CopyFailed(
+                    f"the adapter's files cannot be copied: {error.strerror or error}; free space"
+                    " in the temporary folder"
+                ) from error
     return digest.hexdigest(), size

@@ -50,7 +50,7 @@ class HostConfig:
         " comparisons.",
         expert=True,
     )
-    host_link_bytes_per_s: float | None = number(
+    host_link_bytes_per_s: int | None = size(
         None,
         "With host_memory: bandwidth between device and host memory, in bytes per second.",
         minimum=1,

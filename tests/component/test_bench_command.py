@@ -15,7 +15,7 @@ from benchmarks.scenarios.scenario import LoadChoice, Scenario, TrialVerdict
 from benchmarks.systems.system import Deployment
 from tests.support.fake_openai import fake_openai
 from tests.support.refusing_address import refusing_address
-from tideserve.cli import cluster_options
+from tideserve.cli import option_checks
 from tideserve.cli.commands.main import main
 from tideserve.cli.local_cluster import python_environment
 from tideserve.cli.tiny_model import DEEP
@@ -63,7 +63,7 @@ def test_a_server_is_measured(tmp_path: Path, model: Path) -> None:
     assert mine["sent"] == mine["completed"] >= 200
     assert mine["rejected"] == mine["failed"] == 0
     for latency in ("ttft_s", "tpot_s", "e2e_s", "normalized_latency_s"):
-        assert {"p50", "p90", "p95", "p99", "p99.9", "max"} == set(mine[latency])
+        assert {"mean", "p50", "p90", "p95", "p99", "p99.9", "max"} == set(mine[latency])
     assert mine["classes"]["standard"]["sent"] == mine["sent"]
     assert "steady/prefill" in result["scenarios"] and result["pairs"] == {}
     assert isinstance(result["machine"]["cpu_flags"], list)
@@ -144,7 +144,7 @@ def refused(
 def test_what_cannot_be_done_on_a_gpu(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")
     on_gpu = ["burst", "--device", "cuda:0", "--model", str(model)]
     cases = {
         ("--systems", "drop,vllm"): "vllm is started on processors only",
@@ -168,7 +168,7 @@ def test_a_trial_serves_a_tiny_model_without_weights(monkeypatch: pytest.MonkeyP
         return TrialVerdict({}, [("noted", "once")], ())
 
     scenario = Scenario("churn", "32MiB", run=run, tiny_model=DEEP, gpu_memory="64MiB")
-    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")
     monkeypatch.setattr(cli_bench, "find_scenario", lambda name: scenario)
     for device in ("cpu", "cuda:0"):
         run_bench(BenchArguments("churn", LoadChoice(on_gpu=device != "cpu"), device=device))

@@ -9,14 +9,16 @@ import httpx
 import pytest
 
 from services.common.etcd import Store
-from services.common.membership import ADAPTERS
+from services.common.membership import ADAPTERS, WORKERS
+from services.common.records import decode_record
 from services.core.prefix.block_hash import tenant_salt
 from services.core.quota.limits import QuotaLimits
+from tests.support.control_plane import put
 from tests.support.gateway import Case, gateway_before, gateway_case
 from tests.support.tiny_adapters import make_tiny_adapter
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
-from tideserve.common.v1 import adapter_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 from tideserve.worker.v1 import worker_pb2
 
 LIMITS = adapter_pb2.AdapterLimits(slots=2, rank_max=16)
@@ -162,6 +164,8 @@ async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
         ({"lora_path": "/etc"}, "is not below any of 'adapter_roots'"),
         ({"lora_path": "adapters/tone"}, "must be an absolute path"),
         ({"lora_name": ""}, "'lora_name'"),
+        ({"lora_name": "a\nb"}, "printable characters"),
+        ({"lora_name": "tone "}, "printable characters"),
         ({"lora_path": None}, "'lora_path'"),
         ({"rank": 3}, "'rank': extra inputs"),
     ],
@@ -177,6 +181,38 @@ async def test_what_cannot_be_loaded(
         answer = await load(case, "tone", folder, **fields)
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
         assert not await store.list_prefix(ADAPTERS)
+
+
+async def test_an_idempotency_key_is_not_that_of_the_model(
+    store: Store, tmp_path: Path, make: Make
+) -> None:
+    roots = (str(tmp_path / "adapters"),)
+    async with gateway_case(
+        store, tmp_path / "model", adapters=LIMITS, adapter_roots=roots, model_aliases="alias"
+    ) as case:
+        await load(case, "tone", make("tone"))
+        statuses = []
+        for name in ("m", "tone", "alias"):
+            body = {"model": name, "prompt": "hi", "max_tokens": 2}
+            headers = {"idempotency-key": "once"}
+            answer = await case.http.post("/v1/completions", json=body, headers=headers)
+            statuses.append((answer.status_code, answer.headers.get("idempotent-replayed")))
+        assert statuses == [(200, None), (409, None), (200, "true")]
+        assert len(started(case)) == 1
+
+
+async def test_there_are_at_most_so_many_adapters(
+    case: Case, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.serving.adapter_loader.ADAPTERS_MAX", 1)
+    assert (await load(case, "tone", make("tone"))).status_code == 200
+    refused = await load(case, "other", make("other"))
+    assert refused.status_code == 400 and "unload one" in refused.json()["error"]["message"]
+    # It can be replaced.
+    answer = await load(case, "tone", make("other"), load_inplace=True)
+    assert answer.status_code == 200
+    await unload(case, "tone")
+    assert (await load(case, "other", make("other"))).status_code == 200
 
 
 async def test_a_folder_that_does_not_fit_is_refused(case: Case, make: Make) -> None:
@@ -224,6 +260,27 @@ async def test_a_worker_of_the_version_before_gets_no_adapter(
         assert answer.status_code == 503 and "upgrade the scheduler" in answer.text
         assert not started(case)
         assert (await case.complete(max_tokens=4)).status_code == 200
+
+
+async def test_a_worker_at_the_address_of_another_gets_no_adapter(
+    store: Store, case: Case, make: Make
+) -> None:
+    assert (await load(case, "tone", make("tone"))).status_code == 200
+    # As after a downgrade: the records of the worker before and of its successor.
+    for key, entry in (await store.list_prefix(WORKERS)).items():
+        record = decode_record(record_pb2.WorkerRecord, entry.value)
+        assert record is not None and record.adapters.slots
+        record.ClearField("adapters")
+        record.worker_id += "-old"
+        await put(store, f"{key}-old", record)
+
+    async def refused() -> bool:
+        return (await case.complete(model="tone", max_tokens=2)).status_code == 503
+
+    await eventually(refused)
+    before = len(started(case))
+    assert await refused() and len(started(case)) == before
+    assert (await case.complete(max_tokens=2)).status_code == 200
 
 
 async def test_keys_for_the_model_or_the_adapter_may_use_it(

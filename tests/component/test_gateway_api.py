@@ -346,6 +346,8 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "can_merge": True,
         "host": "127.0.0.1",
         "block_size": 16,
+        "model": "m",
+        "role": "mixed",
     }
     reported = {one.name for one in memmgr_pb2.WorkerMemory.DESCRIPTOR.fields} - {"worker_id"}
     assert reported <= worker.keys() and worker["paced"] is None

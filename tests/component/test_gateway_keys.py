@@ -83,6 +83,27 @@ async def test_a_key_is_for_its_models(case: Case, keys: Path, client_key: str) 
         assert answer.status_code == status
 
 
+async def test_errors_do_not_name_the_model_to_other_keys(case: Case, keys: Path) -> None:
+    foreign = add_key(keys, "carol", False, ["other"], QuotaLimits())
+
+    async def known() -> bool:
+        return (await case.http.get("/v1/models", headers=bearer(foreign))).is_success
+
+    await eventually(known)
+    for path, body in (
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        answer = await case.http.post(path, json=body, headers=bearer(foreign))
+        assert answer.status_code == 400 and "'m'" not in answer.text, path
+    for name in ("m", "none"):
+        body = {"model": name, "prompt": "hi"}
+        for path in ("/v1/completions", "/tokenize"):
+            answer = await case.http.post(path, json=body, headers=bearer(foreign))
+            assert answer.status_code == 403, (path, name)
+
+
 async def test_keys_rotate_under_load_without_a_lost_request(
     case: Case, keys: Path, client_key: str
 ) -> None:

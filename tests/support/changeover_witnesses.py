@@ -81,6 +81,7 @@ def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
     script.turn("a")
     script.settle()
     assert script.names_at("a") == ["r"] and script.names_at("b") == ["s"]
+    assert script.taken_at("a") == script.taken_at("b") == 3, "their KV is kept"
 
 
 @_witness("a sequence is held until its KV is whole")

@@ -22,7 +22,7 @@ from services.core.host.vocabulary import (
     Save,
     SaveBlocks,
 )
-from services.core.planner.batch import Microbatch
+from services.core.planner.batch import Chunk, Microbatch
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
     BlocksRelocated,
@@ -237,6 +237,11 @@ class HostWorld:
     def plan(self) -> Microbatch | None:
         microbatch = self.state.plan(self.now_s)
         self.state.check_invariants()
+        for block, filled in () if microbatch is None else microbatch.turns:
+            for layer in range(LAYERS):
+                entries = [self.kv[block, layer, slot] for slot in range(filled)]
+                for slot, entry in enumerate(entries):
+                    self.kv[block, layer, BLOCK_SIZE - 1 - slot] = entry
         return microbatch
 
     def run(self, microbatch: Microbatch) -> dict[str, int]:
@@ -248,16 +253,26 @@ class HostWorld:
             end = chunk.start + len(chunk.token_ids)
             assert chunk.token_ids == tokens[chunk.start : end]
             self.ran += len(chunk.token_ids)
+            contents = [(request.cache_salt, tokens[: place + 1]) for place in range(end)]
+            turned = chunk.seq_id in microbatch.batch.turned
             for layer in range(LAYERS):
-                for place in range(end):
-                    block, slot = divmod(place, BLOCK_SIZE)
-                    key, content = chunk.block_ids[block], (request.cache_salt, tokens[: place + 1])
-                    if place < chunk.start:
-                        assert self.kv.get((key, layer, slot)) == content, "KV of other tokens"
-                    self.kv[key, layer, slot] = content
+                self._read(chunk, contents, layer, turned)
+                for place in range(chunk.start, end):
+                    self.kv[_slot(chunk, place, layer, turned)] = contents[place]
             if chunk.sample is not None:
                 sampled[chunk.seq_id] = next_token(tokens[:end])
         return sampled
+
+    def _read(self, chunk: Chunk, contents: list[Content], layer: int, turned: bool) -> None:
+        """Check the KV before a chunk; in full blocks it may have any order, as for attention."""
+        full = chunk.start // BLOCK_SIZE
+        for block in range(full):
+            places = range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+            entries = {self.kv.get(_slot(chunk, place, layer, False)) for place in places}
+            assert entries == {contents[place] for place in places}, "KV of other tokens"
+        for place in range(full * BLOCK_SIZE, chunk.start):
+            entry = self.kv.get(_slot(chunk, place, layer, turned))
+            assert entry == contents[place], "KV of other tokens"
 
     def iterate(self) -> bool:
         """A turn: look, plan, run. False if there was nothing to run."""
@@ -342,6 +357,12 @@ class HostWorld:
         self.handle(ConfigurationEnded())
         self.copy(self.rng.randint(0, 4))
         self.handle(StagesConfigured())
+
+
+def _slot(chunk: Chunk, place: int, layer: int, turned: bool) -> tuple[int, int, int]:
+    """Where the KV of a position is; a turned tail is filled from its end."""
+    block, slot = divmod(place, BLOCK_SIZE)
+    return chunk.block_ids[block], layer, BLOCK_SIZE - 1 - slot if turned else slot
 
 
 class RandomWorld(HostWorld):

@@ -7,7 +7,6 @@ service's configuration. `option_command` creates flags from the fields that hav
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,9 @@ from services.gateway.config import GatewayConfig
 from services.memmgr.config import MemmgrConfig
 from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
-from services.worker.errors import cpu_only_torch_error
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.model_list import ListedModel, read_model_list
+from tideserve.cli.option_checks import check_device, check_roles
 from tideserve.cli.option_types import (
     API_KEY_HELP,
     API_KEYS_HELP,
@@ -107,7 +106,10 @@ class ClusterOptions:
         panel=MODEL,
     )
     model_name: str | None = _of(
-        "model_name", MODEL, default_text="the hub id or the folder's name"
+        "model_name",
+        MODEL,
+        help="Model name in requests.",
+        default_text="the hub id or the folder's name",
     )
     models: Path | None = option(
         None,
@@ -226,6 +228,13 @@ class ClusterOptions:
         return str(self.worker.get("engine", self.engine))
 
     @property
+    def memories(self) -> list[int]:
+        """Device memory of each worker, in bytes."""
+        if not self.listed_models:
+            return [self.memory] * self.workers
+        return [m.memory or self.memory for m in self.listed_models for _ in range(m.workers)]
+
+    @property
     def swaps(self) -> bool:
         """Whether workers copy the KV of all requests to host memory."""
         policy = self.memmgr.get("overload_policy", self.overload_policy)
@@ -269,8 +278,19 @@ def read_options(
             " etcd; set option 'etcd' to the URL of your etcd"
         )
     for section in SECTIONS:
-        _check_section(getattr(options, section), section, path)
-    _check_device(str(options.worker.get("device", options.device)), options.engine_kind)
+        place = f"section '{section}' of {path or COMMAND_LINE}"
+        _check_section(getattr(options, section), section, place)
+    for position, model in enumerate(options.listed_models, 1):
+        place = f"section 'worker' of model {position} of {options.models}"
+        _check_section(model.worker, "worker", place)
+    check_device(str(options.worker.get("device", options.device)), options.engine_kind)
+    check_roles(
+        options.memmgr.get("roles", options.roles) or "mixed",
+        options.engine_kind,
+        max((m.workers for m in options.listed_models), default=options.workers),
+        options.worker,
+        options.scheduler,
+    )
     if options.swaps and not options.worker.get("host_memory", options.host_memory):
         raise ConfigError(
             f"'overload_policy' is {OverloadPolicy.SWAP}, which copies KV to host memory, but"
@@ -290,8 +310,8 @@ def _with_models(
     workers = sum(model.workers for model in listed)
     if "workers" in given and options.workers != workers:
         raise ConfigError(
-            f"'workers' is {options.workers}, but the models of {path} have {workers} workers;"
-            " remove it"
+            f"'workers' is {options.workers}, but the models of {path} have"
+            f" {workers} worker{'s' if workers > 1 else ''}; remove it"
         )
     return replace(options, listed_models=listed, workers=workers)
 
@@ -352,28 +372,18 @@ def with_absolute_paths(section: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_device(device: str, engine: str) -> None:
-    """Reject a GPU device early if the installed torch is a CPU build. Raises ConfigError."""
-    if device == "cpu" or engine != EngineKind.TIDESERVE:
-        return
-    installed = version("torch")
-    if installed.endswith("+cpu"):
-        raise ConfigError(cpu_only_torch_error(installed))
-
-
-def _check_section(section: Mapping[Any, Any], name: str, path: Path | None) -> None:
+def _check_section(section: Mapping[Any, Any], name: str, place: str) -> None:
     """Reject keys that would break the cluster, and values that a service would reject later.
 
-    Unknown keys are left to the service.
+    Unknown keys are left to the service. `place` is that of the section, for messages.
     """
     for key in section:
         if not isinstance(key, str):
-            raise ConfigError(f"the key {key!r} of section '{name}' must be text")
+            raise ConfigError(f"the key {key!r} of {place} must be text")
         if key in SETTLED_KEYS:
             raise ConfigError(
-                f"'{key}' cannot be set in section '{name}', because the cluster derives it from"
-                " its options; remove it"
+                f"'{key}' cannot be set in {place}, because the cluster derives it from its"
+                " options; remove it"
             )
-    place = f"section '{name}' of {path or COMMAND_LINE}"
     given = {key: SourcedValue(value, place) for key, value in section.items()}
     read_values(CONFIGS.get(name, ServiceConfig), given)

@@ -107,15 +107,16 @@ def host_memory_of(options: ClusterOptions) -> int:
     Raises:
         CommandError: if this machine or container can never hold them.
     """
-    given = options.host_memory or 0
+    given, memories = options.host_memory or 0, options.memories
     if given == AUTO_BYTES:
-        return min(options.memory, available_bytes() // AUTO_PART // options.workers)
-    own_bytes = options.memory if options.device == "cpu" else 0
-    needed, limit = (given + own_bytes) * options.workers, limit_bytes()
+        return min(max(memories), available_bytes() // AUTO_PART // options.workers)
+    own_bytes = sum(memories) if options.device == "cpu" else 0
+    needed, limit = given * options.workers + own_bytes, limit_bytes()
     if given and needed > limit:
+        listed = "memory" if options.listed_models else f"--memory {format_size(options.memory)}"
         raise CommandError(
             f"--host-memory {format_size(given)} of {options.workers} workers"
-            + (f" and their --memory {format_size(own_bytes)}" if own_bytes else "")
+            + (f" and their {listed}" if own_bytes else "")
             + f" need {needed / 2**30:.1f} GiB, but this machine or container has"
             f" {limit / 2**30:.1f} GiB; lower it",
             EXIT_UNUSABLE,

@@ -83,8 +83,13 @@ def read_model_list(path: Path) -> tuple[ListedModel, ...]:
     for position, entry in enumerate(entries, 1):
         source = f"model {position} of {path}"
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"{source} is {entry!r:.80}, but must be a mapping with 'model'")
+            raise ConfigError(
+                f"{source} is {entry!r:.80}, but must be a mapping with 'model', such as"
+                " {model: ./folder}"
+            )
         models.append(from_mapping(ListedModel, entry, source))
     if (total := sum(model.workers for model in models)) > WORKERS_MAX:
-        raise ConfigError(f"{path} has {total} workers, but at most {WORKERS_MAX} can be")
+        raise ConfigError(
+            f"{path} has {total} workers, but at most {WORKERS_MAX} can be; lower 'workers'"
+        )
     return tuple(models)

@@ -172,8 +172,8 @@ def resolve_model(
     else:
         raise ModelUnavailable(
             f"{argument} is neither a folder nor a hub id (organisation/name or"
-            " organisation/name@revision). Check the spelling, or omit the model to use the default"
-            " model."
+            " organisation/name@revision). Check the spelling; without a model in the command,"
+            " the default model is served."
         )
     check_model_folder(folder, load_format)
     return folder

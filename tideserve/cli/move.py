@@ -29,7 +29,8 @@ def move(
         answer = client.post_json(f"{PATH}?{given}", {})
     to, moved = escape(str(answer["target"])), int(answer["moved"])
     console = Console(highlight=False)
-    console.print(f"[green]{moved}[/] requests moved from {escape(source)} to {to}", soft_wrap=True)
+    noun = "request" if moved == 1 else "requests"
+    console.print(f"[green]{moved}[/] {noun} moved from {escape(source)} to {to}", soft_wrap=True)
     if answer["kept"]:
         console.print(f"{answer['kept']} stay", soft_wrap=True)
     if not moved and answer["reason"]:

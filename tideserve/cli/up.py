@@ -157,10 +157,7 @@ class Up:
 
     def _memory_bytes(self) -> int:
         """Memory of all workers."""
-        options = self.options
-        if options.listed_models:
-            return sum(m.workers * (m.memory or options.memory) for m in options.listed_models)
-        return 0 if options.upstream else options.memory * options.workers
+        return 0 if self.options.upstream else sum(self.options.memories)
 
     def _exposure(self) -> list[str]:
         """A warning if the network can use the gateway without a key."""
@@ -552,19 +549,22 @@ def readiness_gap(client: "HttpClient", in_front: bool, model: str | None = None
     if response.is_success:
         return None
     try:
-        return missing_of(response.json(), in_front)
+        return missing_of(response.json(), in_front, model)
     except (ValueError, KeyError, TypeError):
         sentence = f"the gateway answers {response.status_code}"
         return Missing(sentence, sentence)
 
 
-def missing_of(ready: Mapping[str, Any], in_front: bool = False) -> Missing:
-    """Parse the JSON body of /ready. Raises KeyError, TypeError."""
-    sentences = "; ".join(map(str, ready["missing"]))
+def missing_of(
+    ready: Mapping[str, Any], in_front: bool = False, model: str | None = None
+) -> Missing:
+    """Parse the JSON body of /ready, for `model` of several. Raises KeyError, TypeError."""
+    of_model = f"{model}: " if model else ""
+    sentences = of_model + "; ".join(map(str, ready["missing"]))
     expected, there = ready.get("workers_expected"), ready.get("workers_registered", 0)
     if expected is None or there >= expected:
         return Missing(sentences, sentences)
     doing = "workers are loading the model (the first start with a dtype compiles kernels)"
     if in_front:
         doing = "workers are waiting for the upstream servers"
-    return Missing(sentences, f"{doing}: {there} of {expected} ready")
+    return Missing(sentences, f"{of_model}{doing}: {there} of {expected} ready")

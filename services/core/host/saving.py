@@ -56,6 +56,13 @@ class SaveRate:
         """Blocks that may be saved now."""
         return int(self._credit_bytes // self.settings.block_bytes)
 
+    @property
+    def trickle_block_s(self) -> float:
+        """Seconds per block at which cached blocks are saved while empty blocks last."""
+        settings = self.settings
+        rate = TRICKLE * settings.lane_share * settings.link_bytes_per_s
+        return settings.block_bytes / rate
+
     def spend(self, blocks: int) -> None:
         """Take blocks from the budget."""
         self._credit_bytes -= blocks * self.settings.block_bytes

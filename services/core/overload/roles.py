@@ -144,8 +144,9 @@ class RoleAssigner:
             return chosen(ids, self.setting.prefill, self.setting.decode, wishes, due.present)
         if not state.took_over:
             # Also the roles of workers that can hand over nothing now: others get these roles.
-            every = [name for use in uses for name in use.worker_ids]
-            state.prefill = sum(due.present.get(name) is Role.PREFILL for name in every)
+            state.prefill = sum(
+                due.present.get(name) is Role.PREFILL for use in uses for name in use.worker_ids
+            )
             state.took_over = True
         self._follow(state, singles, demand, due)
         if not 0 < state.prefill < len(ids):

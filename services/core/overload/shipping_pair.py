@@ -81,16 +81,20 @@ def _obstacle(source_id: str, target_id: str, facts: Mapping[str, WorkerFacts]) 
     """Why KV cannot be shipped between two workers; "" if it can."""
     source, target = facts.get(source_id), facts.get(target_id)
     if source_id == target_id:
-        return "source and target are the same worker; name two"
+        return "source and target are the same worker; name another target"
     if source is None or target is None:
         return f"{source_id if source is None else target_id} is not registered"
     if not (source.can_drop and target.can_drop):
-        return f"{source_id} and {target_id} are not both able to send KV to other workers"
+        return (
+            f"{source_id} and {target_id} are not both able to send KV to other workers; see"
+            " `tideserve status`"
+        )
     if target.draining:
         return f"{target_id} is leaving; name another worker"
     for what in ("model", "model_digest", "build", "block_size"):
         if getattr(source, what) != getattr(target, what) or not getattr(source, what):
-            return f"{source_id} and {target_id} do not run the same {_WORDS[what]}"
+            pair = f"{source_id} and {target_id}"
+            return f"{pair} do not run the same {_WORDS[what]}; name workers that do"
     return ""
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from services.core.host.host_cache import HostCache, Lost
-from services.core.host.saving import Pressure, SaveRate
+from services.core.host.saving import WINDOW_S, Pressure, SaveRate
 from services.core.host.vocabulary import HostSettings, Save, SavedBlock
 from services.core.planner.host_use import HostUse
 from services.core.planner.sequence import Sequence
@@ -16,6 +16,8 @@ JOB_BLOCKS = 32
 """Maximum number of blocks of a save."""
 LANE_AHEAD_S = 0.05
 """Saves are given to a lane that is busy for less than this time, so that recalls wait little."""
+IDLE_MAX_S = 0.5
+"""Maximum time between two looks of an idle worker that has blocks to save."""
 ONLINE_FROM = 0.5
 """Pressure from which blocks of online sequences are saved with `save: all`."""
 
@@ -57,6 +59,12 @@ class HostSaver:
             return False
         running = table.batch if save is Save.BATCH else table.running
         return bool(self._device.unsaved or (running and self._rate.ramp(self._used) > 0))
+
+    @property
+    def idle_s(self) -> float:
+        """Interval of saves of an idle worker: the most blocks at a time, but no rate is lost."""
+        block_s = self._rate.trickle_block_s
+        return min(IDLE_MAX_S, max(block_s, min(JOB_BLOCKS * block_s, WINDOW_S / 2)))
 
     def advance(self, now_s: float) -> None:
         """Add the budget of the time since the last call."""

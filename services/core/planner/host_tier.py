@@ -47,7 +47,9 @@ RECALLS_MAX = 4
 LOOK_S = 0.01
 """Interval of looks while nothing has arrived."""
 RECALL_S = 2.0
-"""Time for which a sequence waits for its recall."""
+"""Time for which a sequence waits for its recall, or longer:"""
+RECALL_FACTOR = 4.0
+"""times as long as the recall should take, with the jobs before it."""
 CLAIM_S = 2.0
 """Time for which recalled blocks are pinned for a sequence that does not start."""
 SCAN_MAX = 8
@@ -112,8 +114,12 @@ class HostTier:
             return inf
         if table.waiting and table.queued_total != self._queued:
             return self._looked_s
-        busy = self._pins or table.waiting or self._saver.waits
-        return self._looked_s + LOOK_S if busy else inf
+        if self._pins or table.waiting:
+            return self._looked_s + LOOK_S
+        if not self._saver.waits:
+            return inf
+        # An idle worker looks no more often than it may save.
+        return self._looked_s + (LOOK_S if table.sequences else max(LOOK_S, self._saver.idle_s))
 
     @property
     def stalls(self) -> bool:
@@ -292,8 +298,9 @@ class HostTier:
             )
             if pays and self._may_start(sequence):
                 table.make_way(sequence)
-                command = self._recall(sequence, hashes[: have + len(slots)], now_s)
+                command = self._recall(sequence, hashes[: have + len(slots)])
                 lane_s += self._link_s(len(command.blocks))
+                self._pins[command.pin] = now_s + max(RECALL_S, RECALL_FACTOR * lane_s)
                 yield command
 
     def _may_start(self, sequence: Sequence) -> bool:
@@ -307,7 +314,7 @@ class HostTier:
                 return False
         return table.may_start(sequence, config.max_running - len(self._recalls))
 
-    def _recall(self, sequence: Sequence, hashes: tuple[bytes, ...], now_s: float) -> RecallBlocks:
+    def _recall(self, sequence: Sequence, hashes: tuple[bytes, ...]) -> RecallBlocks:
         self._jobs += 1
         name = f"@recall.{self._jobs}"
         have = self.sequence_table.recall(sequence, name, hashes)
@@ -315,7 +322,6 @@ class HostTier:
         slots = list(self.cache.find(job.hashes))
         self.cache.begin_read(job.hashes)
         self._recalls[self._jobs] = job
-        self._pins[name] = now_s + RECALL_S
         self.counts.recalls_total += 1
         blocks = [
             RecalledBlock(block_hash, slot, have + place)

@@ -5,7 +5,8 @@ and none is free, it takes the tail of a batch sequence that decodes. The tail i
 the entries of the batch sequence move to the end of the block in reverse order, position q to slot
 `block_size - 1 - q % block_size`. The online sequence fills the block from slot 0, the batch
 sequence from the end. When the fills meet, the batch sequence loses the block, and its tokens in
-the block run again.
+the block run again. It never fills the block alone: a full block is registered in the prefix cache,
+where it must not change any more.
 
 Deviations from BROS: only the tail of a batch sequence that decodes is shared, not each of its
 blocks, and only by a single worker. A full turned block needs no care: attention sums over all of
@@ -81,7 +82,8 @@ class SharedTails:
         for tail in self._shared.values():
             online, batch = tail.online, tail.batch
             assert online is not None
-            begin = max(0, ends.get(online.seq_id, online.computed) - tail.online_place * size)
+            # The first slot is the online sequence's before it has an entry: see the module.
+            begin = max(1, ends.get(online.seq_id, online.computed) - tail.online_place * size)
             end = ends.get(batch.seq_id, batch.computed) - tail.place * size
             if begin + end > size:
                 colliding.append(batch)
@@ -159,6 +161,7 @@ class SharedTails:
             assert online.blocks == tail.online_place + 1 and online.online
             assert self.table.block_ids(online.seq_id)[tail.online_place] == block
             assert users[block] == 2, "a tail has two owners"
+            assert block not in self.table.pool.cache, "a block in the prefix cache may change"
             begin = max(0, online.computed - tail.online_place * size)
             assert begin + batch.computed - tail.place * size <= size, "two owners of a slot"
 

@@ -6,15 +6,17 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
+from services.common.timeouts import timeout
 from services.core.adapter import NAME_CHARS_MAX, SOURCE_CHARS_MAX
 from services.core.ids import NAME_LENGTH_MAX
 from services.gateway.api.json_object import parse_object
 from services.gateway.api.validation import Strict, validated
 from services.gateway.records.request_record import record_of
 from services.gateway.serving.adapter_loader import AdapterLoader
-from services.gateway.vocabulary.errors import BodyTooLarge
+from services.gateway.vocabulary.errors import BodyTimeout, BodyTooLarge
 
 BODY_BYTES_MAX = 2**16
+BODY_TIMEOUT_S = 30.0
 
 LoraName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
 
@@ -63,8 +65,14 @@ def adapter_routes(loader: AdapterLoader) -> APIRouter:
 
 async def _read(request: Request, kind: type[B]) -> B:
     data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > BODY_BYTES_MAX:
-            raise BodyTooLarge(f"the body exceeds {BODY_BYTES_MAX} bytes; shorten it")
+    try:
+        async with timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > BODY_BYTES_MAX:
+                    raise BodyTooLarge(f"the body exceeds {BODY_BYTES_MAX} bytes; shorten it")
+    except TimeoutError:
+        raise BodyTimeout(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again"
+        ) from None
     return validated(kind, parse_object(data))

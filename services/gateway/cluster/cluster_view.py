@@ -93,7 +93,9 @@ class ClusterView:
 
     def loads_adapters(self, address: str) -> bool:
         """Whether the worker at an address loads adapters."""
-        return any(w.adapters.slots > 0 for w in self.workers() if w.address == address)
+        # All: the record of a worker that had the address before may still be there.
+        slots = [w.adapters.slots for w in self._workers.records.values() if w.address == address]
+        return bool(slots) and min(slots) > 0
 
     def adapter_rank_max(self, model: str) -> int:
         """Largest rank of an adapter that a worker of a model loads; 0 if none loads adapters."""

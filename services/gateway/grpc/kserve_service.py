@@ -83,7 +83,7 @@ class KserveService:
 
     async def ModelReady(self, call: Call) -> None:
         request = await call.read_small(pb.ModelReadyRequest)
-        entry = self._names(call).get(request.name)
+        entry = self._allowed_entry(request.name, call)
         ready = entry is not None and self._probe.model_ready(entry.name)
         known = request.version in ("", translate.VERSION)
         await call.client.send(pb.ModelReadyResponse(ready=known and ready))
@@ -265,12 +265,12 @@ class KserveService:
 
     def _check(self, name: str, version: str, call: Call) -> None:
         """Raise GatewayError unless the model exists and the caller may use it."""
-        if name not in self._names(call):
+        if self._allowed_entry(name, call) is None:
             raise no_such_model(name, *self._serving.models.listed(call.record.principal))
         translate.check_version(version)
 
-    def _names(self, call: Call) -> dict[str, ModelEntry]:
-        return dict(self._serving.models.allowed(call.record.principal))
+    def _allowed_entry(self, name: str, call: Call) -> ModelEntry | None:
+        return self._serving.models.allowed_entry(name, call.record.principal)
 
 
 class _StreamedMessage:

@@ -141,10 +141,11 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
         return GenerationResponse(serving, pool, request, dialects[COMPLETION_PATH]())
 
     @routes.post("/embeddings", response_class=JSONResponse)
-    async def embeddings() -> Response:
+    async def embeddings(request: Request) -> Response:
         """Embeddings are not supported."""
-        only = serving.models.only
-        subject = f"the model '{only.name}' does" if only is not None else "the models do"
+        only, principal = serving.models.only, record_of(request.scope).principal
+        named = only is not None and principal.may_use(only.name)
+        subject = f"the model '{only.name}' does" if only and named else "the models do"
         raise NotSupported(
             f"{subject} not support embeddings; use the server of an embedding model",
             param="model",
@@ -199,13 +200,11 @@ def _add_models(routes: APIRouter, models: ModelRegistry) -> None:
             "lifecycle": "active",
         }
 
-    def allowed(request: Request) -> dict[str, ModelEntry]:
-        return dict(models.allowed(record_of(request.scope).principal))
-
     @routes.get("/models", response_class=JSONResponse)
     async def list_models(request: Request) -> Response:
         """List the names of the served models that the key may use."""
-        data = [describe(name, entry) for name, entry in allowed(request).items()]
+        allowed = models.allowed(record_of(request.scope).principal)
+        data = [describe(name, entry) for name, entry in allowed]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
@@ -213,7 +212,8 @@ def _add_models(routes: APIRouter, models: ModelRegistry) -> None:
     async def get_model(request: Request, model_id: str) -> Response:
         """Describe a model that the key may use."""
         # Report forbidden models as unknown: a key must not reveal other models.
-        if (entry := allowed(request).get(model_id)) is None:
+        entry = models.allowed_entry(model_id, record_of(request.scope).principal)
+        if entry is None:
             raise NoSuchModel(
                 f"the model {model_id[:128]!a} does not exist for this key; see /v1/models",
                 param="model",

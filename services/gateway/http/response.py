@@ -237,7 +237,8 @@ class GenerationResponse(Response):
         """A digest that is equal for bodies that differ only in the name of the same model."""
         name = fields.get("model")
         entry = self._serving.models.find(name) if isinstance(name, str) else None
-        if entry is None or not entry.served.aliases:
+        # An adapter has one name, and its model another.
+        if entry is None or entry.adapter is not None or not entry.served.aliases:
             return hashlib.sha256(data).digest()
         resolved = json.dumps({**fields, "model": entry.name})
         return hashlib.sha256(resolved.encode()).digest()

@@ -26,6 +26,7 @@ from services.gateway.http.description import describe_body
 from services.gateway.http.dialect import guard_client, send_body
 from services.gateway.http.response import read_body
 from services.gateway.records.request_record import record_of
+from services.gateway.serving.model_registry import ModelRegistry
 from services.gateway.serving.serving import RequestServing
 from services.gateway.text.tokenizer import TextPool
 
@@ -37,8 +38,6 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
     """The routes."""
     routes = APIRouter()
     strict, models = serving.refuse_unknown, serving.models
-    # Bodies may omit the model if the gateway serves a single one.
-    served = models.only.name if models.only is not None else None
 
     @routes.post(
         "/tokenize", response_class=JSONResponse, openapi_extra=describe_body(TokenizeRequest)
@@ -63,7 +62,7 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
 
             return content, len(ids)
 
-        parse = partial(parse_tokenize, served=served, refuse_unknown=strict)
+        parse = partial(parse_tokenize, served=_default(models, request), refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     @routes.post(
@@ -77,10 +76,18 @@ def router(serving: RequestServing, pool: TextPool) -> APIRouter:
             text = await model.preparer.text_of(body.token_ids)
             return lambda: {"prompt": text}, len(text) // BODY_BYTES_PER_ITEM
 
-        parse = partial(parse_detokenize, served=served, refuse_unknown=strict)
+        parse = partial(parse_detokenize, served=_default(models, request), refuse_unknown=strict)
         return ComputedResponse(serving, pool, request, parse, compute)
 
     return routes
+
+
+def _default(models: ModelRegistry, request: Request) -> str | None:
+    """The only model, by a name that the key may use; None: bodies must name a model."""
+    if models.only is None:
+        return None
+    allowed = models.only.served.allowed_names(record_of(request.scope).principal)
+    return next(iter(allowed), None)
 
 
 class ComputedResponse(Response, Generic[T]):

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from services.common.adapter_files import CONFIG, WEIGHTS, AdapterUnreadable, ad
 from services.common.safetensors_header import DAMAGED, read_header
 
 _TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?P<block>[a-z_]+)\.(?P<module>[a-z_]+)"
+    r"base_model\.model\.model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<block>[a-z_]+)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<part>[AB])(\.default)?\.weight"
 )
 _UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
@@ -26,8 +27,12 @@ _UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "modules_to_save": (None, "whole modules in 'modules_to_save'"),
     "layer_replication": (None, "replicated layers"),
     "alora_invocation_tokens": (None, "activated LoRA"),
+    "use_qalora": (False, "QALoRA"),
+    "use_bdlora": (None, "block-diagonal LoRA"),
 }
 """Fields of the configuration with the only supported value, and what other values stand for."""
+_CHANGES_MODEL = re.compile(r"(pissa|olora|corda|loftq)", re.IGNORECASE)
+"""Values of 'init_lora_weights' for which peft changes the weights of the model, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ def read_adapter(folder: Path, model_dir: Path) -> AdapterFolder:
     config = _configuration(folder / CONFIG)
     try:
         tensors = read_header(folder / WEIGHTS).tensors
-        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        shapes = {name: tuple(map(index, entry["shape"])) for name, entry in tensors.items()}
         model = json.loads((model_dir / "config.json").read_bytes())
     except DAMAGED as error:
         raise AdapterUnreadable(
@@ -78,6 +83,12 @@ def _configuration(path: Path) -> Mapping[str, Any]:
                 f"the adapter has {text}, which workers do not apply ('{field}' in {path}); train"
                 " it without"
             )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and _CHANGES_MODEL.match(start):
+        raise AdapterUnreadable(
+            f"the adapter is for a model whose weights {start[:32]!a} changed ('init_lora_weights'"
+            f" in {path}); convert it with peft's 'path_initial_model_for_weight_conversion'"
+        )
     return config
 
 

@@ -69,7 +69,8 @@ class ModelSettings:
         for alias in self.aliases:
             if not isinstance(alias, str) or not alias:
                 raise ConfigError(
-                    f"an alias of the model '{self.name}' is {alias!r}, but must be a text"
+                    f"an alias of the model '{self.name}' is {alias!r}, but must be a text;"
+                    " quote it"
                 )
 
 
@@ -82,7 +83,9 @@ def models_of(
         ConfigError: on an invalid entry, too many, or a name of two models.
     """
     if len(entries) > MODELS_MAX:
-        raise ConfigError(f"'models' has {len(entries)} models, but at most {MODELS_MAX} can be")
+        raise ConfigError(
+            f"'models' has {len(entries)} models, but at most {MODELS_MAX} can be; remove some"
+        )
     models = []
     for position, entry in enumerate(entries, 1):
         if not isinstance(entry, Mapping):

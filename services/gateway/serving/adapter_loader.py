@@ -21,6 +21,8 @@ from services.gateway.vocabulary.errors import (
 from tideserve.common.v1 import adapter_pb2
 
 RETRY_S = 2.0
+ADAPTERS_MAX = 4096
+"""Adapters of all models together; gateways that load at the same time may exceed it slightly."""
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,11 @@ class AdapterLoader:
         except AdapterUnreadable as error:
             raise BadRequest(str(error), param="lora_path") from error
         self._check_rank(model, folder.rank)
+        if known is None and len(self._directory.names()) >= ADAPTERS_MAX:
+            raise BadRequest(
+                f"there are {ADAPTERS_MAX} adapters already; unload one that is not used",
+                param="lora_name",
+            )
         if known is not None and not in_place:
             if (known.digest, known.base, known.source) == (folder.digest, model, path):
                 return f"LoRA adapter '{name}' was loaded before, with the same weights."
@@ -91,7 +98,9 @@ class AdapterLoader:
             GatewayError: if there is no such adapter, or etcd does not answer.
         """
         if self._directory.record(name) is None:
-            raise NoSuchModel(f"there is no adapter {name[:128]!a}", param="lora_name")
+            raise NoSuchModel(
+                f"there is no adapter {name[:128]!a}; see /v1/models", param="lora_name"
+            )
         revision = self._directory.revision(name)
         await self._change(name, lambda: self._directory.delete(name, revision))
         log.info("adapter %s was removed", name)
@@ -104,9 +113,11 @@ class AdapterLoader:
                 "this gateway loads no adapters; set 'adapter_roots' to the folders below which"
                 " they lie"
             )
-        if not 1 <= len(name) <= NAME_CHARS_MAX:
+        if not 1 <= len(name) <= NAME_CHARS_MAX or not name.isprintable() or name != name.strip():
             raise BadRequest(
-                f"'lora_name' must have 1 to {NAME_CHARS_MAX} characters", param="lora_name"
+                f"'lora_name' must have 1 to {NAME_CHARS_MAX} printable characters, without spaces"
+                " around it; choose another name",
+                param="lora_name",
             )
         if name in self._aliases:
             raise BadRequest(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from services.core.adapter import Adapter
@@ -9,7 +10,7 @@ from services.gateway.keys.principal import Principal
 from services.gateway.model.served_model import ServedModel
 from services.gateway.serving.choice_runner import ChoiceRunner
 from services.gateway.serving.prepare import Preparer
-from services.gateway.vocabulary.errors import no_such_model
+from services.gateway.vocabulary.errors import MODELS_NAMED, no_such_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,24 @@ class ModelRegistry:
         Raises:
             NoSuchModel: if there is none. Also if `principal` may use other models only, as a key
                 must not reveal what else is served.
-            Forbidden: if `principal` may use none of the gateway's models, or this one by another
-                name only.
+            Forbidden: if `principal` may use none of the gateway's models, whether or not there is
+                one with this name, or may use this one by another name only.
         """
         entry = self.find(name)
-        # Not a list: there may be many adapters.
-        allowed = next(self.allowed(principal), None)
-        if entry is None or (allowed is not None and not _may_use(name, entry, principal)):
-            raise no_such_model(name, *self.listed(principal))
-        principal.check_model(name, entry.name)
+        if entry is not None and _may_use(name, entry, principal):
+            principal.check_model(name, entry.name)
+            return entry
+        listed = self.listed(principal)
+        if not listed:
+            # An unknown name, too: the error must not reveal which names there are.
+            principal.check_model(name)
+        raise no_such_model(name, *listed)
+
+    def allowed_entry(self, name: str, principal: Principal) -> ModelEntry | None:
+        """The model with this name or alias if `principal` may use it by this name, else None."""
+        entry = self.find(name)
+        if entry is None or not principal.may_use(name, entry.name):
+            return None
         return entry
 
     def allowed(self, principal: Principal) -> Iterator[tuple[str, ModelEntry]]:
@@ -116,9 +126,11 @@ class ModelRegistry:
         return None if entry is None or entry.name != base else entry.with_adapter(adapter)
 
     def listed(self, principal: Principal) -> list[str]:
-        """A name of each model that `principal` may use, for errors."""
+        """A name of each model that `principal` may use, for errors; of adapters without one."""
         names = (entry.served.allowed_names(principal) for entry in self.entries)
-        return [allowed[0] for allowed in names if allowed]
+        models = [allowed[0] for allowed in names if allowed]
+        # Not all: there may be many adapters.
+        return models or [name for name, _ in islice(self.allowed(principal), MODELS_NAMED + 1)]
 
 
 def _may_use(name: str, entry: ModelEntry, principal: Principal) -> bool:

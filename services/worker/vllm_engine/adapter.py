@@ -47,7 +47,7 @@ from services.worker.ipc import (
 from services.worker.vllm_engine.adapter_slots import (
     AdapterSlots,
     CannotLoad,
-    LoadsSlowly,
+    LoadFailed,
     SlotClaim,
 )
 from services.worker.vllm_engine.arguments import priority_of
@@ -125,7 +125,7 @@ class VllmAdapter:
         self._to_params = opened.to_params
         self._adapters = opened.adapters
         self._invalid: tuple[type[Exception], ...] = (CannotServe, CannotLoad, *opened.invalid)
-        failures: tuple[type[Exception], ...] = (RequestFailed, CannotResume, LoadsSlowly)
+        failures: tuple[type[Exception], ...] = (RequestFailed, CannotResume, LoadFailed)
         self._transient = failures + opened.transient
         self._dead = opened.dead
         self._name = opened.name

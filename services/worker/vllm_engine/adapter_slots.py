@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.common.adapter_files import AdapterUnreadable, adapter_digest, folder_below
+from services.common.adapter_files import (
+    AdapterUnreadable,
+    CopyFailed,
+    adapter_digest,
+    folder_below,
+)
 from services.common.clock import monotonic_s
 from services.common.timeouts import timeout
 from services.core.adapter import Adapter, AdapterUse, LoadedAdapter
@@ -33,8 +38,8 @@ class CannotLoad(ValueError):
     """An adapter cannot be loaded; the message has cause and remedy."""
 
 
-class LoadsSlowly(Exception):
-    """An adapter was not loaded in time; the request may be repeated."""
+class LoadFailed(Exception):
+    """An adapter could not be loaded now; the request may be repeated elsewhere."""
 
 
 class LoraEngine(Protocol):
@@ -82,7 +87,7 @@ class SlotClaim:
 
         Raises:
             CannotLoad: if its files are missing or have another digest, or vLLM rejects them.
-            LoadsSlowly: if that takes longer than `LOAD_TIMEOUT_S`.
+            LoadFailed: if that takes longer than `LOAD_TIMEOUT_S`, or this machine's disk is full.
         """
         try:
             async with timeout(LOAD_TIMEOUT_S):
@@ -90,7 +95,7 @@ class SlotClaim:
                 lora, _ = await asyncio.shield(self._slot.loading)
         except TimeoutError as error:
             name = self._slot.adapter.name
-            raise LoadsSlowly(
+            raise LoadFailed(
                 f"the adapter '{name}' was not loaded within {LOAD_TIMEOUT_S:g} s"
             ) from error
         outputs = self._engine.generate(
@@ -216,6 +221,8 @@ class AdapterSlots:
             digest = adapter_digest(folder_below(adapter.source, self._roots), target)
         except AdapterUnreadable as error:
             raise CannotLoad(f"the adapter '{adapter.name}' cannot be loaded: {error}") from error
+        except CopyFailed as error:
+            raise LoadFailed(f"the adapter '{adapter.name}' was not loaded: {error}") from error
         if digest != adapter.digest:
             raise CannotLoad(
                 f"the folder {adapter.source} of the adapter '{adapter.name}' has changed since it"

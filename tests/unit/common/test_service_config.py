@@ -23,7 +23,7 @@ def test_every_option_has_a_sentence(cls: type[Any]) -> None:
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_a_number_of_bytes_can_be_written_as_a_size(cls: type[Any]) -> None:
     settings = settings_of(cls)
-    named = {key for key in settings if "bytes" in key.split("_")}
+    named = {key for key in settings if {"bytes", "memory"} & set(key.split("_"))}
     assert named == {key for key, one in settings.items() if one.metadata.get("size")}
 
 

@@ -100,6 +100,7 @@ class HostDriver:
         if not self._copier.is_alive:
             log.error("host copies of KV are lost; this worker serves on without them")
             self._lost = True
+            self._copier.ends()  # it may have rung since: clear `fileno` for good
             return [*events, HostGrown(now_s, 0)]
         if not self._copier.is_busy:
             self._lane.rest()

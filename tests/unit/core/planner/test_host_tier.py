@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -20,7 +21,16 @@ from services.core.planner.events import IterationFinished
 from services.core.planner.host_tier import RECALL_S
 from services.core.prefix.block_hash import block_hashes, prompt_root, thin_hash
 from services.core.queue_order import Scheduling
-from tests.support.host_world import BLOCK_SIZE, TURN_S, HostWorld, RandomWorld, host_settings
+from tests.support.host_world import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    LINK,
+    SLOW,
+    TURN_S,
+    HostWorld,
+    RandomWorld,
+    host_settings,
+)
 
 SEEDS = int(os.environ.get("TIDESERVE_HOST_SEEDS", "60"))
 STEPS = 150
@@ -93,6 +103,18 @@ def test_a_recall_that_does_not_end_is_given_up() -> None:
     assert world.iterate(), "the request waits for a copier that hangs"
     settle(world, copies=False)
     assert world.tokens[name] and world.host.counts.recalls_total == 1
+    world.end()
+
+
+def test_a_long_recall_has_the_time_that_it_takes() -> None:
+    world = recallable(cost_model=replace(SLOW, beta=0.1))
+    world.host.settings = host_settings(link_bytes_per_s=BLOCK_BYTES / 0.3)
+    name = world.ask(PROMPT)
+    world.iterate()
+    world.now_s += 8 * 0.3  # longer than RECALL_S
+    world.look()
+    settle(world)
+    assert world.cached[name] == 32
     world.end()
 
 
@@ -241,6 +263,26 @@ def test_blocks_that_are_being_recalled_move_with_their_kv() -> None:
     world.handle(PoolGrown(12))
     settle(world)
     assert world.cached[name] == 32
+    world.end()
+
+
+@pytest.mark.parametrize("lane_share", [0.01, 0.1, 1.0])
+def test_an_idle_worker_looks_no_more_often_than_it_saves(lane_share: float) -> None:
+    world = HostWorld(num_blocks=60, host=host_settings(lane_share=lane_share))
+    for number in range(5):
+        world.ask(tuple((13 * number + place) % 50 for place in range(40)))
+    while world.open:
+        world.iterate()
+    unsaved, began_s, looks = len(world.state.pool.cache.unsaved), world.now_s, 0
+    assert unsaved > 20
+    while world.host.due_s < inf:
+        world.now_s = max(world.now_s, world.host.due_s)
+        world.look()
+        world.copy_all()
+        looks += 1
+    bytes_per_s = 0.1 * lane_share * LINK
+    assert world.now_s - began_s < 1.6 * unsaved * BLOCK_BYTES / bytes_per_s
+    assert looks <= 2.2 * unsaved and not world.state.pool.cache.unsaved
     world.end()
 
 

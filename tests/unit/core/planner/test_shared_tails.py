@@ -2,16 +2,18 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import BatchYielded
-from services.core.planner.events import RequestAborted
+from services.core.planner.events import RequestAborted, RequestArrived
 from services.core.planner.preemption import PreemptedWork
 from services.core.planner.shared_tails import SharedTails
 from services.core.queue_order import Scheduling
+from services.core.request import Limits
 from services.core.service import DEFAULT_SERVICE
 from tests.unit.core.planner.test_state import expected
 from tests.unit.core.planner.test_suspended_work import BATCH, MODEL, Device, online
@@ -67,6 +69,42 @@ def test_a_tail_is_lost_when_the_fills_meet() -> None:
         device.run()
     assert device.outputs[batch] == expected(device.requests[batch])[0]
     assert device.state.preemptions_total == 0
+
+
+def test_a_batch_request_that_yields_its_slot_has_no_tail_to_share() -> None:
+    """Its other blocks stay in use, so the online request waits instead."""
+    device = _device(num_blocks=8, prefix_caching=True, max_running=2)
+    first = device.arrive(DEFAULT_SERVICE, 8, 12)
+    device.run()
+    batch = _begin_batch_like(device, first)
+    free = device.state.sequence_table.ledger.free
+    tails = device.state.sequence_table.tails
+    assert tails.most_room(device.state.running) and len(device.state.running) == 2
+    waiting = device.arrive(DEFAULT_SERVICE, 4 * free + 1, 8)
+    device.run()
+    assert not device.state.sequences[waiting].blocks and device.state.sequences[batch].blocks
+    while device.state.sequences:
+        device.run()
+    for name, request in device.requests.items():
+        assert device.outputs[name] == expected(request)[0]
+
+
+def _begin_batch_like(device: Device, first: str) -> str:
+    """A batch request that shares the blocks of a running request's prompt."""
+    name, known = f"r{len(device.requests)}", device.requests[first]
+    request = replace(
+        known,
+        request_id=name,
+        prompt_ids=(*known.prompt_ids, 1),
+        limits=Limits(6),
+        service=BATCH,
+        arrival_s=device.now_s,
+    )
+    device.requests[name] = request
+    device.state.handle(RequestArrived(device.now_s, request))
+    for _ in range(2):
+        device.run()
+    return name
 
 
 def test_the_switch_needs_deadlines() -> None:

@@ -1,6 +1,7 @@
 """Folders of adapters that do not fit the model are refused before clients use them."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def test_modules_of_other_architectures_are_left_to_the_engine(
         ({"bias": "all"}, "has biases, which workers do not apply"),
         ({"use_dora": True}, "has DoRA"),
         ({"modules_to_save": ["lm_head"]}, "has whole modules"),
+        ({"use_qalora": True}, "has QALoRA"),
+        ({"use_bdlora": {"nblocks": 2}}, "has block-diagonal LoRA"),
+        ({"init_lora_weights": "pissa_niter_16"}, "for a model whose weights 'pissa_niter_16'"),
         ({"r": 0}, "must be positive integers"),
         ({"r": True}, "must be positive integers"),
         ({"rank_pattern": {"q_proj": "8"}}, "must be positive integers"),
@@ -102,6 +106,26 @@ def test_tensors_that_do_not_fit_the_model(
             tensors[name] = torch.zeros(shape)
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(AdapterUnreadable, match=words):
+        read_adapter(folder, model_dir)
+
+
+def write_header(folder: Path, header: dict[str, Any]) -> None:
+    data = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(data)) + data)
+
+
+@pytest.mark.parametrize("shape", [["8", "32"], [[8], [32]], [8.0, 32.0], [None, 32], 8])
+def test_shapes_that_are_no_sizes(tmp_path: Path, model_dir: Path, shape: Any) -> None:
+    folder = write(tmp_path, model_dir)
+    write_header(folder, {NAME.format(0, part): {"shape": shape} for part in "AB"})
+    with pytest.raises(AdapterUnreadable, match="is not a safetensors file"):
+        read_adapter(folder, model_dir)
+
+
+def test_a_layer_beyond_all_models(tmp_path: Path, model_dir: Path) -> None:
+    folder = write(tmp_path, model_dir)
+    write_header(folder, {NAME.format("9" * 5000, "A"): {"shape": [8, 32]}})
+    with pytest.raises(AdapterUnreadable, match="which is no matrix of a decoder layer"):
         read_adapter(folder, model_dir)
 
 

@@ -11,7 +11,7 @@ from services.common.config import from_mapping
 from services.common.errors import ConfigError
 from services.gateway.config import GatewayConfig
 from services.worker.config import WorkerConfig
-from tideserve.cli import cluster_options
+from tideserve.cli import option_checks
 from tideserve.cli.cluster_options import ClusterOptions, read_options
 from tideserve.cli.errors import CommandError
 from tideserve.cli.model_list import PlacedModel
@@ -64,6 +64,12 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("gateway: {1: 2}", "must be text"),
         ("gateway: 3", "must be of type dict"),
         ("api_key: ''", "empty"),
+        ("roles: prefill=0,decode=1", "'roles': 'prefill=0,decode=1' is not mixed, auto or"),
+        ("memmgr: {roles: both}", "'roles': 'both' is not mixed, auto or"),
+        ("roles: auto\nengine: vllm", "'roles' is auto, but workers with engine vllm hand over no"),
+        ("roles: auto\nworker: {prefix_caching: false}", "only with 'prefix_caching'; correct"),
+        ("roles: auto\nscheduler: {dispatch: kv_share}", "only dispatch prefix follows roles"),
+        ("roles: auto\nworkers: 1", "no model has two workers; .* set 'roles' to mixed"),
         ("[1, 2]", "must contain a mapping"),
         ("a: [", "not valid YAML"),
     ],
@@ -188,11 +194,11 @@ def test_a_torch_for_cpus_alone_is_told_at_once(
 ) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(config)
-    monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0+cpu")
+    monkeypatch.setattr(option_checks, "version", lambda _name: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"torch 2.13.0\+cpu is a CPU-only build"):
         read_options(path, {})
     read_options(path, {"engine": "vllm"})
-    monkeypatch.setattr(cluster_options, "version", lambda _name: "2.13.0")
+    monkeypatch.setattr(option_checks, "version", lambda _name: "2.13.0")
     read_options(path, {})
 
 
@@ -288,6 +294,13 @@ models:
 """
 
 
+def test_roles_need_two_workers_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(MODELS)
+    options = read_options(None, {"models": path, "roles": "prefill=1,decode=1"})
+    assert service_configs(options, PLACEMENT)["memmgr"]["roles"] == "prefill=1,decode=1"
+
+
 def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(MODELS)
@@ -326,6 +339,10 @@ def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
         ("models: [{name: a}]", {}, "'model' is missing in model 1"),
         ("models: [{model: a, memroy: 1GiB}]", {}, "did you mean 'memory'"),
         ("models: [{model: a, workers: 65}]", {}, "must be 1 to 64"),
+        ("models: [{model: a}, {model: b}]", {"roles": "auto"}, "no model has two workers"),
+        ("models: [{model: a}]", {"workers": 2}, "of .* have 1 worker; remove it"),
+        ("models: [{model: a, worker: {save: x}}]", {}, "'save' in section 'worker' of model 1 of"),
+        ("models: [{model: a, worker: {model_name: x}}]", {}, "cannot be set in section 'worker'"),
         ("modles: []", {}, "did you mean 'models'"),
     ],
 )

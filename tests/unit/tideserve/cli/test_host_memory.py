@@ -1,5 +1,6 @@
 """Host memory for KV in the checks of `tideserve up`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tideserve.cli import host
 from tideserve.cli.cluster_options import ClusterOptions, read_options
 from tideserve.cli.errors import CommandError
 from tideserve.cli.host import host_memory_of, shortages
+from tideserve.cli.model_list import ListedModel
 from tideserve.cli.service_config import Placement, service_configs
 
 GIB = 1 << 30
@@ -47,6 +49,16 @@ def test_more_than_the_container_has_is_refused() -> None:
         host_memory_of(options(host_memory=8 * GIB))
     gpu = options(host_memory=8 * GIB, device="cuda", memory=70 * GIB)
     assert host_memory_of(gpu) == 8 * GIB
+
+
+def test_models_count_with_their_own_memory() -> None:
+    small, large = ListedModel(model="a", workers=2), ListedModel(model="b", memory=7 * GIB)
+    listed = options(workers=3, listed_models=(small, large), host_memory=2 * GIB)
+    assert listed.memories == [GIB, GIB, 7 * GIB]
+    assert host_memory_of(listed) == 2 * GIB
+    with pytest.raises(CommandError, match=r"3 workers and their memory need 18.0 GiB"):
+        host_memory_of(replace(listed, host_memory=3 * GIB))
+    assert host_memory_of(replace(listed, host_memory=AUTO_BYTES)) == GIB
 
 
 def test_a_shortage_names_what_may_be_lowered(tmp_path: Path) -> None:

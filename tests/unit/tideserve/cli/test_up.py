@@ -48,6 +48,8 @@ def test_a_user_who_waits_is_told_how_many_workers_are_ready() -> None:
     assert missing_of(ready) == Missing("; ".join(missing), line)
     line = "workers are waiting for the upstream servers: 0 of 2 ready"
     assert missing_of(ready, in_front=True) == Missing("; ".join(missing), line)
+    of_model = missing_of(ready, in_front=True, model="small")
+    assert of_model == Missing(f"small: {'; '.join(missing)}", f"small: {line}")
     ready = {"missing": ["the scheduler does not answer"], "workers_expected": None}
     assert missing_of(ready) == Missing(*["the scheduler does not answer"] * 2)
 

@@ -42,7 +42,7 @@ def test_copies_in_host_memory_save_computation() -> None:
 
 
 def test_a_slow_link_is_not_used_for_recalls() -> None:
-    slow = figures(host_memory="16GiB", host_link_bytes_per_s=1e7)
+    slow = figures(host_memory="16GiB", host_link_bytes_per_s=10**7)
     fast = figures(host_memory="16GiB")
     assert slow["recomputed_share"] > 2 * fast["recomputed_share"]
 
@@ -54,7 +54,7 @@ def test_little_host_memory_saves_little() -> None:
 
 def test_recalls_without_prefetch_hold_other_work_up() -> None:
     off, on = (
-        figures(host_memory="16GiB", prefetch=value, host_link_bytes_per_s=3e9)
+        figures(host_memory="16GiB", prefetch=value, host_link_bytes_per_s=3 * 10**9)
         for value in (False, True)
     )
     assert off["processed_tokens_per_s"] < on["processed_tokens_per_s"]

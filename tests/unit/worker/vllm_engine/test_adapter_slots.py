@@ -237,3 +237,23 @@ async def test_a_load_without_end_ends_the_wait(
     running.llm.loads.set()
     await running.close()
     await asyncio.sleep(0)
+
+
+async def test_a_full_disk_is_no_fault_of_the_request(
+    on: AdapterOnTest, make: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, copy: Path | None = None) -> str:
+        assert copy is not None
+        (copy / WEIGHTS).symlink_to("/dev/full")
+        return adapter_digest(folder, copy)
+
+    first = make("first")
+    with monkeypatch.context() as patched:
+        patched.setattr("services.worker.vllm_engine.adapter_slots.adapter_digest", full)
+        on.send(start("r0", first))
+        await eventually(lambda: refusal_of(on, "r0"))
+    (refusal,) = [r for p in on.told for r in p.refusals]
+    assert refusal.retryable and "free space in the temporary folder" in refusal.message
+    # The slot is free again, and the next request loads the adapter.
+    await started(on, "r1", first)
+    await ended(on, "r1")

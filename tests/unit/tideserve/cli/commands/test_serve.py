@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.common import host_memory
-from tideserve.cli import cluster_options, host
+from tideserve.cli import host, option_checks
 from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.commands import serve
 from tideserve.cli.commands.main import app
@@ -25,7 +25,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The memory of the GPUs of the machine: a test changes it."""
     sizes = [80 * GIB, 40 * GIB]
     monkeypatch.setattr(host, "gpu_memory_bytes", lambda: sizes)
-    monkeypatch.setattr(cluster_options, "version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")
     return sizes
 
 

@@ -144,7 +144,7 @@ def test_keys_and_values_are_stored_in_the_storage_dtype() -> None:
 def test_decode_groups_bound_padding_and_size() -> None:
     rng = random.Random(0)
     blocks = torch.arange(10_000).numpy()
-    members = [Decode(row, 0, blocks[: rng.randint(1, 400)]) for row in range(100)]
+    members = [Decode(row, 0, 0, blocks[: rng.randint(1, 400)]) for row in range(100)]
     groups = group_by_length(members, block_size=16)
     assert sorted(m.row for group in groups for m in group) == list(range(100))
     for group in groups:
