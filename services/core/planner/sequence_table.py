@@ -324,15 +324,8 @@ class SequenceTable:
         return self.ledger.free + (self._blocks_of_batch(self.running) if yields else 0)
 
     def make_room(self, blocks: int) -> None:
-        """Take blocks from batch work, all if needed, until `blocks` are free for online KV.
-
-        A batch sequence that does not run yet loses its pin before another its computation.
-        """
-        if not self._may_preempt_batch:
-            return
-        while self.ledger.free < blocks and self._release_batch_pin():
-            pass
-        while self.ledger.free < blocks:
+        """Preempt batch sequences, newest first, until `blocks` are free for online KV."""
+        while self.ledger.free < blocks and self._may_preempt_batch:
             if (victim := newest_batch(self.running)) is None:
                 return
             self.preempt(victim)
