@@ -129,10 +129,11 @@ def test_the_worlds_share_and_lose_tails() -> None:
     assert sum(world.tails.lost_tokens_total for world in worlds) > 5
 
 
-def test_online_kv_takes_the_blocks_of_batch_pins() -> None:
+def test_online_kv_leaves_the_blocks_of_batch_pins() -> None:
+    """The target of a move offers only blocks that it can free, and refuses more."""
     world = HostWorld(num_blocks=16)
     world.handle(BlocksAllocated("@ship.1", "", False, (), 10))
     table = world.state.sequence_table
-    assert table.blocks_for_online == 16
-    world.handle(BlocksAllocated("@ship.2", "", True, (), 12))
-    assert table.pins.get("@ship.1") is None and table.ledger.free == 4
+    assert table.blocks_for_online == 6
+    world.handle(BlocksAllocated("@ship.2", "", True, (), 6))
+    assert table.pins.get("@ship.1") is not None and table.ledger.free == 0
