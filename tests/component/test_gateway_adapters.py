@@ -274,10 +274,19 @@ async def test_a_worker_at_the_address_of_another_gets_no_adapter(
         record.worker_id += "-old"
         await put(store, f"{key}-old", record)
 
-    async def refused() -> bool:
-        return (await case.complete(model="tone", max_tokens=2)).status_code == 503
+    refused_at: set[str] = set()  # the workers whose two records the gateway has seen
 
-    await eventually(refused)
+    async def refused() -> bool:
+        answer = await case.complete(model="tone", max_tokens=2)
+        if answer.status_code == 503:
+            refused_at.add(answer.json()["error"]["message"].split()[0])
+        return answer.status_code == 503
+
+    async def refused_everywhere() -> bool:
+        await refused()
+        return len(refused_at) == len(case.cluster.workers)
+
+    await eventually(refused_everywhere)
     before = len(started(case))
     assert await refused() and len(started(case)) == before
     assert (await case.complete(max_tokens=2)).status_code == 200
