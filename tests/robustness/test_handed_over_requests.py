@@ -98,6 +98,7 @@ def test_a_worker_may_die_meanwhile(
 
 
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
+    both_serve(cluster)  # the log of a killed worker has ended once there is one of its successor
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
     assert metric(cluster, MOVED) > 0
     audited = audit_logs(logs)
