@@ -324,7 +324,7 @@ async def test_16_nothing_listens_where_the_gateway_should() -> None:
 
 async def test_a_real_completion_is_asked_for() -> None:
     with fake_openai() as server:
-        server.pages["/ready"] = {}
+        server.pages |= {"/ready": {}, "/ready?model=fake": {}}
         server.pages["/v1/models"] = {"data": [{"id": "fake"}]}
         found = await examine(DoctorTarget(url=server.url))
     assert [one.level for one in found] == [Level.OK, Level.OK, Level.WARNING], found
