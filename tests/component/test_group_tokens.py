@@ -127,10 +127,7 @@ def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
         scenario = ClassScenario(config, oracle.requests, seed)
         try:
             scenario.run(CLASS_EVENTS)
-            for stream in scenario.group.streams.values():
-                assert not stream.refused, f"{seed}: {stream.refused}"
-                oracle.check(stream)
-                assert stream.aborted or stream.tokens == oracle.tokens(stream.request), seed
+            scenario.check_streams(oracle)
         finally:
             scenario.group.close()
         seen += scenario.seen

@@ -86,8 +86,8 @@ class HostScenario(Scenario):
 def scenario() -> Iterator[list[HostScenario]]:
     made: list[HostScenario] = []
     yield made
-    for one in made:
-        one.group.close()
+    for scenario in made:
+        scenario.group.close()
 
 
 def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
@@ -98,10 +98,10 @@ def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
     scenario.check()
     counts: Counter[str] = Counter()
     for name in scenario.group.engines:
-        found = scenario.group.counts(name)
-        counts["saved"] += found.saved_blocks_total
-        counts["recalled"] += found.recalled_tokens_total
-        counts["failures"] += found.failures_total
+        use = scenario.group.counts(name)
+        counts["saved"] += use.saved_blocks_total
+        counts["recalled"] += use.recalled_tokens_total
+        counts["failures"] += use.failures_total
     return counts
 
 
@@ -172,15 +172,15 @@ def test_a_second_owner_finds_nothing_of_the_first(scenario: list[HostScenario])
     made = HostScenario(1, host_slots=200)
     scenario.append(made)
     group, name = made.group, "w0"
-    prompts = [one for one in requests() if len(one.prompt_ids) > 20][:12]
+    prompts = [request for request in requests() if len(request.prompt_ids) > 20][:12]
     for salt in ("one", "other"):
         before = group.counts(name).recalled_tokens_total
-        for number, one in enumerate(prompts):
-            group.start(replace(one, request_id=f"{salt}{number}", cache_salt=salt), name)
+        for number, request in enumerate(prompts):
+            group.start(replace(request, request_id=f"{salt}{number}", cache_salt=salt), name)
             group.finish()
         assert group.counts(name).recalled_tokens_total == before, f"hits of salt {salt}"
-    for number, one in enumerate(prompts):
-        group.start(replace(one, request_id=f"again{number}", cache_salt="one"), name)
+    for number, request in enumerate(prompts):
+        group.start(replace(request, request_id=f"again{number}", cache_salt="one"), name)
         group.finish()
     assert group.counts(name).recalled_tokens_total > before
     made.check()

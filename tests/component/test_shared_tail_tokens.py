@@ -46,10 +46,7 @@ def _run(config: RunnerConfig, oracle: Oracle, seeds: Iterable[int]) -> Counter[
         scenario = SharingScenario(config, oracle.requests, seed, scheduling, block_sharing=True)
         try:
             scenario.run(EVENTS)
-            for stream in scenario.group.streams.values():
-                assert not stream.refused, f"{seed}: {stream.refused}"
-                oracle.check(stream)
-                assert stream.aborted or stream.tokens == oracle.tokens(stream.request), seed
+            scenario.check_streams(oracle)
         finally:
             scenario.group.close()
         seen += scenario.seen

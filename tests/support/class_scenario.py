@@ -16,6 +16,7 @@ from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from services.worker.engine.compute.runner_config import RunnerConfig
 from tests.support.engine_networks import QueueNetwork
 from tests.support.group_scenario import LAYERS, Scenario
+from tests.support.undisturbed import Oracle
 
 SERVICES = (
     DEFAULT_SERVICE,
@@ -58,6 +59,7 @@ class ClassScenario(Scenario):
     ) -> None:
         """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
         self.seen: Counter[str] = Counter()
+        self.seed = seed
         self._chances = chances = random.Random(seed)
         self._work = chances.choice(list(PreemptedWork))
         chosen = chances.choice(SCHEDULINGS)
@@ -94,6 +96,14 @@ class ClassScenario(Scenario):
         self.group.finish()
         self.group.check_at_rest()
         self._look()
+
+    def check_streams(self, oracle: Oracle) -> None:
+        """No request was refused, and those not aborted have the tokens of an undisturbed run."""
+        for stream in self.group.streams.values():
+            assert not stream.refused, f"{self.seed}: {stream.refused}"
+            oracle.check(stream)
+            tokens = oracle.tokens(stream.request)
+            assert stream.aborted or stream.tokens == tokens, self.seed
 
     def arrive(self) -> None:
         """A request of some class comes."""

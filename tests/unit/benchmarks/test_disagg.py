@@ -110,18 +110,18 @@ def test_prompts_take_the_same_share_of_a_worker_in_both_mixes() -> None:
         trace = load_trace(path)
         rate, seconds = rate_of(trace, costs), 120.0
         load = workload_of(trace, rate, seconds, 2.0, seed=1)
-        busy_s = sum(costs.chunk_s(0, len(one.prompt_ids)) for one in load.requests)
+        busy_s = sum(costs.chunk_s(0, len(request.prompt_ids)) for request in load.requests)
         assert busy_s / seconds == pytest.approx(0.7, rel=0.25)
-        lengths = [len(one.prompt_ids) + one.output_tokens for one in load.requests]
+        lengths = [len(request.prompt_ids) + request.output_tokens for request in load.requests]
         assert max(lengths) <= SCALE.prompt_range[1] + SCALE.output_range[1] <= 2048
         assert all(a.arrival_s < b.arrival_s for a, b in pairwise(load.requests))
-        assert {(one.slo_class, one.ttft_s, one.tpot_s) for one in load.requests} == {
-            ("interactive", 1.0, 0.2)
-        }
+        assert {
+            (request.slo_class, request.ttft_s, request.tpot_s) for request in load.requests
+        } == {("interactive", 1.0, 0.2)}
 
 
 def test_rounds_have_other_prompts() -> None:
     trace, costs = load_trace(MIXES["prefill_heavy"]), load_profile("A100-14B:2").model
     loads = [workload_of(trace, rate_of(trace, costs), 20.0, 2.0, seed) for seed in range(3)]
-    begins = [one.prompt_ids[:8] for load in loads for one in load.requests]
+    begins = [request.prompt_ids[:8] for load in loads for request in load.requests]
     assert len(set(begins)) == len(begins)

@@ -39,10 +39,10 @@ def test_of_first_requests_the_larger_one_counts() -> None:
 
 
 def test_the_mix_of_a_load_is_no_news_and_the_tightest_target_counts() -> None:
-    told = ModelDemand("m", 1, prompt_tokens_per_s=10.0, output_tokens_per_s=5.0, tpot_s=0.2)
+    reported = ModelDemand("m", 1, prompt_tokens_per_s=10.0, output_tokens_per_s=5.0, tpot_s=0.2)
     now = ModelDemand("m", 1, prompt_tokens_per_s=900.0, output_tokens_per_s=1.0, tpot_s=0.1)
-    assert not is_urgent_change([told], [now])
-    both = told.plus(now)
+    assert not is_urgent_change([reported], [now])
+    both = reported.plus(now)
     assert (both.prompt_tokens_per_s, both.output_tokens_per_s) == (910.0, 6.0)
     assert both.tpot_s == 0.1
-    assert told.plus(ModelDemand("m")).tpot_s == ModelDemand("m").plus(told).tpot_s == 0.2
+    assert reported.plus(ModelDemand("m")).tpot_s == ModelDemand("m").plus(reported).tpot_s == 0.2

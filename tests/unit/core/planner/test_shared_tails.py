@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from services.core.planner.config import IterationConfig
-from services.core.planner.configuration_events import BatchYielded
-from services.core.planner.events import RequestAborted, RequestArrived
+from services.core.planner.events import RequestArrived
 from services.core.planner.preemption import PreemptedWork
 from services.core.planner.shared_tails import SharedTails
 from services.core.queue_order import Scheduling
@@ -143,20 +142,9 @@ def _mixed_load(seed: int, scheduling: Scheduling, work: PreemptedWork) -> Devic
         if busy and rng.random() < arrivals:
             _arrive(device)
         elif rng.random() < 0.02:
-            _disturb(device, aborted)
-        microbatch = device.plan()
-        if microbatch is None:
-            assert not state.sequences, "work is left, and nothing runs"
-            device.now_s += 0.01
-        elif microbatch.preemptible and rng.random() < interrupted:
-            device.interrupt(microbatch, rng.random())
-        else:
-            device.finish(microbatch)
-    assert not state.sequences
-    for name, request in device.requests.items():
-        if name not in aborted:
-            assert device.outputs[name] == expected(request)[0]
-    assert state.load().kv_blocks_free == state.config.num_blocks
+            device.disturb(aborted, aborts=0.9)
+        device.step(interrupted)
+    device.check_end(aborted)
     return device
 
 
@@ -164,17 +152,6 @@ def _arrive(device: Device) -> None:
     rng = device.rng
     targets = rng.choice((None, 0.5)), rng.choice((None, 0.05, 0.2))
     device.arrive(online(*targets), rng.randint(1, 20), rng.randint(4, 40))
-
-
-def _disturb(device: Device, aborted: set[str]) -> None:
-    rng, state = device.rng, device.state
-    if rng.random() < 0.9 and state.sequences:
-        aborted.add(name := rng.choice(list(state.sequences)))
-        state.handle(RequestAborted(device.now_s, name))
-    else:
-        used = state.config.num_blocks - state.sequence_table.ledger.free
-        state.handle(BatchYielded(0, rng.randint(0, max(0, used))))
-    state.check_invariants()
 
 
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)

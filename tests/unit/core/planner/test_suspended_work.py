@@ -91,6 +91,36 @@ class Device:
             self.outputs.setdefault(command.request_id, []).append(command.token_id)
         self.state.check_invariants()
 
+    def step(self, interrupted: float) -> None:
+        """Run the next microbatch, or interrupt it with this probability if it can be."""
+        microbatch = self.plan()
+        if microbatch is None:
+            assert not self.state.sequences, "work is left, and nothing runs"
+            self.now_s += 0.01
+        elif microbatch.preemptible and self.rng.random() < interrupted:
+            self.interrupt(microbatch, self.rng.random())
+        else:
+            self.finish(microbatch)
+
+    def disturb(self, aborted: set[str], aborts: float) -> None:
+        """Abort a request with the probability `aborts`, else demand blocks of batch work."""
+        rng, state = self.rng, self.state
+        if rng.random() < aborts and state.sequences:
+            aborted.add(name := rng.choice(list(state.sequences)))
+            state.handle(RequestAborted(self.now_s, name))
+        else:
+            used = state.config.num_blocks - state.sequence_table.ledger.free
+            state.handle(BatchYielded(0, rng.randint(0, max(0, used))))
+        state.check_invariants()
+
+    def check_end(self, aborted: set[str]) -> None:
+        """All requests have ended with their tokens, except `aborted` ones; no block is in use."""
+        assert not self.state.sequences
+        for name, request in self.requests.items():
+            if name not in aborted:
+                assert self.outputs[name] == expected(request)[0]
+        assert self.state.load().kv_blocks_free == self.state.config.num_blocks
+
     def run(self) -> Microbatch:
         microbatch = self.plan()
         assert microbatch is not None
@@ -275,20 +305,9 @@ def test_any_stream_of_events_ends_with_the_tokens_of_each_request(
         if busy and rng.random() < 0.35:
             _arrive(device)
         elif rng.random() < 0.1:
-            _disturb(device, aborted)
-        microbatch = device.plan()
-        if microbatch is None:
-            assert not state.sequences, "work is left, and nothing runs"
-            device.now_s += 0.01
-        elif microbatch.preemptible and rng.random() < 0.4:
-            device.interrupt(microbatch, rng.random())
-        else:
-            device.finish(microbatch)
-    assert not state.sequences
-    for name, request in device.requests.items():
-        if name not in aborted:
-            assert device.outputs[name] == expected(request)[0]
-    assert state.load().kv_blocks_free == state.config.num_blocks
+            device.disturb(aborted, aborts=0.5)
+        device.step(interrupted=0.4)
+    device.check_end(aborted)
 
 
 def _arrive(device: Device) -> None:
@@ -299,14 +318,3 @@ def _arrive(device: Device) -> None:
     target = rng.choice((None, 0.013, 0.03, 0.2))
     service = rng.choice((DEFAULT_SERVICE, online(rng.choice((None, 0.1)), target)))
     device.arrive(service, rng.randint(1, 30), rng.randint(1, 20))
-
-
-def _disturb(device: Device, aborted: set[str]) -> None:
-    rng, state = device.rng, device.state
-    if rng.random() < 0.5 and state.sequences:
-        aborted.add(name := rng.choice(list(state.sequences)))
-        state.handle(RequestAborted(device.now_s, name))
-    else:
-        used = state.config.num_blocks - state.sequence_table.ledger.free
-        state.handle(BatchYielded(0, rng.randint(0, max(0, used))))
-    state.check_invariants()

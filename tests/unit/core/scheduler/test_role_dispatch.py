@@ -42,7 +42,7 @@ class Roles(Dispatch):
     ) -> SendAssignment:
         ask = Asked(request_id, "m", tokens, max_tokens, now_s=self.now_s, stream_id=1)
         commands = self(replace(ask, **how))  # type: ignore[arg-type]
-        (assigned,) = [one for one in commands if isinstance(one, SendAssignment)]
+        (assigned,) = [each for each in commands if isinstance(each, SendAssignment)]
         return assigned
 
     def reserved(self, name: str) -> int:
@@ -249,11 +249,11 @@ class RoleWorld(World):
     def place(self) -> None:
         """A request has moved to its target."""
         assigned = [(name, self.state._assignments.get(name)) for name in self.asks]
-        handed = [(name, one) for name, one in assigned if one is not None and one.hand_to]
+        handed = [(name, place) for name, place in assigned if place is not None and place.hand_to]
         if handed:
-            name, one = self.rng.choice(handed)
-            assert one.hand_to is not None
-            target = one.hand_to
+            name, place = self.rng.choice(handed)
+            assert place.hand_to is not None
+            target = place.hand_to
             self.moved += 1
             for held in self.reserved.values():
                 held.pop(name, None)

@@ -38,9 +38,9 @@ def write(tmp_path: Path, model_dir: Path, **config: Any) -> Path:
 def test_an_adapter_that_fits(tmp_path: Path, model_dir: Path) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     folder = write(tmp_path, model_dir, rank=4, targets=targets)
-    found = read_adapter(folder, model_dir)
-    assert (found.rank, found.targets) == (4, tuple(sorted(targets)))
-    assert found.digest == adapter_digest(folder)
+    adapter = read_adapter(folder, model_dir)
+    assert (adapter.rank, adapter.targets) == (4, tuple(sorted(targets)))
+    assert adapter.digest == adapter_digest(folder)
 
 
 def test_the_largest_rank_counts(tmp_path: Path, model_dir: Path) -> None:
@@ -58,7 +58,7 @@ def test_modules_of_other_architectures_are_left_to_the_engine(
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"peft_type": "IA3"}, "is not the configuration of a LoRA adapter"),
         ({"bias": "all"}, "has biases, which workers do not apply"),
@@ -74,10 +74,10 @@ def test_modules_of_other_architectures_are_left_to_the_engine(
     ],
 )
 def test_a_configuration_that_engines_do_not_apply(
-    tmp_path: Path, model_dir: Path, config: dict[str, Any], words: str
+    tmp_path: Path, model_dir: Path, config: dict[str, Any], message: str
 ) -> None:
     folder = write(tmp_path, model_dir, **config)
-    with pytest.raises(AdapterUnreadable, match=words):
+    with pytest.raises(AdapterUnreadable, match=message):
         read_adapter(folder, model_dir)
 
 
@@ -85,7 +85,7 @@ NAME = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({NAME.format(0, "A"): (8, 16)}, "maps 16 to 32 values, but that of the model"),
         ({NAME.format(0, "B"): (32, 4)}, "has no pair of matrices A and B of the same rank"),
@@ -96,7 +96,7 @@ NAME = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
     ],
 )
 def test_tensors_that_do_not_fit_the_model(
-    tmp_path: Path, model_dir: Path, change: dict[str, tuple[int, ...] | None], words: str
+    tmp_path: Path, model_dir: Path, change: dict[str, tuple[int, ...] | None], message: str
 ) -> None:
     folder = write(tmp_path, model_dir)
     tensors = load_file(folder / WEIGHTS)
@@ -105,7 +105,7 @@ def test_tensors_that_do_not_fit_the_model(
         if shape is not None:
             tensors[name] = torch.zeros(shape)
     save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(AdapterUnreadable, match=words):
+    with pytest.raises(AdapterUnreadable, match=message):
         read_adapter(folder, model_dir)
 
 
@@ -148,9 +148,9 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(
     folder = write(tmp_path, model_dir)
 
     def digest(read: Path) -> str:
-        found = adapter_digest(read)
+        adapter = adapter_digest(read)
         write(tmp_path, model_dir, seed=1)
-        return found
+        return adapter
 
     monkeypatch.setattr("services.gateway.model.adapter_folder.adapter_digest", digest)
     with pytest.raises(AdapterUnreadable, match="changed while it was read; retry"):

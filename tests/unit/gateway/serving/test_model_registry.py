@@ -1,4 +1,4 @@
-"""Which model a request names, and what it is told if its key may not use the model."""
+"""Which model a request names, and the error if its key may not use the model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def key(*models: str) -> Principal:
 
 
 @pytest.mark.parametrize(
-    ("name", "principal", "found"),
+    ("name", "principal", "expected"),
     [
         *((name, ANYONE, M) for name in ("m", "x")),
         *((name, ANYONE, N) for name in ("n", "y")),
@@ -42,8 +42,8 @@ def key(*models: str) -> Principal:
         ("y", key("m", "n"), N),
     ],
 )
-def test_names_and_aliases(name: str, principal: Principal, found: ModelEntry) -> None:
-    assert BOTH.entry(name, principal) is found
+def test_names_and_aliases(name: str, principal: Principal, expected: ModelEntry) -> None:
+    assert BOTH.entry(name, principal) is expected
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ async def ended(on: AdapterOnTest, request_id: str) -> None:
 
 
 def refusal_of(on: AdapterOnTest, request_id: str) -> str:
-    found = [r for p in on.told for r in p.refusals if r.request_id == request_id]
-    return found[0].message if found else ""
+    messages = [r for p in on.told for r in p.refusals if r.request_id == request_id]
+    return messages[0].message if messages else ""
 
 
 def reported(on: AdapterOnTest) -> tuple[dict[int, tuple[bool, int]], int]:
@@ -124,7 +124,7 @@ async def test_a_folder_that_has_changed_is_refused(on: AdapterOnTest, make: Loa
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("/etc", "is not below any of 'adapter_roots'"),
         ("adapters/first", "must be an absolute path"),
@@ -134,7 +134,7 @@ async def test_a_folder_that_has_changed_is_refused(on: AdapterOnTest, make: Loa
     ],
 )
 async def test_a_folder_that_cannot_be_read_is_refused(
-    on: AdapterOnTest, make: Load, tmp_path: Path, source: str, words: str
+    on: AdapterOnTest, make: Load, tmp_path: Path, source: str, message: str
 ) -> None:
     adapter, root = make("first"), tmp_path / "adapters"
     shutil.copytree(root / "first", tmp_path / "outside")
@@ -142,7 +142,7 @@ async def test_a_folder_that_cannot_be_read_is_refused(
     on.send(start("r0", replace(adapter, source=source.format(root=root))))
     await eventually(lambda: refusal_of(on, "r0"))
 
-    assert words in refusal_of(on, "r0") and not on.llm.added
+    assert message in refusal_of(on, "r0") and not on.llm.added
 
 
 async def test_what_vllm_rejects_is_refused_and_frees_the_slot(

@@ -30,26 +30,26 @@ RECALL = RecallBlocks(2, "@recall.2", (RecalledBlock(b"a", 0, 0),))
 
 @dataclass
 class FakeCopier:
-    """Notes what it is told."""
+    """Records the calls of the driver."""
 
-    told: list[Any] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     has_room: bool = True
     is_busy: bool = False
     is_alive: bool = True
 
     def submit(self, command: Any, due_s: float) -> bool:
-        self.told.append((command, due_s))
+        self.calls.append((command, due_s))
         return self.has_room
 
     def grow(self) -> None:
-        self.told.append("grow")
+        self.calls.append("grow")
 
     def start(self) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     def cancel(self, job: int) -> None:
-        self.told.append(job)
+        self.calls.append(job)
 
     def ends(self) -> list[Any]:
         results, self.results = self.results, []
@@ -87,7 +87,7 @@ def test_commands_reach_the_copier_and_results_the_planner() -> None:
     assert place.driver.copy(SAVE, 3.0) is None
     assert place.driver.copy(RECALL, 3.0) is None
     place.driver.cancel(CancelHostJob(2))
-    assert place.copier.told == [(SAVE, 3.0), (RECALL, 3.0), 2]
+    assert place.copier.calls == [(SAVE, 3.0), (RECALL, 3.0), 2]
     assert place.driver.look(3.0) == HostLooked(3.0, 4.5)
     place.cache.empty = 10
     place.copier.is_busy = True
@@ -105,7 +105,7 @@ def test_commands_reach_the_copier_and_results_the_planner() -> None:
 def test_paced_jobs_end_at_the_time_of_the_modelled_link() -> None:
     place = Place(paced=True)
     place.driver.copy(SAVE, 3.0)
-    assert place.copier.told == [(SAVE, 4.0)]
+    assert place.copier.calls == [(SAVE, 4.0)]
 
 
 def test_a_job_without_room_in_the_queue_has_failed() -> None:
@@ -117,19 +117,19 @@ def test_a_job_without_room_in_the_queue_has_failed() -> None:
 def test_the_store_grows_step_by_step_while_few_slots_are_empty() -> None:
     place = Place()
     place.driver.start()
-    assert place.copier.told == ["start", "grow"]
+    assert place.copier.calls == ["start", "grow"]
     place.driver.events(1.0)
-    assert place.copier.told == ["start", "grow"], "one step at a time"
+    assert place.copier.calls == ["start", "grow"], "one step at a time"
     place.store.slots, place.cache.empty = 10, 10
     place.copier.results = [StepEnd(10)]
     assert place.driver.events(2.0) == [HostGrown(2.0, 10)]
     place.cache.empty = 4
     place.driver.events(3.0)
-    assert place.copier.told == ["start", "grow", "grow"]
+    assert place.copier.calls == ["start", "grow", "grow"]
     place.store.slots = 30
     place.copier.results = [StepEnd(30)]
     place.driver.events(4.0)
-    assert place.copier.told == ["start", "grow", "grow"], "it has all slots"
+    assert place.copier.calls == ["start", "grow", "grow"], "it has all slots"
 
 
 def test_without_memory_the_store_stays_and_the_planner_hears_nothing(
@@ -141,7 +141,7 @@ def test_without_memory_the_store_stays_and_the_planner_hears_nothing(
     assert place.driver.events(2.0) == []
     assert "there is no memory" in caplog.text
     place.driver.events(3.0)
-    assert place.copier.told == ["start", "grow"]
+    assert place.copier.calls == ["start", "grow"]
 
 
 def test_a_copier_that_fails_loses_all_copies_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +152,7 @@ def test_a_copier_that_fails_loses_all_copies_once(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("host copies of KV are lost") == 1
     assert place.driver.events(3.0) == []
     assert place.driver.copy(RECALL, 3.0) == BlocksRecalled(3.0, 2, (False,))
-    assert place.copier.told == []
+    assert place.copier.calls == []
 
 
 def test_the_report_has_what_was_copied() -> None:
