@@ -10,7 +10,7 @@ from openai import BadRequestError
 
 from services.common.clock import monotonic_s
 from services.common.etcd import Store
-from tests.support.bad_inputs import BOMB
+from tests.support.bad_inputs import SLOW
 from tests.support.gateway import Case, gateway_case, text_ids
 from tests.support.waiting import eventually
 
@@ -296,7 +296,7 @@ async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:
             messages=[{"role": "user", "content": "hi"}],
             response_format={
                 "type": "json_schema",
-                "json_schema": {"name": "n", "schema": dict(BOMB)},
+                "json_schema": {"name": "n", "schema": dict(SLOW)},
             },
         )
     during = len(times) - before

@@ -212,8 +212,10 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("completion", {"prompt": ["a"] * 2, "n": 65}, "n"),
     ("completion", {"max_tokens": 0, "echo": False}, "max_tokens"),
 ]  # fmt: skip
-# It keeps llguidance busy for ever.
+# Never ends, and its memory grows: the speed of the machine decides which limit ends its check.
 BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
+# Takes several times the processor time that a check may take, and less than its memory.
+SLOW = {"type": "object", "properties": {str(n): {} for n in range(4000)}}
 # Faults that only a door that knows the model can tell.
 MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"model": "other"}, "model", 404),

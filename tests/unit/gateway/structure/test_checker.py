@@ -29,10 +29,9 @@ from services.gateway.structure.checker import (
 from services.gateway.structure.schema import schema_text
 from services.gateway.structure.structured_outputs import Structure
 from services.gateway.vocabulary.errors import BadRequest, QueueFull, ServiceUnavailable
+from tests.support.bad_inputs import BOMB, SLOW
 
 OWNER = "alice"
-# It keeps llguidance busy for ever.
-BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) ->
         return caught.value.message
 
     good = of_schema({"type": "integer"})
-    bombs = [of_schema(BOMB | {"title": str(n)}) for n in range(3)]
+    bombs = [of_schema(SLOW | {"title": str(n)}) for n in range(3)]
     messages, checked = await asyncio.gather(
         asyncio.gather(*map(refused, bombs)), checker.check(good, OWNER)
     )
@@ -187,7 +186,7 @@ async def test_each_tool_has_the_time_of_a_grammar(checker: GrammarChecker) -> N
 
 async def test_an_error_names_the_tool_that_takes_too_long(checker: GrammarChecker) -> None:
     tools = [of_tool(number, {}) for number in range(4)]
-    tools[2] = of_tool(2, {"a": BOMB})
+    tools[2] = of_tool(2, {"a": SLOW})
     with pytest.raises(BadRequest, match="enforced: tool 2, it takes too long to compile; "):
         await checker.check_all(tools, OWNER)
 
