@@ -28,7 +28,7 @@ groups are merged is reported (`rising`).
 
 With `rebalance`, running requests move from full groups to others first (`rebalance.py`). Groups
 merge for a full one only if no move can help, or if it has been full for `settle_s` in spite of
-moves.
+moves. Nothing moves while demand exceeds all capacity and merges can raise it.
 
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
 A split reduces capacity while it is prepared; if that causes overload, even at subsided demand, the
@@ -195,6 +195,8 @@ class OverloadMonitor:
         if mode is Rebalance.OFF:
             return []
         state.moves.note_groups(self._groups[model], now_s)
+        if self._needs_merges(model, load):
+            return []
         demand = self._demands.get(model)
         first = 0 if demand is None or mode is Rebalance.STUCK else demand.first_queued_tokens
         evenly = self.config.policy is OverloadPolicy.MIGRATE
@@ -210,6 +212,13 @@ class OverloadMonitor:
             )
             for move in moves
         ]
+
+    def _needs_merges(self, model: str, load: ModelLoad) -> bool:
+        """Whether only merges can meet the demand, and are still possible."""
+        # No group has room for long then, and requests that move now pause twice.
+        possible = self.config.policy is OverloadPolicy.DROP and len(self._counted(model)) > 1
+        exhausted = self._models[model].exhausted
+        return possible and not exhausted and load.expected_tokens > load.capacity_tokens
 
     def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]

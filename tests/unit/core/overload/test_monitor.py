@@ -281,7 +281,17 @@ def test_each_policy_has_its_default(policy: OverloadPolicy, default: Rebalance)
 def test_demand_beyond_all_groups_merges_at_once(mode: Rebalance) -> None:
     moving = Moving(rebalance=mode)
     decisions = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
-    assert Action.MERGE in {decision.action for decision in decisions}
+    assert [decision.action for decision in decisions] == [Action.MERGE]
+
+
+def test_moves_resume_once_merges_cannot_meet_the_demand() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    demand = {"queued": 5, "queued_tokens": 5000}
+    moving.tick(full_beside_roomy(), 20, **demand)
+    exhausted = moving.monitor.handle(MergesPlanned(moving.now_s, MODEL, 1000))
+    assert [decision.action for decision in exhausted] == [Action.EXHAUSTED]
+    actions = {decision.action for decision in moving.tick(full_beside_roomy(), 20, **demand)}
+    assert Action.MOVE in actions
 
 
 def test_room_is_made_for_a_large_request_with_all_only() -> None:
