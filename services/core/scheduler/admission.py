@@ -23,7 +23,7 @@ from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
 AWAY_RETRY_S = 10.0
-"""Retry-After while no worker serves a known model; about the restart time of a worker."""
+"""Retry-After while no worker serves a model; about the start time of a worker."""
 WAVE_MARGIN = 2
 """Safety factor on the measured pace, which varies: requests that start together end together."""
 WAITING_MODELS_MAX = 256
@@ -344,7 +344,7 @@ def check_model(
 ) -> NotAdmitted | None:
     """Refuse a model that no group serves, unless no group serves any model yet.
 
-    A model that was `served_before` may return, so a retry makes sense.
+    A retry makes sense: gateways ask only for models that they are configured to serve.
     """
     if not known_models or model in known_models:
         return None
@@ -357,7 +357,8 @@ def check_model(
     # Names no other models: the client's key may not permit them.
     return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
-        "no worker serves this model; start one, or choose another model of /v1/models",
+        "no worker serves this model yet; start one, or choose another model of /v1/models",
+        AWAY_RETRY_S,
     )
 
 

@@ -13,6 +13,7 @@ from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.queue_order import Scheduling
 from services.core.scheduler import admission
+from services.core.scheduler.admission import AWAY_RETRY_S
 from services.core.scheduler.assigner import REQUEUES_MAX
 from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
@@ -770,7 +771,7 @@ class TestRefusals:
         scheduler.join(model="served")
         refused = refusal(scheduler.ask("r1", model="other"))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
-        assert refused.retry_after_s is None
+        assert refused.retry_after_s == AWAY_RETRY_S, "its first worker may start"
         # The key of the client may not permit the other models.
         assert "served" not in refused.message
 
