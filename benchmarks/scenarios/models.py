@@ -266,7 +266,7 @@ def measure_ttfts(clusters: Clusters, seconds: float, seed: str, *, flooded: boo
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start the clusters and measure."""
     deployment = replace(deployment, paced=deployment.paced or PACE, max_running=FLOOD_RUNNING_MAX)
-    rounds = QUICK_ROUNDS if choice.quick else ROUNDS
+    rounds = choice.rounds or (QUICK_ROUNDS if choice.quick else ROUNDS)
     count = QUICK_LOOP_REQUESTS if choice.quick else LOOP_REQUESTS
     seconds = QUICK_ARRIVALS_S if choice.quick else ARRIVALS_S
     record = ModelRecord()
@@ -342,7 +342,7 @@ SCENARIO = Scenario(
     memory="82MiB",
     paced_memory="82MiB",
     run=run,
-    options=frozenset({"paced"}),
+    options=frozenset({"paced", "rounds"}),
     tiny_model={"num_hidden_layers": 4, "max_position_embeddings": 4096},
     # Workers of a single group cannot merge.
     up_options={"overload_policy": "recompute"},
