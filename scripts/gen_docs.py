@@ -127,13 +127,13 @@ def _fill_generated(page: str, *made: str) -> str:
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
-def alerts() -> str:
+def alerts(name: str = "tideserve") -> str:
     """The Prometheus rules as an object for its operator, which reads no files."""
-    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": name}
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
-        "metadata": {"name": "tideserve", "labels": labels},
+        "metadata": {"name": name, "labels": labels},
         "spec": {"groups": yaml.safe_load((ROOT / RULES).read_text())["groups"]},
     }
     notice = f"# Made by `make gen` from {RULES}; do not edit.\n"
@@ -142,7 +142,9 @@ def alerts() -> str:
 
 def alerts_template() -> str:
     """The template of the rules in the chart, with the braces of Prometheus' templates escaped."""
-    escaped = alerts().replace("{{", '{{ "{{" }}')
+    name = "NAME_OF_THE_RELEASE"
+    escaped = alerts(name).replace("{{", '{{ "{{" }}')
+    escaped = escaped.replace(name, '{{ include "tideserve.fullname" . | quote }}')
     return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
 
 

@@ -1,16 +1,19 @@
 """`models`: two models behind one gateway, and behind a gateway each.
 
 Both models have a paced worker, in the cluster of both and in a cluster of their own; block sizes
-differ, and every gateway loads the tokenizers of its models. All clusters run throughout. In turns:
+and tokenizers differ, and every gateway loads the tokenizers of its models. All clusters run
+throughout. In turns:
 
 * a closed loop on both models at once: output tokens per second, one gateway over two;
 * arrivals at the second model behind the shared gateway, while the first is idle and while a
   closed loop keeps requests queued for it: P99 TTFT, flooded over alone.
 
-Then the resident memory of the gateways with all their child processes is read. Paced engines
-sleep most of the time, so that the models hardly share cores, as on devices.
+Then the memory of the gateways with all their child processes is read: the resident memory, and
+for comparison the private memory, without the pages that processes of a machine share. Paced
+engines sleep most of the time, so that the models hardly share cores, as on devices.
 """
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +81,8 @@ class ModelRecord:
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {ONE: [], TWO: []})
     alone_s: list[list[float]] = field(default_factory=list)
     flooded_s: list[list[float]] = field(default_factory=list)
-    gateway_bytes: dict[str, int] = field(default_factory=dict)
+    resident: dict[str, int] = field(default_factory=dict)
+    private: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +96,43 @@ class Clusters:
         """The gateway of a model."""
         return (self.shared if system == ONE else self.alone[model]).urls[0]
 
-    def gateway_bytes(self) -> dict[str, int]:
-        """Resident memory of the gateways."""
-        one = resident_bytes(self.shared)
-        return {ONE: one, TWO: sum(map(resident_bytes, self.alone.values()))}
+    def note_memory(self, record: ModelRecord) -> None:
+        """Read the memory of the gateways, in bytes. Raises SystemUnavailable."""
+        one = gateway_memory(self.shared)
+        alone = [gateway_memory(system) for system in self.alone.values()]
+        record.resident = {ONE: one[0], TWO: sum(resident for resident, _ in alone)}
+        record.private = {ONE: one[1], TWO: sum(private for _, private in alone)}
 
 
-def resident_bytes(system: Tideserve) -> int:
-    """Resident memory of a gateway and its child processes. Raises SystemUnavailable."""
+def gateway_memory(system: Tideserve) -> tuple[int, int]:
+    """Resident and private bytes of a gateway and its child processes. Raises SystemUnavailable."""
     services = read_status(system.admin_url).get("services", ())
     pids = [int(row["pid"]) for row in services if row["name"] == "gateway"]
     if len(pids) != 1:
         raise SystemUnavailable(f"{system.admin_url} does not report its gateway's process")
-    gateway, total = psutil.Process(pids[0]), 0
+    gateway, resident, private = psutil.Process(pids[0]), 0, 0
     for process in (gateway, *gateway.children(recursive=True)):
         # A check of a grammar may end meanwhile.
         with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+            memory = process.memory_full_info()
+            resident, private = resident + memory.rss, private + memory.uss
+    return resident, private
+
+
+def write_other_tokenizer(model_dir: Path) -> None:
+    """Give the tokens of a folder's tokenizer.json other ids.
+
+    The tokenizer takes the same memory, but shares no file and no ids with the first. Added tokens
+    keep their ids, which the configuration names.
+    """
+    path = model_dir / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    kept = {token["content"] for token in added}
+    tokens = [token for token in vocabulary if token not in kept]
+    ids = sorted((vocabulary[token] for token in tokens), reverse=True)
+    vocabulary |= dict(zip(sorted(tokens, key=vocabulary.__getitem__), ids, strict=True))
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def start(deployment: Deployment, folder: Path, say: Say, stack: ExitStack) -> Clusters:
@@ -117,6 +140,7 @@ def start(deployment: Deployment, folder: Path, say: Say, stack: ExitStack) -> C
     folders = {name: folder / name for name in NAMES}
     for model_dir in folders.values():
         shutil.copytree(deployment.model_dir, model_dir)
+    write_other_tokenizer(folders[NAMES[1]])
     listed = folder / "models.yaml"
     entries = [
         {"model": str(folders[name]), "name": name, "block_size": BLOCK_SIZES[name]}
@@ -242,7 +266,7 @@ def measure_ttfts(clusters: Clusters, seconds: float, seed: str, *, flooded: boo
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start the clusters and measure."""
     deployment = replace(deployment, paced=deployment.paced or PACE, max_running=FLOOD_RUNNING_MAX)
-    rounds = QUICK_ROUNDS if choice.quick else ROUNDS
+    rounds = choice.rounds or (QUICK_ROUNDS if choice.quick else ROUNDS)
     count = QUICK_LOOP_REQUESTS if choice.quick else LOOP_REQUESTS
     seconds = QUICK_ARRIVALS_S if choice.quick else ARRIVALS_S
     record = ModelRecord()
@@ -263,7 +287,7 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
             for flooded in sorted((False, True), reverse=bool(turn % 2)):
                 ttfts = measure_ttfts(clusters, seconds, seed, flooded=flooded)
                 (record.flooded_s if flooded else record.alone_s).append(ttfts)
-        record.gateway_bytes = clusters.gateway_bytes()
+        clusters.note_memory(record)
     return judge(record, str(deployment.paced))
 
 
@@ -275,16 +299,18 @@ def _p99(values: Sequence[float]) -> float:
 
 def judge(record: ModelRecord, paced: str) -> TrialVerdict:
     """Figures, and a problem for every missed bar. Ratios are medians of the rounds' ratios."""
-    speeds, held = record.tokens_per_s, record.gateway_bytes
+    speeds, resident, private = record.tokens_per_s, record.resident, record.private
     speed_ratios = [one / two for one, two in zip(speeds[ONE], speeds[TWO], strict=True)]
     pairs = zip(record.flooded_s, record.alone_s, strict=True)
     ttft_ratios = [_p99(flooded) / _p99(alone) for flooded, alone in pairs]
-    rss, speed, ttft = held[ONE] / held[TWO], median(speed_ratios), median(ttft_ratios)
+    rss, speed, ttft = resident[ONE] / resident[TWO], median(speed_ratios), median(ttft_ratios)
     figures = {
         "paced": paced,
         "block_sizes": BLOCK_SIZES,
-        "gateway_rss_bytes": held,
+        "gateway_rss_bytes": resident,
         "gateway_rss_ratio": rss,
+        "gateway_private_bytes": private,
+        "gateway_private_ratio": private[ONE] / private[TWO],
         "tokens_per_s": speeds,
         "throughput_ratios": speed_ratios,
         "throughput_ratio": speed,
@@ -316,7 +342,7 @@ SCENARIO = Scenario(
     memory="82MiB",
     paced_memory="82MiB",
     run=run,
-    options=frozenset({"paced"}),
+    options=frozenset({"paced", "rounds"}),
     tiny_model={"num_hidden_layers": 4, "max_position_embeddings": 4096},
     # Workers of a single group cannot merge.
     up_options={"overload_policy": "recompute"},

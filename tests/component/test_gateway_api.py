@@ -281,7 +281,7 @@ REFUSALS: list[tuple[Any, float, int, set[str | None]]] = [
     (scheduler_pb2.REFUSAL_REASON_INVALID, 0, 400, {None}),
     (scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, 2.5, 503, {"3", "4", "5"}),
     (scheduler_pb2.REFUSAL_REASON_EXPIRED, 0, 504, {"1", "2", "3"}),
-    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 404, {None}),
+    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 503, {"1", "2", "3"}),
     (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 1, 503, {"1", "2", "3"}),
 ]
 

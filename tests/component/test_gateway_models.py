@@ -30,8 +30,10 @@ from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 from tideserve.client import AsyncClient
 from tideserve.client.errors import ModelNotFound
+from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tideserve.kserve.v2 import inference_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2
 
 TEXTS = {"m": TEXT, "n": "Ebb and flow. "}
 TOKENIZERS = {"m": byte_tokenizer(), "n": byte_tokenizer(other=True)}
@@ -281,6 +283,44 @@ def _answers(case: Models, path: str, status: int) -> Any:
         return (await case.gateway.http.get(path)).status_code == status
 
     return answers
+
+
+async def test_a_model_without_workers_is_unavailable_and_an_unknown_name_not_found(
+    case: Models,
+) -> None:
+    case.gateway.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+        reason=scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
+        message="no worker serves it",
+        retry_after_s=10,
+    )
+    for path, body in BODIES.items():
+        answer = await case.post(path, {**body, "model": "second"})
+        # Anthropic's API has a status of its own for it.
+        assert answer.status_code == (529 if path == "/v1/messages" else 503), path
+        assert int(answer.headers["retry-after"]) >= 10
+        assert answer.json()["error"]["message"] == "no worker serves it"
+        assert (await case.post(path, {**body, "model": "third"})).status_code == 404, path
+    metadata = [("authorization", f"Bearer {case.keys['both']}")]
+    text = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"hi")
+    options = [("grpc.enable_retries", 0)]
+    async with grpc.aio.insecure_channel(case.gateway.target, options=options) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        kserve: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for name, code in (
+            ("second", grpc.StatusCode.UNAVAILABLE),
+            ("third", grpc.StatusCode.NOT_FOUND),
+        ):
+            prompt = gateway_pb2.Prompt(text="hi")
+            complete = gateway_pb2.CompleteRequest(model=name, prompts=[prompt])
+            infer = pb.ModelInferRequest(model_name=name, inputs=[text])
+            for call in (
+                stub.Complete(complete, metadata=metadata),
+                kserve.ModelInfer(infer, metadata=metadata),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is code
 
 
 async def test_lines_of_a_batch_name_several_models(case: Models) -> None:

@@ -14,6 +14,7 @@ from services.common.membership import GROUPS, ROLES, SERVICES, WORKERS
 from services.common.records import decode_record, to_role_record
 from services.common.timeouts import timeout
 from services.core.role import Role
+from services.core.scheduler.admission import AWAY_RETRY_S
 from services.scheduler import servicer
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
@@ -228,7 +229,7 @@ async def test_too_large_and_unknown_model(store: Store) -> None:
         await gateway.ask("r2", model="other")
         refusal = await gateway.refusal("r2")
         assert refusal.reason == scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL
-        assert refusal.retry_after_s == 0
+        assert refusal.retry_after_s == AWAY_RETRY_S
 
 
 async def test_nonsense_does_not_end_the_stream(store: Store) -> None:

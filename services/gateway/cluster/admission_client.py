@@ -27,7 +27,6 @@ from services.gateway.vocabulary.errors import (
     ContextExceeded,
     Expired,
     GatewayError,
-    NoSuchModel,
     QueueFull,
     ServiceUnavailable,
     TooLate,
@@ -329,8 +328,8 @@ def refusal_error(refusal: Refusal) -> GatewayError:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
             return BadRequest(message)
-        case RefusalReason.UNKNOWN_MODEL if refusal.retry_after_s is None:
-            return NoSuchModel(message, param="model")
+    # Also for a model that the scheduler does not know: this gateway serves it, so its workers
+    # may start, and only names that it does not serve are not found.
     kind: type[ServiceUnavailable] | type[Expired] = ServiceUnavailable
     if refusal.reason is not None:
         kind = _OVERLOAD.get(refusal.reason, kind)
