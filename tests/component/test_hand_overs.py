@@ -79,6 +79,7 @@ def test_without_a_connection_the_output_comes_from_the_first(
     assert (counts.handed_over_total, counts.hand_overs_kept_total) == (0, 1)
 
 
+@pytest.mark.timeout(300 + 5 * SEEDS)
 def test_requests_of_every_kind_are_handed_over_unnoticed(
     tight: RunnerConfig, oracle: Oracle
 ) -> None:
