@@ -49,7 +49,8 @@ class HostGroup(EngineGroup):
     ) -> None:
         self.host_slots = host_slots
         self._lost: Counter[str] = Counter()  # counts of the engines that were lost
-        self._hits: dict[str, int] = {}  # request → tokens of its prompt that were cached
+        # Request → tokens of its prompt that were cached, and the requests before its first token.
+        self._hits: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._adopted: set[str] = set()
         options["prefix_caching"] = True
         planner = {"host": settings or host_settings(), **(options.pop("planner", None) or {})}
@@ -103,22 +104,22 @@ class HostGroup(EngineGroup):
     def note_token(self, worker_id: str, token: EmitToken) -> None:
         super().note_token(worker_id, token)
         if not token.index:
-            self._hits[token.request_id] = token.cached_tokens
+            self._hits[token.request_id] = token.cached_tokens, tuple(self.streams)
 
     def take_over(self, worker_id: str, adopted: AdoptedRequest) -> None:
         self._adopted.add(adopted.request_id)
         super().take_over(worker_id, adopted)
 
     def check_owners(self) -> None:
-        """The hits of each request are common with a request of the same salt."""
+        """The hits of each request are common with an earlier one of the same salt."""
         # A request that has begun twice may find its own blocks.
         for name in self._hits.keys() - self._adopted - self.gateway.again:
-            request, hits = self.streams[name].request, self._hits[name]
+            request, (hits, earlier) = self.streams[name].request, self._hits[name]
+            others = [self.streams[other].request for other in earlier if other != name]
             shared = [
-                _common(request.prompt_ids, other.request.prompt_ids)
-                for other in self.streams.values()
-                if other.request.cache_salt == request.cache_salt
-                and other.request.request_id != name
+                _common(request.prompt_ids, other.prompt_ids)
+                for other in others
+                if other.cache_salt == request.cache_salt
             ]
             assert hits <= max(shared, default=0), f"{name} has hits of another owner"
 
