@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from services.core.cost.model import Coefficients, CostModel
 from services.core.planner.batch import Microbatch
@@ -56,8 +57,12 @@ class ClassScenario(Scenario):
         scheduling: Scheduling | None = None,
         event_logs: Path | None = None,
         block_sharing: bool = False,
+        **more: Any,
     ) -> None:
-        """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
+        """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one.
+
+        `more`: options of the `GROUP`.
+        """
         self.seen: Counter[str] = Counter()
         self.seed = seed
         self._chances = chances = random.Random(seed)
@@ -80,6 +85,7 @@ class ClassScenario(Scenario):
             "planner": planner,
             "interrupts": self._interrupts,
             "event_logs": event_logs,
+            **more,
         }
         super().__init__(config, requests, seed, network, **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from services.core.changeover.state import MemberPhase
 from services.core.groups.layer_map import Stage
@@ -37,8 +38,11 @@ class DivisionScenario(Scenario):
     WORKERS = (4,)
     NUM_LAYERS = LAYERS
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
-        super().__init__(config, requests, seed, QueueNetwork())
+    def __init__(
+        self, config: RunnerConfig, requests: list[Request], seed: int, **options: Any
+    ) -> None:
+        """`options` are those of the `GROUP`."""
+        super().__init__(config, requests, seed, QueueNetwork(), **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True
         self._chances = random.Random(f"divisions {seed}")
         self._moment = MOMENTS[seed % len(MOMENTS)]

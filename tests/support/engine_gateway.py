@@ -46,7 +46,8 @@ class EngineGateway:
     Unless it `resumes`, those with tokens are. It asks a random leader, or, if it `balances`, the
     one that streams the fewest requests, as the scheduler would. `asked` counts how often it has
     asked again, `resumed` for how many of these there were tokens, `returned` how many were given
-    back, `shipped` how many of these went on at the worker that got their KV.
+    back, `shipped` how many of these went on at the worker that got their KV; `again`: what it has
+    asked for again.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
@@ -57,6 +58,7 @@ class EngineGateway:
         self.resumed = 0
         self.returned = 0
         self.shipped = 0
+        self.again: set[str] = set()
         self._group = group
         self._lost: set[str] = set()  # to be asked for again
         self._unread: dict[Place, Unread] = {}
@@ -193,6 +195,7 @@ class EngineGateway:
             member.handle(RequestAborted(group.now_s, request_id))
         group.owner[request_id] = leader
         self.asked += 1
+        self.again.add(request_id)
         stream = group.streams[request_id]
         self.resumed += bool(stream.tokens)
         request = resumed(self.told(stream.request), tuple(stream.tokens))

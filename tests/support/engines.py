@@ -1,8 +1,11 @@
 """An engine in a test's process: a real arena, planner, mover and model, over given lanes."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 from services.common.event_log import EventLog
@@ -27,18 +30,81 @@ from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from tests.support.engine_networks import EngineNetwork
 
+PIECE_BLOCKS = 3
+"""Blocks of a piece that a `SteppedCopier` copies, so that a job has several."""
+COPIER_TIMEOUT_S = 60.0
+
 
 class SteppedCopier(HostCopier):
-    """A copier without a thread, that can fail."""
+    """A copier of which each `step` runs up to the next piece, or to the end of a task.
 
-    failed = False
+    A thread of its own runs each task, but only within `step`, so that everything else may happen
+    between two pieces. `fail` ends it where it is. `seen` counts the jobs that were "cancelled",
+    "cancelled midway" and "lost midway", and copies whose blocks were "moved" between two pieces.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._piece_blocks = PIECE_BLOCKS
+        self._tasks_thread = ThreadPoolExecutor(max_workers=1)
+        self._task: Future[bool] | None = None
+        self._go, self._paused = Semaphore(0), Semaphore(0)
+        self._failed = False
+        self._blocks: dict[tuple[int, int], int] = {}  # (job, place) → device block
+        self.seen: Counter[str] = Counter()
 
     @property
     def is_alive(self) -> bool:
-        return not self.failed
+        return not self._failed
+
+    def fail(self) -> None:
+        """The copier's thread fails."""
+        self.seen["lost midway"] += self._task is not None
+        self._failed = True
+
+    def cancel(self, job: int) -> None:
+        known = self._jobs.get(job)
+        self.seen["cancelled"] += known is not None
+        self.seen["cancelled midway"] += known is not None and known not in self._tasks
+        super().cancel(job)
 
     def step(self, wait_s: float) -> bool:
-        return not self.failed and super().step(wait_s)
+        if not self._failed and (self._tasks or self._task is not None):
+            self._resume()
+        return not self._failed
+
+    def close(self) -> None:
+        super().close()
+        while self._task is not None:
+            self._resume()
+        self._tasks_thread.shutdown()
+
+    def _resume(self) -> None:
+        if self._task is None:
+            self._task = self._tasks_thread.submit(self._run_task)
+            self._task.add_done_callback(lambda _: self._paused.release())
+        self._go.release()
+        assert self._paused.acquire(timeout=COPIER_TIMEOUT_S), "the copier waits for something"
+        if self._task.done():
+            ended, self._task = self._task, None
+            ended.result()
+
+    def _run_task(self) -> bool:
+        self._go.acquire()
+        return super().step(0.0)
+
+    def _copy_piece(self, *piece: Any) -> None:
+        self._paused.release()
+        self._go.acquire()
+        super()._copy_piece(*piece)
+
+    def _device_blocks(self, job: Any, places: Sequence[int]) -> list[int]:
+        blocks = super()._device_blocks(job, places)
+        for place, block in zip(places, blocks, strict=True):
+            before = self._blocks.setdefault((job.command.job, place), block)
+            self.seen["moved"] += before != block
+            self._blocks[job.command.job, place] = block
+        return blocks
 
 
 @dataclass

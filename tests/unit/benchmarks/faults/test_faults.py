@@ -75,7 +75,7 @@ def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -
 
 def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
     found = figures(LoadChoice(quick=True))
-    assert found["cells"] == len(run) == 20
+    assert found["cells"] == len(run) == 21
     assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= found.keys()
 
 

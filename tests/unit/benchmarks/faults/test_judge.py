@@ -124,6 +124,14 @@ def test_a_stream_is_not_silent_for_longer_than_its_fault_explains(
     assert ["silent" in problem for problem in problems] == ([True] if over_s > 0 else [])
 
 
+def test_a_stream_that_waits_for_memory_may_be_silent() -> None:
+    late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 80.0), ended_s=80.0)
+    crowded = replace(KILL, phase="host_recall", role="leader")
+    verdict = judge_cell(seen([late], cell=crowded))
+    assert verdict.silence_s == 0.0 and not verdict.problems
+    assert judge_cell(seen([late])).problems
+
+
 def test_a_cell_counts_only_if_it_was_hit_while_enough_streams_had_tokens_left() -> None:
     assert not judge_cell(seen(hit_s=None)).hit
     assert not judge_cell(seen(hit_s=8.0)).hit, "no stream had begun"
