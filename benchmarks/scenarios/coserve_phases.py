@@ -1,8 +1,8 @@
 """`coserve --phases`: ConServe's mechanisms one by one under phases of online requests (Figure 4).
 
-Online requests arrive at twice the rate of `coserve` for half of each phase, and not at all for the
-other half. The KV cache is full of batch requests, which lose their KV in every busy half. The
-steps add: iterations within deadlines (`budget`), batch work in their slack (`fill`), interruption
+Online requests arrive at 1.5 times the rate of `coserve` for half of each phase, and not at all for
+the other half: in busy halves they need most of the KV cache and four fifths of the time, so that
+batch requests lose their KV, but they fit. The steps add: iterations within deadlines (`budget`), batch work in their slack (`fill`), interruption
 of batch iterations (`preempt`), copies of KV in host memory (`save`), and their return while other
 requests run (`prefetch`). `conserve` and `bros`, as their papers describe them, run with and
 without host memory.
@@ -31,6 +31,9 @@ PAPERS = ("conserve", "conserve-host", "bros", "bros-host")
 PHASE_S = 10.0
 """Duration of a phase at the pace of the device, half of it with online requests."""
 PHASES_QUICK, PHASES_FULL = 2, 6
+BUSY = 1.5
+"""Rate of online requests in busy halves, as a multiple of that of `coserve`: with twice the rate
+their KV alone exceeds the capacity, and batch requests hardly run."""
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
@@ -46,7 +49,7 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
     load = load_for(choice)
     phases = PHASES_QUICK if choice.quick else PHASES_FULL
     what = (
-        f"{phases} phases, half of each with {2 * load.rate_per_s:.3g} online requests per second"
+        f"{phases} phases, half of each with {BUSY * load.rate_per_s:.3g} online requests per second"
         f" of {coserve.ONLINE_PROMPT} prompt and {coserve.ONLINE_OUTPUT} output tokens,"
     )
     online = partial(_online, choice.seed, load, phases)
@@ -58,7 +61,7 @@ def _online(seed: int, load: OnlineLoad, phases: int, turn: int) -> Sequence[Pla
     half_s = load.window_s / phases / 2
     spans = [
         (load.window_from_s, load.rate_per_s),
-        *[(half_s, 2 * load.rate_per_s), (half_s, 0.0)] * phases,
+        *[(half_s, BUSY * load.rate_per_s), (half_s, 0.0)] * phases,
     ]
     name = f"{PHASES} {seed} {turn}"
     rng = Random(name)
@@ -72,8 +75,8 @@ SCENARIO = Scenario(
     systems=(*STEPS.values(), *PAPERS),
     memory="1GiB",
     paced_systems=(*STEPS.values(), *PAPERS),
-    # Room for the KV of about twenty batch requests.
-    paced_memory="24MiB",
+    # 30,000 tokens of KV per worker: about 16 batch requests, or 43 online requests.
+    paced_memory="34MiB",
     cases=cases,
     rounds=(1, 3),
     steps=STEPS,

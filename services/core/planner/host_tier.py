@@ -257,9 +257,11 @@ class HostTier:
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)
         self._saver.advance(now_s)
-        if len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
+        # Iterations may be long, so a look takes all that is due.
+        while len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
             self._jobs += 1
             self._saves[self._jobs], blocks = save
+            lane_s += self._link_s(len(blocks))
             commands.append(SaveBlocks(self._jobs, blocks))
         return commands
 
@@ -309,8 +311,11 @@ class HostTier:
         if not sequence.online and table.precedence.batch_yields:
             if table.waiting[0].online:
                 return False
+            # Admission leaves a reserve for running online work, too; a larger one would only let
+            # sequences start without their recalls.
             reserve = int(GROWTH_RESERVE * table.ledger.least_capacity)
-            if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
+            free = table.ledger.free - sequence.blocks_to_admit(config.block_size)
+            if table.online_running and free < reserve:
                 return False
         return table.may_start(sequence, config.max_running - len(self._recalls))
 
