@@ -87,9 +87,7 @@ class Turns:
         """The engine's process, by its run folder."""
         children = psutil.Process().children(recursive=True)
         (own,) = [
-            child
-            for child in children
-            if any(f"/{engine}/" in part for part in child.cmdline())
+            child for child in children if any(f"/{engine}/" in part for part in child.cmdline())
         ]
         return own
 
