@@ -1,11 +1,12 @@
 """`coserve --phases`: ConServe's mechanisms one by one under phases of online requests (Figure 4).
 
-Online requests arrive at the rate of `coserve` for half of each phase, the highest at which they meet
-their target of the first token alone, and not at all for the other half. In busy halves they need
-most of the KV cache, so batch requests lose their KV. The steps add: iterations within deadlines
-(`budget`), batch work in their slack (`fill`), interruption of batch iterations (`preempt`), copies
-of KV in host memory (`save`), and their return while other requests run (`prefetch`). `conserve`
-and `bros`, as their papers describe them, run with and without host memory.
+Online requests arrive at the rate of `coserve` for half of each phase, the highest at which they
+meet their target of the first token alone, and not at all for the other half. In busy halves they
+need most of the KV cache, so batch requests lose their KV. The steps add: iterations within
+deadlines (`budget`), batch work in their slack (`fill`), interruption of batch iterations
+(`preempt`), copies of KV in host memory (`save`), and their return while other requests run
+(`prefetch`). `conserve` and `bros`, as their papers describe them, run with and without host
+memory.
 """
 
 from collections.abc import Sequence
