@@ -44,6 +44,11 @@ def _tokens(figures: Figures) -> float | None:
     return value
 
 
+def _batch(figures: Figures) -> float | None:
+    value: float | None = at(figures, "classes", "batch", "processed_tokens_per_s")
+    return value
+
+
 def _gap(figures: Figures) -> float | None:
     value: float | None = at(figures, "classes", "online", "inter_token_s", "p99")
     return value
@@ -120,10 +125,11 @@ def _rate_rows(rates: Mapping[str, Mapping[str, Figures]]) -> list[Comparison]:
     return [
         Comparison(
             "Figure 7",
-            f"tokens per second, {OURS} over eager, {load}",
-            1.04,
-            ratio(_tokens(systems[OURS]), _tokens(systems[EAGER])),
-            note="The paper: 4 to 12 % above vLLM++.",
+            f"batch tokens per second, {OURS} over eager, {load}",
+            1.08,
+            ratio(_batch(systems[OURS]), _batch(systems[EAGER])),
+            note="The paper: 4 to 12 % above vLLM++, which stalls while it swaps KV; eager computes"
+            " it again.",
         )
         for load, systems in rates.items()
     ]
@@ -143,13 +149,17 @@ def _step_rows(steps: Mapping[str, Figures]) -> list[Comparison]:
         *(
             Comparison(
                 "Figure 8",
-                f"tokens per second, {step} over {before}",
+                f"batch tokens per second, {step} over {before}",
                 paper,
-                ratio(_tokens(steps[step]), _tokens(steps[before])),
-                note="Ours loses less without the mechanism: KV that yields stays cached until its"
-                " blocks are used.",
+                ratio(_batch(steps[step]), _batch(steps[before])),
+                note="The paper: 2 online requests a second at all times; ours come in phases, so"
+                " that KV is short. KV that yields stays cached until its blocks are used.",
             )
-            for step, before, paper in ((SAVE, SCHEDULER, 1.14), (PREFETCH, SAVE, 1.136))
+            for step, before, paper in (
+                (SAVE, SCHEDULER, 1.14),
+                (PREFETCH, SAVE, 1.136),
+                (PREFETCH, SCHEDULER, 1.294),
+            )
         ),
         *(
             Comparison(
@@ -182,7 +192,10 @@ def _system_charts(figure: str, systems: Mapping[str, Figures]) -> Sequence[Char
             f"{figure}: tokens processed",
             "tokens per second",
             names,
-            {"all classes": [_tokens(of) for of in systems.values()]},
+            {
+                "all classes": [_tokens(of) for of in systems.values()],
+                "batch": [_batch(of) for of in systems.values()],
+            },
         ),
         BarChart(f"{figure}: latency of online requests", "seconds", names, latencies),
     )
@@ -193,7 +206,11 @@ def _sweeps(rates: Mapping[str, Mapping[str, Figures]]) -> list[Chart]:
     for kind in ("rate", "variation"):
         loads = {float(name.split()[1]): of for name, of in rates.items() if kind in name}
         names = list(next(iter(loads.values())))
-        for what, value_of in (("tokens per second", _tokens), ("P99 first token", _first)):
+        for what, value_of in (
+            ("batch tokens per second", _batch),
+            ("P99 first token", _first),
+            ("P99 gap", _gap),
+        ):
             lines = {
                 name: [(x, y) for x, of in loads.items() if (y := value_of(of[name])) is not None]
                 for name in names
