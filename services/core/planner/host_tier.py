@@ -33,7 +33,7 @@ from services.core.host.vocabulary import (
     SaveBlocks,
 )
 from services.core.planner.config import IterationConfig
-from services.core.planner.harvester import GROWTH_RESERVE
+from services.core.planner.harvester import GROWTH_RESERVE, RESERVING
 from services.core.planner.host_saver import HostSaver, SaveJob
 from services.core.planner.host_use import HostUse
 from services.core.planner.sequence import Sequence
@@ -311,11 +311,10 @@ class HostTier:
         if not sequence.online and table.precedence.batch_yields:
             if table.waiting[0].online:
                 return False
-            # Admission leaves a reserve for running online work, too; a larger one would only let
-            # sequences start without their recalls.
-            reserve = int(GROWTH_RESERVE * table.ledger.least_capacity)
-            free = table.ledger.free - sequence.blocks_to_admit(config.block_size)
-            if table.online_running and free < reserve:
+            # The reserve of admission: with a larger one, sequences start without their recalls.
+            reserves = config.scheduling in RESERVING and table.online_running
+            reserve = int(GROWTH_RESERVE * table.ledger.least_capacity) if reserves else 0
+            if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
                 return False
         return table.may_start(sequence, config.max_running - len(self._recalls))
 

@@ -213,10 +213,13 @@ def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
     world.end()
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS])
 @pytest.mark.parametrize("online", [False, True])
-def test_a_recall_of_batch_work_leaves_blocks_for_running_online_work_only(online: bool) -> None:
-    """As admission does; with a larger reserve the sequence would start without its copies."""
-    world = recallable(num_blocks=60, slots=200)
+def test_a_recall_of_batch_work_leaves_the_blocks_that_its_admission_leaves(
+    online: bool, scheduling: Scheduling
+) -> None:
+    """With a larger reserve the sequence would start without its copies."""
+    world = recallable(num_blocks=60, slots=200, scheduling=scheduling)
     running = world.ask(tuple(place % 49 for place in range(199)), output=8, online=online)
     while not world.tokens[running]:
         world.iterate()
@@ -226,7 +229,7 @@ def test_a_recall_of_batch_work_leaves_blocks_for_running_online_work_only(onlin
     assert 0 <= free - world.state.sequences[waiting].blocks_to_admit(BLOCK_SIZE) < 2
     world.look()
     recalled = any(isinstance(job.command, RecallBlocks) for job in world.jobs)
-    assert recalled is not online
+    assert recalled is not (online and scheduling is not Scheduling.BROS)
     world.end()
 
 
