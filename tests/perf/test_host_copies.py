@@ -25,7 +25,7 @@ from tests.support.engine_processes import EngineProcesses
 from tideserve.sim.report import percentile
 
 SAVING, PLAIN = "saving", "plain"
-MEMORY_BYTES, HOST_BYTES = 480 * MIB, 128 * MIB
+MEMORY_BYTES, HOST_BYTES = 400 * MIB, 128 * MIB
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 384, 64
 PAIRS, WARM_UPS = 12, 2
 USED_MIN, SAVED_MIN = 0.6, 0.9
@@ -63,7 +63,9 @@ class Turns:
     def __init__(self, engines: EngineProcesses) -> None:
         self._engines = engines
         self._vocab_size = engines.workers[PLAIN].facts.vocab_size
-        self._processes = {name: self._process(name) for name in (SAVING, PLAIN)}
+        self._processes = {
+            name: psutil.Process(worker.client.pid) for name, worker in engines.workers.items()
+        }
 
     async def run(self, engine: str, number: int) -> tuple[float, float]:
         """Serve the requests of a turn; returns wall seconds and those of the processor."""
@@ -82,14 +84,6 @@ class Turns:
     def _processor_s(self, engine: str) -> float:
         times = self._processes[engine].cpu_times()
         return float(times.user + times.system)
-
-    def _process(self, engine: str) -> psutil.Process:
-        """The engine's process, by its run folder."""
-        children = psutil.Process().children(recursive=True)
-        (own,) = [
-            child for child in children if any(f"/{engine}/" in part for part in child.cmdline())
-        ]
-        return own
 
 
 def ratios(pairs: Sequence[tuple[tuple[float, float], tuple[float, float]]], kind: int) -> str:
