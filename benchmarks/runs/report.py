@@ -91,6 +91,7 @@ def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
     counts = ("sent", "completed", "rejected", "failed", "preemptions")
     yield [
         *((name, at(name), _plain) for name in counts),
+        ("recomputed tokens", at("recomputed_tokens"), _plain),
         ("late sends", at("late_sends"), _plain),
         *(
             [("shorter than asked for", at("short_answers"), _plain)]
