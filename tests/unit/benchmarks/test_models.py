@@ -1,12 +1,17 @@
 """`models`: the tokenizers differ, and each missed bar is a problem."""
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.scenarios.models import ONE, TWO, ModelRecord, judge, write_other_tokenizer
+from benchmarks.systems.cores import child_cores, halves, pin
 from services.gateway.text.tokenizer import Tokenizer
 from tests.support.byte_tokenizer import write_model_folder
 
@@ -32,8 +37,8 @@ def test_the_second_model_has_another_tokenizer_of_the_same_size(tmp_path: Path)
 
 RECORD = ModelRecord(
     tokens_per_s={ONE: [96.0, 99.0, 90.0], TWO: [100.0, 100.0, 100.0]},
-    alone_s=[[0.2] * 20] * 3,
-    flooded_s=[[0.24] * 20] * 3,
+    alone_s={ONE: [[0.2] * 20] * 3, TWO: [[0.2] * 20] * 3},
+    flooded_s={ONE: [[0.24] * 20] * 3, TWO: [[0.3] * 20] * 3},
     resident={ONE: 150, TWO: 200},
     private={ONE: 80, TWO: 100},
 )
@@ -48,7 +53,10 @@ RECORD = ModelRecord(
             {"tokens_per_s": {ONE: [94.0, 99.0, 90.0], TWO: [100.0, 100.0, 100.0]}},
             ["tokens per second, one over two is 0.94"],
         ),
-        ({"flooded_s": [[0.26] * 20] * 3}, ["P99 TTFT, flooded over alone is 1.30"]),
+        (
+            {"flooded_s": {ONE: [[0.26] * 20] * 3, TWO: [[0.24] * 20] * 3}},
+            ["P99 TTFT, flooded over alone is 1.30"],
+        ),
     ],
 )
 def test_bars(changes: dict[str, object], problems: list[str]) -> None:
@@ -58,3 +66,16 @@ def test_bars(changes: dict[str, object], problems: list[str]) -> None:
         assert text.startswith(begin)
     assert verdict.figures["gateway_private_ratio"] == 0.8
     assert verdict.figures["requests"] == 60
+
+
+def test_a_child_runs_on_its_cores_only() -> None:
+    first, second = halves()
+    before = os.sched_getaffinity(0)
+    command = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    with child_cores(second):
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown) == sorted(second) and os.sched_getaffinity(0) == before
+    with subprocess.Popen(["sleep", "60"]) as process:
+        pin([process.pid, 2**22 + 1], first)
+        assert os.sched_getaffinity(process.pid) == first
+        process.kill()
