@@ -101,7 +101,7 @@ def _mean_rows(name: str, loads: Loads) -> list[Comparison]:
                 printed.latency[at_place],
                 _mean([ratio(_latency(of[BROS]), _latency(of[base])) for of in own]),
                 note="The paper's mean is over three models, too. Our round robin runs prompts in"
-                " chunks, and prefill-first has no gaps between its processes.",
+                " chunks, and our iterations follow each other without a pause.",
             ),
             *(
                 Comparison(
