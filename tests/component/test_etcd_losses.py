@@ -25,6 +25,7 @@ from tests.support.control_plane import (
     group_record,
     open_store,
     put,
+    read_group,
     registered,
     service_address,
     serving,
@@ -251,9 +252,12 @@ class TestRollback:
                 await all_serve(before, first, second)
             copy = copied(etcd, tmp_path)
             await until_read(store)
-            # More writes than follow before the memory manager has read etcd again.
+            # More writes than follow before the memory manager has read etcd again. It must have
+            # read them: else nothing is lost that it knows, and it does not start again.
             for number in range(300):
                 await store.put(f"elsewhere/{number}", b"")
+            await put(store, f"{WORKERS}w2", worker_record("w2"))
+            await eventually(lambda: read_group(store, "w2"))
             away_and_back(etcd, copy)
             await eventually(lambda: first.directory.rollbacks == 1)
             late = prepare_request(group_record(first.record, 9), token=10**6)
