@@ -216,12 +216,19 @@ class Admission:
         )
 
     def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """The first new request whose model's groups have not returned within `REGROUP_S`."""
+        """The first new request whose model's groups have not come within `REGROUP_S`.
+
+        It has waited since the last group left, or since it arrived before any group was known.
+        """
         left_s = self.groups.left_s(name)
-        if left_s is None or now_s < left_s + REGROUP_S:
+        if left_s is not None and now_s < left_s + REGROUP_S:
+            return None
+        if left_s is None and not self.groups.models:
             return None
         for waiting in self.queue.in_order(name):
-            if _is_new(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.was_assigned:
+            asked_s = waiting.ask.now_s
+            due = now_s >= asked_s + REGROUP_S if left_s is None else asked_s >= left_s
+            if due and _is_new(waiting.ask) and not waiting.was_assigned:
                 refused = self._refuse_unserved(waiting.ask, now_s)
                 return None if refused is None else (waiting, refused)
         return None

@@ -294,6 +294,31 @@ def test_moves_resume_once_merges_cannot_meet_the_demand() -> None:
     assert Action.MOVE in actions
 
 
+def test_requests_move_while_an_operator_has_suppressed_merges() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    moving.tick(full_beside_roomy(400, 0), 1)
+    moving.monitor.handle(ManualChange(moving.now_s, MODEL, Action.SPLIT, ("g0",)))
+    decisions = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
+    assert {decision.action for decision in decisions} == {Action.MOVE}
+
+
+def test_requests_move_while_only_the_forecast_exceeds_the_capacity() -> None:
+    def growing(used: int) -> tuple[GroupUse, ...]:
+        alone = [MemberUse(f"w{n}", 1300, 400 if n == 3 else used, 1300) for n in range(4)]
+        return tuple(
+            GroupUse(f"g{n}", MODEL, (member,), running=3, kv_layout="weights")
+            for n, member in enumerate(alone)
+        )
+
+    moving = Moving(rebalance=Rebalance.STUCK)
+    rate = {"arriving_tokens_per_s": 20_000}
+    assert moving.tick(growing(100), 20, **rate) == []
+    decisions = moving.tick(growing(1290), 1, **rate)
+    load = moving.monitor.load(MODEL)
+    assert not load.waiting and load.expected_tokens > load.capacity_tokens
+    assert {decision.action for decision in decisions} == {Action.MOVE}
+
+
 def test_room_is_made_for_a_large_request_with_all_only() -> None:
     groups = full_beside_roomy(400, 0)
     demand = {"queued": 1, "queued_tokens": 950, "first_queued_tokens": 950}

@@ -810,6 +810,18 @@ class TestRefusals:
         scheduler.join("w0", epoch=3)
         assert assigned(scheduler.report("w0", epoch=3, now_s=22.0)) == ["r4"]
 
+    def test_a_request_that_came_before_all_groups_does_not_wait_for_its_deadline(
+        self, scheduler: Scheduler
+    ) -> None:
+        # As after a restart of the scheduler, while the workers of "m" are away.
+        assert kinds(scheduler.ask("r1", model="m")) == [SendTicket]
+        assert scheduler(Ticked(REGROUP_S + 1.0)) == [], "no worker of any model is known"
+        scheduler.join("w1", model="n", now_s=REGROUP_S + 1.0)
+        assert kinds(scheduler.ask("r2", model="m", now_s=REGROUP_S + 1.0)) == [SendRefusal]
+        refused = refusal(scheduler(Ticked(REGROUP_S + 2.0)))
+        assert (refused.request_id, refused.reason) == ("r1", RefusalReason.UNKNOWN_MODEL)
+        assert refused.retry_after_s == AWAY_RETRY_S
+
     def test_the_memory_of_models_is_bounded(self) -> None:
         state = SchedulerState(8, 120.0)
         state.handle(GroupJoined(0.0, group("w1", model="n")))
