@@ -249,7 +249,7 @@ class Scenario:
             targets = [[Stage(first, 0, cut), Stage(last, cut, self.layers)]]
         if rng.random() < 0.5:
             await self.stop()
-        await engines.reconfigure(targets, give_up=rng.random() < 0.1)
+        await engines.reconfigure(targets, abandon=rng.random() < 0.1)
 
 
 @pytest.mark.parametrize("seed", range(SCENARIOS))

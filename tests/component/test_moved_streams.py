@@ -124,14 +124,14 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
     """Move a request that has emitted `index` tokens; returns how many it has emitted then."""
     moved = old.moved(request_id, new, index)
     if order == "attach first":
-        old.tell(moved)
+        old.publish(moved)
         await new.is_awaited(request_id)
         new.adopt(request_id, TOKENS, index)
         return index
     new.adopt(request_id, TOKENS, index)
     end = {"adopt first": index, "adopt and emit first": min(index + 1, N - 1)}.get(order, N)
     new.emit(request_id, TOKENS, index, end)
-    old.tell(moved)
+    old.publish(moved)
     return end
 
 
@@ -221,13 +221,13 @@ async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:
     async with bench.begin("r", 1) as stream:
         second.adopt("r", TOKENS, 1)
         second.emit("r", TOKENS, 1, 2)
-        second.tell(second.moved("r", third, 2))
+        second.publish(second.moved("r", third, 2))
         # It comes back to the second once more.
         third.adopt("r", TOKENS, 2)
         third.emit("r", TOKENS, 2, 3)
         second.adopt("r", TOKENS, 3)
-        third.tell(third.moved("r", second, 3))
-        first.tell(first.moved("r", second, 1))
+        third.publish(third.moved("r", second, 3))
+        first.publish(first.moved("r", second, 1))
         second.emit("r", TOKENS, 3, N)
         assert await read(stream) == TOKENS
     assert third.servicer.active == 1, "kept until its time is over"
@@ -243,7 +243,7 @@ async def test_hanging_up_after_the_move_reaches_the_new_owner(
 ) -> None:
     old, new, _ = bench.owners
     async with bench.begin("r", index):
-        old.tell(old.moved("r", new, index))
+        old.publish(old.moved("r", new, index))
         await new.is_awaited("r")
         if moment == "read":
             new.adopt("r", TOKENS, index)
@@ -270,7 +270,7 @@ async def test_an_abort_that_comes_too_late_for_the_old_owner(
     if adopted == "between":
         new.adopt("r", TOKENS, index)
     # Its engine had handed it over already, and the servicer no longer knows it.
-    old.tell(old.moved("r", new, index))
+    old.publish(old.moved("r", new, index))
     if adopted == "after":
         await new.is_unwanted("r")
         new.adopt("r", TOKENS, index)
@@ -282,7 +282,7 @@ async def test_a_gateway_that_dies_while_it_waits(bench: Bench) -> None:
     old, new, _ = bench.owners
     async with bench.open("r"):
         await old.has_started("r")
-        old.tell(old.moved("r", new, 0))
+        old.publish(old.moved("r", new, 0))
         await new.is_awaited("r")
         bench.running.cancel()
         await asyncio.wait([bench.running])
@@ -297,7 +297,7 @@ async def test_a_request_that_never_comes_is_admitted_again(bench: Bench) -> Non
     for emitted in (0, 1):
         name = f"r{emitted}"
         async with bench.begin(name, emitted) as stream:
-            old.tell(old.moved(name, new, emitted))
+            old.publish(old.moved(name, new, emitted))
             await new.is_awaited(name)
             new.now_s += ATTACH_TIMEOUT_S
             with pytest.raises(StaleEpoch):
@@ -313,7 +313,7 @@ async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
         for emitted in (0, 1):
             name = f"r{emitted}"
             async with bench.begin(name, emitted) as stream:
-                old.tell(old.moved(name, silent, emitted))
+                old.publish(old.moved(name, silent, emitted))
                 with pytest.raises(WorkerLost):
                     await read(stream)
         await bench.all_idle()
@@ -327,7 +327,7 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench)
         bench.registered.add(gone.address)
         async with bench.open("r") as stream:
             await old.has_started("r")
-            old.tell(old.moved("r", gone, 0))
+            old.publish(old.moved("r", gone, 0))
             with pytest.raises(WorkerLost, match="is unreachable"):
                 await read(stream)
     await bench.all_idle()
@@ -348,7 +348,7 @@ async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
             host, port = closing.sockets[0].getsockname()
             late.address = f"{host}:{port}"
             bench.registered.add(late.address)
-            old.tell(old.moved("r", late, 0))
+            old.publish(old.moved("r", late, 0))
             await asked.wait()
         async with late.serving():
             late.adopt("r", TOKENS, 0)
@@ -360,10 +360,10 @@ async def test_a_newer_move_of_an_unanswered_stream_counts(bench: Bench) -> None
     old, silent, third = bench.owners
     async with bench.open("r") as stream, bench.open("other"):
         await old.has_started("other")
-        old.tell(old.moved("r", silent, 0))
+        old.publish(old.moved("r", silent, 0))
         await silent.is_awaited("r")
         third.adopt("r", TOKENS, 0)
-        old.tell(old.moved("r", third, 0))
+        old.publish(old.moved("r", third, 0))
         third.emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
     silent.now_s += ATTACH_TIMEOUT_S
@@ -376,14 +376,14 @@ async def test_an_answered_stream_may_be_silent(bench: Bench) -> None:
     async with bench.open("r") as stream:
         await old.has_started("r")
         new.adopt("r", TOKENS, 0)
-        old.tell(old.moved("r", new, 0))
+        old.publish(old.moved("r", new, 0))
         await new.is_read("r")
         await eventually(lambda: stream.attached)
         # Longer than the time for attaching: its KV is on the way, say.
         new.now_s += 2 * ATTACH_TIMEOUT_S
         await asyncio.sleep(1)
         # A late event of the old worker has no effect.
-        old.tell(old.moved("r", third, 0))
+        old.publish(old.moved("r", third, 0))
         new.emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
     await bench.all_idle()
@@ -422,7 +422,7 @@ class Engines:
     async def _hand_over(self, old: Owner, new: Owner, index: int) -> None:
         steps = [
             lambda: new.adopt(self.name, TOKENS, index),
-            lambda: old.tell(old.moved(self.name, new, index)),
+            lambda: old.publish(old.moved(self.name, new, index)),
         ]
         self.rng.shuffle(steps)
         for step in steps:

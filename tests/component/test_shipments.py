@@ -168,7 +168,7 @@ def test_a_connection_may_break_while_requests_move(
             for _ in range(rng.randrange(30)):
                 group.turn()
             network.part("w0", "w1", rng.choice([("w0", "w1"), ("w0",), ("w1",)]))
-            network.tell_untold("w0", "w1")
+            network.notify_break("w0", "w1")
         group.end()
         for stream in group.streams.values():
             oracle.check(stream)

@@ -87,7 +87,7 @@ def start(name: str = "r", **changes: Any) -> StartRequest:
 
 
 def tokens(adapter: AdapterOnTest, name: str = "r") -> list[EmitToken]:
-    return [t for frame in adapter.told for t in frame.tokens if t.request_id == name]
+    return [t for frame in adapter.progress for t in frame.tokens if t.request_id == name]
 
 
 def ids(adapter: AdapterOnTest, name: str = "r") -> list[int]:
@@ -95,7 +95,7 @@ def ids(adapter: AdapterOnTest, name: str = "r") -> list[int]:
 
 
 def refusals(adapter: AdapterOnTest) -> list[RefuseRequest]:
-    return [refusal for frame in adapter.told for refusal in frame.refusals]
+    return [refusal for frame in adapter.progress for refusal in frame.refusals]
 
 
 async def ended(adapter: AdapterOnTest, name: str = "r") -> FinishReason | RefuseRequest:
@@ -122,7 +122,7 @@ async def test_a_request_gets_the_tokens_of_the_server(
     wanted = {"model": upstream.model, "prompt": list(prompt_of("r")), "max_tokens": 8}
     wanted |= {"temperature": 0, "cache_salt": "of a", "priority": priority_of(batch)}
     assert wanted.items() <= body.items()
-    (times,) = [frame.times["r"] for frame in adapter.told if frame.times]
+    (times,) = [frame.times["r"] for frame in adapter.progress if frame.times]
     assert times.wait_s == 0 and times.prefill_s > 0
     assert (await adapter.settled()).report.load.kv_blocks_free == BLOCKS
 
@@ -208,7 +208,7 @@ async def test_requests_outlive_the_loss_of_the_server(
         await begun(adapter, 5, name)
     await upstream.kill()
     gone = await eventually(
-        lambda: [f for f in adapter.told if f.report.load.kv_blocks_free == 0], interval_s=0.005
+        lambda: [f for f in adapter.progress if f.report.load.kv_blocks_free == 0], interval_s=0.005
     )
     assert gone
     upstream.release()
@@ -219,7 +219,7 @@ async def test_requests_outlive_the_loss_of_the_server(
         assert [token.index for token in tokens(adapter, name)] == list(range(40))
     resumed = [body["max_tokens"] for body in upstream.bodies if body["max_tokens"] != 40]
     assert resumed == [40 - 5] * len(names)
-    await eventually(lambda: adapter.told[-1].report.load.kv_blocks_free == BLOCKS)
+    await eventually(lambda: adapter.progress[-1].report.load.kv_blocks_free == BLOCKS)
 
 
 async def test_a_server_that_stays_away_fails_its_requests(
@@ -244,7 +244,7 @@ async def test_a_server_that_does_not_answer_is_gone(
         await begun(adapter, 1)
         upstream.polled.clear()
         await eventually(lambda: upstream.hung_up)
-        await eventually(lambda: adapter.told[-1].report.load.kv_blocks_free == 0)
+        await eventually(lambda: adapter.progress[-1].report.load.kv_blocks_free == 0)
         upstream.polled.set()
         upstream.release()
         assert await ended(adapter) is FinishReason.LENGTH
@@ -256,7 +256,9 @@ async def test_a_server_that_comes_back_different_ends_the_worker(
 ) -> None:
     await upstream.kill()
     upstream.max_model_len -= 1
-    await eventually(lambda: adapter.told and not adapter.told[-1].report.load.kv_blocks_free)
+    await eventually(
+        lambda: adapter.progress and not adapter.progress[-1].report.load.kv_blocks_free
+    )
     await upstream.start()
     with pytest.raises(ExceptionGroup) as raised:
         await adapter.running
@@ -457,8 +459,8 @@ async def test_a_worker_that_is_asked_to_returns_the_requests_of_a_lost_server(
         await begun(adapter, 2, name)
     room = ReturnRequests(OtherRoom(1000, (1000,)))
     await upstream.kill()
-    await eventually(lambda: adapter.told[-1].report.outage)
-    assert upstream.url in adapter.told[-1].report.outage
+    await eventually(lambda: adapter.progress[-1].report.outage)
+    assert upstream.url in adapter.progress[-1].report.outage
     adapter.send(ReturnRequests(OtherRoom(1000)))  # nobody has room now
     assert not (await adapter.settled()).refusals
     adapter.send(room)

@@ -125,7 +125,7 @@ class Load:
         running, half = self._batch(ALWAYS, 1), self.layers // 2
         await asyncio.sleep(self._rng.uniform(0, self._length_s))
         stages, sent_s = [Stage(ALWAYS, 0, half), Stage(OFF, half, self.layers)], monotonic_s()
-        await self._engines.reconfigure([stages], give_up=True)
+        await self._engines.reconfigure([stages], abandon=True)
         self.merges.append((sent_s, monotonic_s()))
         await running
 
