@@ -196,8 +196,8 @@ def _up_table() -> str:
 
 def _passed_on(option: Setting) -> str:
     services, key = option.metadata.get("passed_to", ((), ""))
-    who = "all" if len(services) == len(CONFIGS) else ", ".join(services)
-    return f"`{key}` ({who})" if services else ""
+    readers = "all" if len(services) == len(CONFIGS) else ", ".join(services)
+    return f"`{key}` ({readers})" if services else ""
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

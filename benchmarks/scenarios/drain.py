@@ -232,9 +232,9 @@ def judge(
         problems.append("move: a worker ended without returning a stream")
     figures["problems"] = problems
     rows = [
-        (f"{mode}: {what}", text)
+        (f"{mode}: {row}", text)
         for mode, part in by_mode.items()
-        for what, text in (
+        for row, text in (
             *request_rows(part["requests"]),
             ("requests of the workers", ", ".join(map(str, part["running"]))),
             ("workers ended after", ", ".join(f"{gone_s:.1f} s" for gone_s in part["gone_s"])),

@@ -42,9 +42,9 @@ def agent(api: Any, name: str = s.MODEL, settings: Any = None, **more: Any) -> A
     return Agent(name="agent", model=model, model_settings=ModelSettings(**chosen), **more)
 
 
-async def run(one: Any, question: str = s.QUESTION) -> Any:
+async def run(agent: Any, question: str = s.QUESTION) -> Any:
     """The agent's final answer."""
-    return (await Runner.run(one, question, max_turns=4)).final_output
+    return (await Runner.run(agent, question, max_turns=4)).final_output
 
 
 @both
@@ -129,8 +129,10 @@ async def test_a_required_tool_and_its_result_streamed(api: Any) -> None:
     calls.clear()
     # Without the second setting so small a model calls until it is cut.
     required = {"tool_choice": "required", "parallel_tool_calls": False}
-    one = agent(api, settings={"max_tokens": s.ANSWER_TOKENS, **required}, tools=[get_weather])
-    result = Runner.run_streamed(one, s.TOOL_QUESTION, max_turns=4)
+    tool_agent = agent(
+        api, settings={"max_tokens": s.ANSWER_TOKENS, **required}, tools=[get_weather]
+    )
+    result = Runner.run_streamed(tool_agent, s.TOOL_QUESTION, max_turns=4)
     async for _event in result.stream_events():
         pass
     assert calls and isinstance(result.final_output, str)

@@ -56,7 +56,7 @@ def texts_of(records: list[Any], wanted: int = REQUESTS) -> list[str]:
     assert not [record["error"] for record in records if record.get("error")]
     assert len(records) == wanted
     outputs = json.loads((FOLDER / "outputs.json").read_text())["data"]
-    return [one["response_text"] for one in outputs]
+    return [output["response_text"] for output in outputs]
 
 
 @pytest.mark.parametrize("options", [("--streaming",), ()], ids=["stream", "unary"])

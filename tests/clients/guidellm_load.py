@@ -60,12 +60,12 @@ def steps(
         finally:  # with its end all of its processes end
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return [one["requests"] for one in json.loads(RESULT.read_text())["benchmarks"]]
+    return [load["requests"] for load in json.loads(RESULT.read_text())["benchmarks"]]
 
 
 def good(requests: Any, wanted: int = REQUESTS) -> Any:
     """The successful requests: `wanted`, and none failed."""
-    assert not [one["info"].get("error") for one in requests["errored"] or ()]
+    assert not [request["info"].get("error") for request in requests["errored"] or ()]
     assert len(requests["successful"]) == wanted
     return requests["successful"]
 
@@ -77,13 +77,13 @@ def test_text(route: str, more: Any) -> None:
     if route == TEXT:
         asked, wanted = s.PROMPT, s.completion_text()
     (requests,) = steps(route, [{"prompt": asked}] * REQUESTS, **more)
-    assert [one["output"] for one in good(requests)] == [wanted] * REQUESTS
+    assert [request["output"] for request in good(requests)] == [wanted] * REQUESTS
 
 
 def test_four_at_once() -> None:
     (requests,) = steps(CHAT, profile={"kind": "concurrent", "streams": 4}, count=12)
-    for one in good(requests, 12):
-        assert one["output_metrics"]["text_tokens"] == SYNTHETIC["output_tokens"]
+    for request in good(requests, 12):
+        assert request["output_metrics"]["text_tokens"] == SYNTHETIC["output_tokens"]
 
 
 def test_conversations_of_two_turns() -> None:
@@ -97,9 +97,9 @@ def test_throughput_of_completions() -> None:
 
 
 def test_sweep() -> None:
-    found = steps(CHAT, profile={"kind": "sweep", "sweep_size": 4}, count=6)
-    assert len(found) == 4
-    for requests in found:
+    results = steps(CHAT, profile={"kind": "sweep", "sweep_size": 4}, count=6)
+    assert len(results) == 4
+    for requests in results:
         good(requests, 6)
 
 
@@ -113,7 +113,7 @@ def test_requests_in_flight_at_the_end_are_cancelled() -> None:
 
 def test_unknown_model() -> None:
     (requests,) = steps(CHAT, [{"prompt": s.QUESTION}] * REQUESTS, model=s.UNKNOWN_MODEL)
-    errors = [one["info"]["error"] for one in requests["errored"]]
+    errors = [request["info"]["error"] for request in requests["errored"]]
     assert len(errors) == REQUESTS and "404" in errors[0]
 
 
@@ -121,8 +121,8 @@ def test_schema() -> None:
     rows = [{"prompt": s.CITY_QUESTION}] * REQUESTS
     body = {"temperature": 0, "response_format": s.CITY_FORM}
     (requests,) = steps(CHAT, rows, body, max_tokens=s.ANSWER_TOKENS)
-    for one in good(requests):
-        s.check_city(one["output"])
+    for request in good(requests):
+        s.check_city(request["output"])
 
 
 # guidellm lets models call only tools of its data; `tool_choice` in the body holds for those.
@@ -135,8 +135,8 @@ def test_a_tool_of_the_data_and_its_result(more: Any) -> None:
         "tool_response": s.TOOL_RESULT,
     }
     (requests,) = steps(CHAT, [row] * 2, {**GREEDY, **more}, count=4, max_tokens=s.ANSWER_TOKENS)
-    called = [one for one in good(requests, 4) if one["tool_calls"]]
+    called = [request for request in good(requests, 4) if request["tool_calls"]]
     assert len(called) == 2
-    for one in called:
-        (call,) = one["tool_calls"]
+    for request in called:
+        (call,) = request["tool_calls"]
         s.check_tool(call["function"]["name"], call["function"]["arguments"])

@@ -279,10 +279,10 @@ async def test_streams_outlive_a_killed_server(front: Cluster, server: RealServe
         await asyncio.sleep(2)
         assert not all(task.done() for task in running)
         server.start()
-        found = await asyncio.wait_for(asyncio.gather(*running), RETURN_S)
-    assert [len(text) > 0 for text in found] == [True] * STREAMS
-    different = [n for n in range(STREAMS) if found[n] != wanted[n]]
-    assert not different, [(found[n], wanted[n]) for n in different]
+        texts = await asyncio.wait_for(asyncio.gather(*running), RETURN_S)
+    assert [len(text) > 0 for text in texts] == [True] * STREAMS
+    different = [n for n in range(STREAMS) if texts[n] != wanted[n]]
+    assert not different, [(texts[n], wanted[n]) for n in different]
 
 
 async def test_requests_of_a_killed_server_move(
@@ -303,8 +303,8 @@ async def test_requests_of_a_killed_server_move(
             running = [asyncio.create_task(streamed(client, n, note)) for n in range(STREAMS)]
             await eventually(lambda: max(chunks) >= 8, interval_s=0.01)
             other.kill()
-            found = await asyncio.gather(*running)
+            texts = await asyncio.gather(*running)
         other.start()  # so that it can be killed again
-        assert [len(text) > 0 for text in found] == [True] * STREAMS
-        different = [n for n in range(STREAMS) if found[n] != wanted[n]]
-        assert not different, [(found[n], wanted[n]) for n in different]
+        assert [len(text) > 0 for text in texts] == [True] * STREAMS
+        different = [n for n in range(STREAMS) if texts[n] != wanted[n]]
+        assert not different, [(texts[n], wanted[n]) for n in different]

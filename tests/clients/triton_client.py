@@ -105,8 +105,8 @@ def test_ready() -> None:
 def test_metadata() -> None:
     assert client.get_server_metadata(**KEY).name == "tideserve"
     model = client.get_model_metadata(s.MODEL, **KEY)
-    assert "text_input" in [one.name for one in model.inputs]
-    assert "text_output" in [one.name for one in model.outputs]
+    assert "text_input" in [tensor.name for tensor in model.inputs]
+    assert "text_output" in [tensor.name for tensor in model.outputs]
     assert client.get_model_config(s.MODEL, **KEY).config.model_transaction_policy.decoupled
 
 

@@ -16,7 +16,7 @@ from tests.support.gateway import TEXT, gateway_case
 from tideserve.cli.certificates import write_pair
 
 KEY = "k" * 24
-# It runs where neither the server nor this tree can be imported.
+# Runs where neither the server nor this tree can be imported.
 TOUR = """
 import asyncio, importlib.util, json, sys
 import tideserve.client as tide
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """With tideserve-api and tideserve-client, and nothing else of the tree."""
+    """An environment with tideserve-api and tideserve-client, and nothing else of the tree."""
     folder = tmp_path_factory.mktemp("client")
     built = {path.name.split("-")[0]: path for path in build_wheels.build(folder / "dist")}
     made = Environment(folder / "environment")
@@ -73,7 +73,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(params=["clear", "tls", "mtls"])
 async def options(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
-    """Keys of the gateway, and files of the client."""
+    """Configuration of the gateway, and certificate files of the client."""
     if request.param == "clear":
         yield {"config": {}, "files": ["", "", ""]}
         return
@@ -96,10 +96,10 @@ async def test_a_tour(
 ) -> None:
     async with gateway_case(store, tmp_path / "model", api_key=KEY, **options["config"]) as case:
         arguments = (case.target, KEY, *options["files"])
-        told = json.loads(
+        results = json.loads(
             await asyncio.to_thread(environment.command, "python", "-c", TOUR, *arguments)
         )
-    assert told == {
+    assert results == {
         "models": ["m"],
         "chat": TEXT[:20],
         "stream": TEXT[:20],

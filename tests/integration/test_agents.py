@@ -76,7 +76,7 @@ async def check_schema(
 
 
 async def test_every_schema_is_followed(client: openai.AsyncOpenAI) -> None:
-    await asyncio.gather(*(check_schema(client, one, 1, seed=1) for one in SCHEMAS))
+    await asyncio.gather(*(check_schema(client, schema, 1, seed=1) for schema in SCHEMAS))
 
 
 @pytest.mark.slow
@@ -98,10 +98,10 @@ async def test_forced_calls_fit_their_tools(client: openai.AsyncOpenAI, choice: 
         seed=3,
         max_tokens=200,
     )
-    for one in answer.choices:
-        assert one.finish_reason == "tool_calls"
-        assert one.message.content is None and one.message.tool_calls is not None
-        (call,) = one.message.tool_calls
+    for output in answer.choices:
+        assert output.finish_reason == "tool_calls"
+        assert output.message.content is None and output.message.tool_calls is not None
+        (call,) = output.message.tool_calls
         assert call.type == "function"
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
         assert choice == "required" or call.function.name == "add"

@@ -39,15 +39,15 @@ AMPLE_LIMITS = QuotaLimits(10**9, 10**12, 10**6)
 
 def queries() -> list[tuple[str, str]]:
     """Each query with the board and panel that it belongs to."""
-    found = []
+    expressions = []
     for path in sorted(BOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):
                 expression = target["expr"]
                 for variable, value in FILLED.items():
                     expression = expression.replace(variable, value)
-                found.append((f"{path.stem}: {panel['title']}", expression))
-    return found
+                expressions.append((f"{path.stem}: {panel['title']}", expression))
+    return expressions
 
 
 @contextmanager
@@ -113,7 +113,7 @@ async def flood(url: str, model: str, key: str) -> list[int]:
 def has_numbers(answer: httpx.Response) -> bool:
     """Whether the answer to a range query holds at least one number."""
     series = answer.json()["data"]["result"] if answer.is_success else []
-    return any(not math.isnan(float(value)) for one in series for _, value in one["values"])
+    return any(not math.isnan(float(value)) for curve in series for _, value in curve["values"])
 
 
 def test_every_query_of_every_board_has_numbers(tmp_path: Path) -> None:

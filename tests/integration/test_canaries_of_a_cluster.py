@@ -86,12 +86,12 @@ async def test_no_service_logs_what_its_clients_say(
     logs = {name: cluster.log(name) for name in cluster.pids()}
     assert {"gateway", "scheduler", "memmgr", "worker-0", "worker-1"} <= logs.keys()
     assert ID in logs["gateway"]
-    told = logs | {
+    sources = logs | {
         "output": cluster.output(),
         "metrics": metrics,
         "spans": "\n".join(map(str, receiver.all_spans)),
         "status": json.dumps(cluster.status()),
     }
-    for where, text in told.items():
+    for where, text in sources.items():
         for line in text.lower().splitlines():
             assert MARK not in line, f"{where}: {line[:600]}"

@@ -50,10 +50,10 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
         cluster.eventually(lambda: streams.begun == 8)
         change_groups(cluster.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
         outcomes = streams.wait()
-        pids = {one["name"]: one["pid"] for one in read_hits(hits)}
+        pids = {hit["name"]: hit["pid"] for hit in read_hits(hits)}
         running = cluster.pids()
         engines = {row["pids"][1] for row in cluster.workers()}
-    assert all(one.finished for one in outcomes)
+    assert all(outcome.finished for outcome in outcomes)
     assert sorted(pids) == sorted(names), "nobody was lost, so nothing was resumed"
     assert {pids[name] for name in MEMMGR} == {running["memmgr"]}
     assert {pids[name] for name in GATEWAY} == {running["gateway"]}

@@ -68,7 +68,7 @@ async def entered(cluster: Cluster) -> AsyncIterator[Cluster]:
 
 async def answer(cluster: Cluster, number: int, key: str = "none", **options: Any) -> str:
     """The text of a greedy answer to a prompt that is the same for a number."""
-    found = await stream_completion(
+    answer = await stream_completion(
         cluster.url,
         api_key=key,
         prompt=prompt_of(number, options.pop("prompt_tokens", 20)),
@@ -77,7 +77,7 @@ async def answer(cluster: Cluster, number: int, key: str = "none", **options: An
         ignore_eos=True,
         **options,
     )
-    return found.text
+    return answer.text
 
 
 async def test_answers_are_those_of_the_server(upstream: Cluster, front: Cluster) -> None:
@@ -187,15 +187,15 @@ async def test_a_request_breaks_three_servers_at_most(tmp_path: Path) -> None:
     """Its streams break after each token, so no other limit ends it."""
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
     write_tokenizer(tmp_path, 320)
-    async with UpstreamServer() as one, UpstreamServer() as other:
-        options: dict[str, Any] = {"upstream": [one.url, other.url], "model_name": "tiny"}
+    async with UpstreamServer() as first, UpstreamServer() as other:
+        options: dict[str, Any] = {"upstream": [first.url, other.url], "model_name": "tiny"}
         async with entered(Cluster(tmp_path, workers=2, **options)) as cluster:
-            one.ends_early = other.ends_early = True
+            first.ends_early = other.ends_early = True
             async with open_client(cluster.url) as client:
                 with pytest.raises(APIStatusError) as raised:
                     await client.completions.create(model="tiny", prompt="a", max_tokens=60)
         assert (raised.value.status_code, raised.value.code) == (502, "server_lost")
-        assert len(one.bodies) + len(other.bodies) == 3
+        assert len(first.bodies) + len(other.bodies) == 3
 
 
 @pytest.mark.slow

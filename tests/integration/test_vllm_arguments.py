@@ -56,8 +56,8 @@ def parsed(*engine_args: dict[str, Any]) -> list[Any]:
         timeout=START_S,
         check=True,
     )
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def test_vllms_parser_reads_the_arguments() -> None:
@@ -80,15 +80,15 @@ def test_vllms_parser_reads_the_arguments() -> None:
     )
 
     assert probe is None and none == {} and read == good
-    words = [
+    messages = [
         "argument --tensor-parallel-size/-tp: invalid int value: 'two'",
         "argument --kv-cache-dtype: invalid choice: 'fp9'",
         "unrecognized arguments: --no-such-argument=1",
         "unrecognized arguments: --tensor=2",
         "unrecognized arguments: --middleware=x",
     ]
-    assert len(refused) == len(words)
-    for text, wanted in zip(refused, words, strict=True):
+    assert len(refused) == len(messages)
+    for text, wanted in zip(refused, messages, strict=True):
         assert text.startswith(f"vLLM rejected 'engine_args': {wanted}")
 
 

@@ -118,8 +118,8 @@ async def test_log_probabilities_and_stop_strings(client: AsyncOpenAI) -> None:
     assert "six" in choice.text and choice.logprobs is not None
     numbers, best = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
     assert numbers is not None and best is not None
-    assert all(-60 < one <= 0 for one in numbers[1:] if one is not None)
-    assert all(len(one) >= 3 for one in best[1:])
+    assert all(-60 < number <= 0 for number in numbers[1:] if number is not None)
+    assert all(len(row) >= 3 for row in best[1:])
 
 
 @pytest.mark.parametrize(
@@ -191,15 +191,17 @@ async def test_overload_is_refused_with_a_time(cluster: Cluster) -> None:
             return "refused"
         return "served"
 
-    found = await asyncio.gather(*map(ask, range(10)))
-    assert {"refused", "served"} == set(found)
+    outcomes = await asyncio.gather(*map(ask, range(10)))
+    assert {"refused", "served"} == set(outcomes)
     await at_rest(cluster)
 
 
 def metrics_of_the_worker(cluster: Cluster) -> dict[str, float]:
     targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
-    (found,) = [one["targets"] for one in targets if one["labels"]["process"] == "worker-0"]
-    return read_metrics(f"http://{found[0]}")
+    (targets_of_worker,) = [
+        target["targets"] for target in targets if target["labels"]["process"] == "worker-0"
+    ]
+    return read_metrics(f"http://{targets_of_worker[0]}")
 
 
 async def test_a_prompt_that_came_before_is_cached(cluster: Cluster, client: AsyncOpenAI) -> None:
@@ -231,17 +233,17 @@ async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
 def children_of(pid: int) -> list[int]:
     """vLLM's process that computes, and one that looks after what the two share."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in listed]
+    return [int(pid_text) for pid_text in listed]
 
 
 def computing_process(pid: int) -> int:
     """vLLM's process that computes: a child of the engine process `pid`."""
-    (found,) = [
-        one
-        for one in children_of(pid)
-        if b"resource_tracker" not in Path(f"/proc/{one}/cmdline").read_bytes()
+    (child,) = [
+        child_pid
+        for child_pid in children_of(pid)
+        if b"resource_tracker" not in Path(f"/proc/{child_pid}/cmdline").read_bytes()
     ]
-    return found
+    return child
 
 
 def runs(pid: int) -> bool:

@@ -27,11 +27,11 @@ FINISH_MAX_S = 0.2e-3
 def write_input(path: Path) -> None:
     """50,000 lines of 200 MB in all: 8 beginnings, then text that differs."""
     draw = random.Random(1)
-    words = [f"word{n}" for n in range(5000)]
-    beginnings = [" ".join(draw.choices(words, k=120)) for _ in range(8)]
+    vocabulary = [f"word{n}" for n in range(5000)]
+    beginnings = [" ".join(draw.choices(vocabulary, k=120)) for _ in range(8)]
     with path.open("w") as file:
         for n in range(LINES):
-            text = " ".join(draw.choices(words, k=280))
+            text = " ".join(draw.choices(vocabulary, k=280))
             messages = [
                 {"role": "system", "content": draw.choice(beginnings)},
                 {"role": "user", "content": text},

@@ -315,16 +315,16 @@ def notices(load: Load, parts: list[Part]) -> tuple[list[float], dict[str, str]]
     """P99 of the seconds beyond the slowest interval between safepoints, and rows to print."""
     late_s = []
     rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
-    for what, sent_s in (
+    for event, sent_s in (
         ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
         ("merge", [began_s for began_s, _ in load.merges]),
     ):
         seen = [noticed for at_s in sent_s if (noticed := notice(parts, at_s))]
-        assert seen, f"no {what} arrived while batch work ran"
+        assert seen, f"no {event} arrived while batch work ran"
         beyond_s = [after_s - STRETCH * whole_s / load.layers for after_s, whole_s in seen]
         late_s.append(percentile(beyond_s, 0.99) or 0.0)
         p99 = percentile([after_s * load.layers / whole_s for after_s, whole_s in seen], 0.99)
-        rows[f"{what} noticed after"] = (
+        rows[f"{event} noticed after"] = (
             f"{in_ms(after_s for after_s, _ in seen)}; P99 {p99 or 0.0:.2f} intervals of its"
             " iteration"
         )

@@ -69,10 +69,10 @@ def serves(cluster: Cluster) -> bool:
     return served == {row["id"] for row in status["workers"]} == WORKERS
 
 
-def change(cluster: Cluster, what: str) -> bool:
+def change(cluster: Cluster, action: str) -> bool:
     """Merge or split all groups by hand; whether it succeeded."""
     request = urllib.request.Request(
-        f"{cluster.admin_url}/tideserve/v1/groups/{what}",
+        f"{cluster.admin_url}/tideserve/v1/groups/{action}",
         b"",
         {"x-tideserve-admin": "1"},
         method="POST",
@@ -84,8 +84,8 @@ def change(cluster: Cluster, what: str) -> bool:
         return False
 
 
-async def changes(cluster: Cluster, what: str) -> None:
-    await eventually(lambda: asyncio.to_thread(change, cluster, what), deadline_s=HEALED_S)
+async def changes(cluster: Cluster, action: str) -> None:
+    await eventually(lambda: asyncio.to_thread(change, cluster, action), deadline_s=HEALED_S)
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ def restored(cluster: Cluster, worker: str) -> dict[str, float]:
     (address,) = [
         target["targets"][0] for target in targets if target["labels"]["process"] == worker
     ]
-    found = samples(httpx.get(f"http://{address}/metrics", timeout=10).text)
+    metrics = samples(httpx.get(f"http://{address}/metrics", timeout=10).text)
     return {
         dict(labels)["source"]: count
-        for (name, labels), count in found.items()
+        for (name, labels), count in metrics.items()
         if name == "tideserve_worker_restored_slabs_total"
     }
 

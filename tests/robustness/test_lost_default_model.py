@@ -50,7 +50,7 @@ def test_eight_streams_outlive_both_members(cluster: Cluster, model_dir: str) ->
                 hit.append(kill(cluster, name, engine=False))
 
         async def run(note=note) -> list[list[int]]:  # type: ignore[no-untyped-def]
-            asked = (streamed_ids(cluster, one, OUTPUT_TOKENS, note) for one in prompts)
+            asked = (streamed_ids(cluster, prompt, OUTPUT_TOKENS, note) for prompt in prompts)
             async with asyncio.timeout(TIMEOUT_S):
                 return await asyncio.gather(*asked)
 

@@ -71,7 +71,7 @@ def test_no_answer_shows_that_a_member_was_lost(
     check_answers(run_all(cluster, note), undisturbed)
     cluster.eventually(lambda: apart(cluster), deadline_s=120)
     assert hit, "nothing was disturbed"
-    lived = {one for one, pid in cluster.pids().items() if before[one] == pid}
+    lived = {name for name, pid in cluster.pids().items() if before[name] == pid}
     died = {name} if fault != "stop" else set()
     assert lived == before.keys() - died, "no process ends because of another one"
 

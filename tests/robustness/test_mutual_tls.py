@@ -141,9 +141,9 @@ async def everybody_refuses_the_former_ca(secured: Secured, former: Authority) -
 
     async def answering() -> list[tuple[str, str]]:
         """All instances, once only living ones are registered."""
-        found = await registered(secured.etcd)
-        health = [await health_of(dial(address, role)) for role, address in found]
-        return found if set(health) == {None} else []
+        services = await registered(secured.etcd)
+        health = [await health_of(dial(address, role)) for role, address in services]
+        return services if set(health) == {None} else []
 
     addresses = await eventually(answering)
     assert {role for role, _ in addresses} == set(SERVICE_ROLES)
@@ -163,13 +163,13 @@ async def registered(etcd: EtcdServer) -> list[tuple[str, str]]:
         workers = await store.list_prefix(WORKERS)
     finally:
         await store.close()
-    found = []
+    addresses = []
     for entry in services.values():
         record = decode_record(record_pb2.ServiceRecord, entry.value)
-        found.append((record.name, record.address))
+        addresses.append((record.name, record.address))
     for entry in workers.values():
-        found.append(("worker", decode_record(record_pb2.WorkerRecord, entry.value).address))
-    return found
+        addresses.append(("worker", decode_record(record_pb2.WorkerRecord, entry.value).address))
+    return addresses
 
 
 async def health_of(channel: grpc.aio.Channel) -> grpc.StatusCode | None:

@@ -38,9 +38,9 @@ def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         yield running
 
 
-def change(cluster: Cluster, what: str) -> str:
+def change(cluster: Cluster, action: str) -> str:
     """Merge or split groups; returns the steps."""
-    url = f"{cluster.admin_url}/tideserve/v1/groups/{what}"
+    url = f"{cluster.admin_url}/tideserve/v1/groups/{action}"
     return httpx.post(url, headers={ADMIN_HEADER: "1"}, timeout=120).text
 
 

@@ -60,8 +60,8 @@ async def members(store: Store, **record: Any) -> AsyncIterator[tuple[FakeMember
     async with (
         serving(memmgr_app.serve, config),
         member(store, "w0", **record) as first,
-        member(store, "w1", **record) as two,
-        reporting(await service_address(store, "memmgr"), first, two),
+        member(store, "w1", **record) as second,
+        reporting(await service_address(store, "memmgr"), first, second),
     ):
-        await eventually(lambda: first.engine.serving and two.engine.serving)
-        yield first, two
+        await eventually(lambda: first.engine.serving and second.engine.serving)
+        yield first, second

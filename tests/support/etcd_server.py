@@ -194,7 +194,7 @@ def running_etcd(authority: Authority | None = None) -> Iterator[EtcdServer]:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as two:
+    with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], two.getsockname()[1]
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]
