@@ -20,7 +20,7 @@ from services.core.quota.limits import QuotaLimits
 from services.gateway.serving.prepare import Preparer
 from tests.support.canaries import CHAT, COMPLETION, MARK, good, refused, refused_json, word
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
-from tests.support.grpc_bodies import said
+from tests.support.grpc_bodies import to_message
 from tests.support.log_lines import LogLines, log_lines
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import eventually
@@ -32,7 +32,7 @@ from tideserve.kserve.v2 import inference_pb2_grpc
 from tideserve.worker.v1 import worker_pb2
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-MINE = "told-on-purpose"
+MINE = "logged-on-purpose"
 LAST = "the-last-of-all"
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 HEADERS = {
@@ -112,7 +112,7 @@ class Seen:
 
     async def both(self, endpoint: str, body: dict[str, Any]) -> tuple[int, str]:
         """The HTTP status and the gRPC code of a request."""
-        request = said(endpoint, body)
+        request = to_message(endpoint, body)
         assert request is not None, f"gRPC cannot say {body}"
         return await self.http(endpoint, body), await self.grpc(request)
 
@@ -144,7 +144,7 @@ async def answered(seen: Seen) -> None:
     for endpoint, body in good():
         assert await seen.both(endpoint, body) == (200, "OK"), seen.last
         assert await seen.http(endpoint, body | {"stream": True}) == 200
-        request = said(endpoint, body)
+        request = to_message(endpoint, body)
         assert await seen.grpc(request, stream=True) == "OK"
     unknown = {word("field"): word("value"), "metadata": {"k": word("metadata")}}
     assert await seen.http("chat", CHAT | unknown) == 200
@@ -214,7 +214,7 @@ async def broken(seen: Seen) -> None:
     worker.pause_at = 2
     streams = [
         asyncio.create_task(seen.http("chat", CHAT | {"stream": True})),
-        asyncio.create_task(seen.grpc(said("chat", CHAT), stream=True)),
+        asyncio.create_task(seen.grpc(to_message("chat", CHAT), stream=True)),
     ]
     await eventually(lambda: len(worker.active) == 2)
     worker.die()

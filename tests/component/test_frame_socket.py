@@ -102,7 +102,7 @@ def test_closing_ends_waiting_calls(
         await asyncio.wait([reader])
         assert reader.cancelled()
         alone = FrameSocket(zmq.PAIR, 1)
-        sender = asyncio.create_task(alone.send(b"to nobody"))
+        sender = asyncio.create_task(alone.send(b"unread"))
         await asyncio.sleep(0.01)
         alone.close()
         sender.cancel()

@@ -156,7 +156,7 @@ async def test_replacing_weights_needs_a_flag_and_running_requests_keep_theirs(
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"lora_name": "m"}, "'m' is the name of a model"),
         ({"lora_name": "alias"}, "'alias' is the name of a model"),

@@ -404,7 +404,7 @@ async def test_a_single_port_may_export_the_load_of_the_cluster(case: Case) -> N
 async def test_head_on_every_route_that_has_get(case: Case) -> None:
     await eventually(case.ready)
     for client, extra in (
-        (case.http, ["/openapi.json", "/v1/models/nobody"]),
+        (case.http, ["/openapi.json", "/v1/models/unknown"]),
         (case.admin, ["/openapi.json", *PAGE]),
     ):
         paths = (await client.get("/openapi.json")).json()["paths"]

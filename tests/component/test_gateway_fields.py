@@ -159,7 +159,7 @@ async def test_a_failed_choice_ends_the_whole_request(case: Case) -> None:
     await eventually(lambda: not worker.active)
 
 
-@pytest.mark.parametrize(("options", "told"), [({}, False), ({"include_usage": True}, True)])
+@pytest.mark.parametrize(("options", "continuous"), [({}, False), ({"include_usage": True}, True)])
 async def test_usage_in_every_event_if_requested(
     case: Case, options: dict[str, Any], continuous: bool
 ) -> None:

@@ -153,7 +153,7 @@ async def test_sampling_equals_that_of_a_chat(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [("standard_only", "standard"), ("flex", "batch"), ("priority", "priority")]
+    ("asked", "tier"), [("standard_only", "standard"), ("flex", "batch"), ("priority", "priority")]
 )
 async def test_the_service_tier_can_be_requested(case: Case, asked: str, tier: str) -> None:
     answer = await send(case, service_tier=asked)

@@ -253,17 +253,17 @@ async def test_a_gateway_keeps_its_share_while_etcd_is_unreachable(
         etcd.kill()
         case, sharing = doors[0].case, "tideserve_gateway_quota_sharing"
 
-        async def says(wanted: float) -> bool:
+        async def sharing_is(wanted: float) -> bool:
             return await metric(case, sharing) == wanted
 
-        await eventually(lambda: says(0))
+        await eventually(lambda: sharing_is(0))
         # All traffic goes to a gateway with half of the quota.
         load, begin_s = Load(40), time.monotonic()
         await load.run(8, lambda number: doors[0])
         length_s = time.monotonic() - begin_s
         assert 0 < len(load.served_s) <= 600 * (BURST + 0.7 * length_s / 60) + 10
         etcd.start()
-        await eventually(lambda: says(1))
+        await eventually(lambda: sharing_is(1))
 
 
 @pytest.mark.slow

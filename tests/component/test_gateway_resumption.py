@@ -83,7 +83,7 @@ async def test_losing_worker_and_scheduler_only_delays_a_stream(case: Case) -> N
     await eventually(lambda: case.cluster.workers[1].emitted >= 3)
     await case.cluster.stop_scheduler()
     await lose(case, 1, 3)
-    assert (await case.complete()).status_code == 503, "a new one is told soon"
+    assert (await case.complete()).status_code == 503, "a new request fails soon"
     await case.cluster.start_scheduler()
     chunks = await asking
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])

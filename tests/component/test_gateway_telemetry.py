@@ -14,7 +14,7 @@ from tests.support.otlp_receiver import OtlpReceiver, attributes_of
 from tests.support.waiting import eventually
 from tideserve.worker.v1 import worker_pb2
 
-KEY, SECRET_PROMPT = "key-that-nobody-may-see", "a prompt that nobody may see"
+KEY, SECRET_PROMPT = "key-that-must-stay-secret", "a prompt that must stay secret"
 CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True)
 CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
 
@@ -171,7 +171,7 @@ async def test_unsampled_traces_are_exported_on_failure_only(
     case.stop.set()
     await eventually(lambda: bool(receiver.all_spans))
     roots = [span.name for span in receiver.all_spans if span.name.endswith(" m")]
-    assert sorted(roots) == ["chat m", "text_completion m"], "the one that succeeded is not told"
+    assert sorted(roots) == ["chat m", "text_completion m"], "only the failed one is exported"
     (failed,) = [span for span in receiver.all_spans if span.name == "chat m"]
     assert attributes_of(failed)["error.type"] == "worker_lost"
-    assert failed.status.message == "worker_lost", "what the worker said may be its client's words"
+    assert failed.status.message == "worker_lost", "the worker may quote its client"

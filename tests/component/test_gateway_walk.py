@@ -239,7 +239,7 @@ async def test_methods_called_with_a_key_of_another_model(case: Case, keys: Keys
                 assert answer == wanted.answer, path
         worker.go.set()
         pieces = [piece async for piece in stream]
-    assert pieces[-1].usage.completion_tokens == 4, "nobody cancelled it"
+    assert pieces[-1].usage.completion_tokens == 4, "it was not cancelled"
     assert len(worker.starts) == 1
 
 

@@ -344,7 +344,7 @@ CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
 def test_disconnected_members_lose_no_request(config: RunnerConfig, oracle: Oracle) -> None:
     """The lanes of a live member are cut: during the exchange, under load, or when idle."""
     rebuilt = [cut_scenario(config, oracle, seed) for seed in CUTS]
-    assert {True, False} == set(rebuilt), "groups are made anew, and others are divided"
+    assert {True, False} == set(rebuilt), "groups are rebuilt or divided"
 
 
 def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
@@ -652,7 +652,7 @@ def test_damaged_parameters_from_a_peer_are_read_from_the_model_folder(
             assert stream.tokens == oracle.tokens(stream.request)
 
 
-@pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
+@pytest.mark.parametrize("moment", ["handed over", "adopted", "retried"])
 def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
     """An abort reaches the old leader before or after `Adopted` has."""
     with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
@@ -665,7 +665,7 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         if moment == "adopted":
             group.run_until(lambda: old.settled)
         old.handle(RequestAborted(group.now_s, "r"))
-        if moment == "asked for anew":
+        if moment == "retried":
             group.run_until(lambda: "r" in map(request_id_of, new.state.sequences))
             new.handle(RequestAborted(group.now_s, "r"))
             new.handle(RequestArrived(group.now_s, request))

@@ -52,7 +52,7 @@ def only_a_pickle(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (truncate, "model.safetensors"),
         (garble, "model.safetensors"),

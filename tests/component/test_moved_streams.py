@@ -25,7 +25,7 @@ from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2
 
-ASKED_FOR: ContextVar[str] = ContextVar("asked for", default="nobody")
+ASKED_FOR: ContextVar[str] = ContextVar("asked for", default="no request")
 """The request that a task works for, as in its log lines."""
 TOKENS = [11, 12, 13, 14, 15]
 N = len(TOKENS)
@@ -136,7 +136,7 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
 
 
 async def test_a_link_works_for_no_request_in_particular(bench: Bench) -> None:
-    ASKED_FOR.set("the first one")
+    ASKED_FOR.set("the first request")
     async with bench.open("r") as stream:
         await bench.owners[0].has_started("r")
         bench.owners[0].emit("r", TOKENS, 0, N)

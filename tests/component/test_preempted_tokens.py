@@ -147,7 +147,7 @@ def test_the_layers_before_the_interruption_do_not_run_again(tmp_path: Path) -> 
         with pytest.raises(InvalidBatch, match="not suspended"):
             runner.resume_stage(batch)
         assert runner.run_stage(batch, None, at_layer(2)) is None
-        assert runner.suspended is None, "nobody is to go on with it"
+        assert runner.suspended is None, "no suspended iteration is left"
     finally:
         runner.close()
 

@@ -301,7 +301,7 @@ class Bulk:
         self.gate = ActivationGate()
         self.mover = Mover(ours, self.gate, MoverConfig(), memory.standing, memory.unpack)
         ours.connect("peer", peer.bulk, NONCE)
-        self.told: list[MoverEvent] = []
+        self.news: list[MoverEvent] = []
         self.mover.start()
 
     def send(self, transfer_id: str, pack: PackBytes | None = None) -> None:
@@ -312,15 +312,15 @@ class Bulk:
 
     def wait(self, kind: type[MoverEvent]) -> Any:
         def matching() -> list[MoverEvent]:
-            self.told += self.mover.events()
-            return [event for event in self.told if isinstance(event, kind)]
+            self.news += self.mover.events()
+            return [event for event in self.news if isinstance(event, kind)]
 
         return until(matching, self.mover)[-1]
 
     def wait_outcome(self, status: TransferStatus) -> TransferOutcome:
         def ended() -> list[TransferOutcome]:
-            self.told += self.mover.events()
-            ends = [event for event in self.told if isinstance(event, TransferOutcome)]
+            self.news += self.mover.events()
+            ends = [event for event in self.news if isinstance(event, TransferOutcome)]
             return [outcome for outcome in ends if outcome.status is status]
 
         return until(ended, self.mover)[-1]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.canaries import MARK, good, refused, word
 from tests.support.cluster import Cluster
-from tests.support.grpc_bodies import said
+from tests.support.grpc_bodies import to_message
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -58,7 +58,7 @@ async def over_http(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> in
 
 
 async def over_grpc(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> str:
-    request = said(endpoint, body)
+    request = to_message(endpoint, body)
     async with grpc.aio.insecure_channel(cluster.grpc_target) as channel:
         stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Complete

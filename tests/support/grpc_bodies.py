@@ -17,7 +17,7 @@ _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name) - {"logprobs", "top
 _WRONG = (TypeError, ValueError, KeyError, AttributeError, BadRequest)
 
 
-def said(endpoint: str, body: Mapping[str, Any]) -> Request | None:
+def to_message(endpoint: str, body: Mapping[str, Any]) -> Request | None:
     """The message equivalent to `body`; None if the message types cannot express it.
 
     Whether it is streamed depends on the method that the caller invokes.

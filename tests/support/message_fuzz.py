@@ -204,7 +204,7 @@ class Messages:
 
     def _options(self) -> pb.Options:
         drawn = "".join(self._rng.choices(string.ascii_letters, k=24))
-        options = pb.Options(request_id=drawn, user="somebody", cache_salt="s", priority=-3)
+        options = pb.Options(request_id=drawn, user="someone", cache_salt="s", priority=-3)
         options.service_class = self._rng.randrange(4)
         options.service_level.CopyFrom(pb.ServiceLevel(ttft_ms=100.0, tpot_ms=10.0))
         return options

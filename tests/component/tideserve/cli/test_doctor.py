@@ -191,7 +191,7 @@ async def test_5_workers_hold_different_models(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"protocol_version": 2}, "different protocol versions (w0: 1, w1: 2)"),
         ({"code_digest": "d" * 64}, "run different code"),
@@ -350,7 +350,7 @@ async def test_a_missing_worker_is_named(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("limits", "message"),
     [
         (ProcessLimits(1024, 65530, 2**30), "may open 1024 files"),
         (ProcessLimits(8192, 1000, 2**30), "set vm.max_map_count to 65530"),
@@ -363,7 +363,7 @@ def test_17_limits_are_too_low(limits: ProcessLimits, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "health", "size", "skew_s", "words"),
+    ("version", "health", "size", "skew_s", "message"),
     [
         ("3.5.16", {"health": "false", "reason": "ALARM NOSPACE"}, 1.0, 0.5, "(ALARM NOSPACE)"),
         ("3.5.1", {"health": "true"}, 1.0, 0.5, "upgrade it to 3.5.3"),
@@ -379,7 +379,7 @@ def test_18_etcd_is_about_to_fail(
 
 
 @pytest.mark.parametrize(
-    ("owners", "wants_admin", "level", "words"),
+    ("owners", "wants_admin", "level", "message"),
     [
         (["alice", "OPS"], True, Level.OK, "keys: 2, owners: 2, admin keys: 1"),
         (["alice"], False, Level.OK, "admin keys: 0"),

@@ -47,7 +47,7 @@ def revoke(url: str, lease: int) -> None:
 
 def test_a_second_cluster_is_refused_until_the_first_has_stopped(etcd: EtcdServer) -> None:
     put(etcd.url, f"{GROUPS}group-worker-0")
-    put(etcd.url, "/somebody/elses/key")
+    put(etcd.url, "/another/users/key")
     check_given_etcd({"etcd_url": etcd.url})
     for key in (f"{SERVICES}gateway/abc", f"{WORKERS}worker-0"):
         lease = put(etcd.url, key)

@@ -279,7 +279,7 @@ def test_chat_status_and_logs_reach_the_cluster(make: Any) -> None:
         logs.append(str(cluster.folder / "cluster"))
         assert "worker-0  | 2026-01-01T00:00:00 info    alive" in run(logs).stdout
         assert json.loads(run([*logs, "gateway", "--raw"]).stdout)["message"] == "alive"
-        assert "choose from etcd, gateway" in run([*logs, "nobody"]).stderr
+        assert "choose from etcd, gateway" in run([*logs, "unknown"]).stderr
 
 
 def run(

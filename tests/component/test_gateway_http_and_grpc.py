@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
 from tests.support.gateway import TIMEOUT_S, Case, text_ids
-from tests.support.grpc_bodies import Request, said
+from tests.support.grpc_bodies import Request, to_message
 from tideserve.client.errors import error_of
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
@@ -155,7 +155,7 @@ def _usage(usage: pb.Usage) -> tuple[int, int, int]:
 async def test_bad_inputs_have_the_same_errors(case: Case, stub: Stub) -> None:
     count = 0
     for bad in bad_inputs():
-        request = said(bad.endpoint, bad.body)
+        request = to_message(bad.endpoint, bad.body)
         if request is None:
             continue
         count += 1
@@ -192,7 +192,7 @@ def some_body(random: Random) -> tuple[str, dict[str, Any]]:
         n=random.choice([1, 2, 3, 129]),
         cache_salt="salt",
         priority=random.choice([-3, 0, 3]),
-        user="somebody",
+        user="someone",
         stop=random.sample([" comes", "goes", "日", "zzz", "!"], 2),
         stop_token_ids=[random.choice([*text_ids("!"), 3, VOCABULARY])],
     )
@@ -217,7 +217,7 @@ async def test_http_and_grpc_return_the_same(case: Case, stub: Stub) -> None:
     for number in range(REQUESTS):
         worker.tokens_per_event = random.choice([1, 3, 16])
         endpoint, body = some_body(random)
-        request = said(endpoint, body)
+        request = to_message(endpoint, body)
         assert request is not None, body
         expected = await over_http(case, endpoint, body, stream=False)
         for stream in (False, True):
@@ -242,7 +242,7 @@ async def test_prompts_have_as_many_logprobs_as_each_field_requests(case: Case, 
         assert ("prompt_logprobs" in choice) is (of_prompt is not None)
         if of_prompt is not None:
             assert {len(rows) for rows in choice["prompt_logprobs"][1:]} == {of_prompt + 1}
-        request = said("completion", {"model": "m", "max_tokens": 2} | fields)
+        request = to_message("completion", {"model": "m", "max_tokens": 2} | fields)
         (over_grpc,) = (await stub.Complete(request, timeout=TIMEOUT_S)).choices
         assert {len(token.top) for token in over_grpc.logprobs} == {beside}
         wanted = beside if of_prompt is None else of_prompt
@@ -263,7 +263,7 @@ async def test_minus_infinity_is_the_same_number_over_http_and_grpc(
     (choice,) = (await case.complete(**body)).json()["choices"]
     assert choice["logprobs"]["token_logprobs"] == [LOGPROB_MIN]
     assert set(choice["logprobs"]["top_logprobs"][0].values()) == {LOGPROB_MIN}
-    answer = await stub.Complete(said("completion", body), timeout=TIMEOUT_S)
+    answer = await stub.Complete(to_message("completion", body), timeout=TIMEOUT_S)
     (token,) = answer.choices[0].logprobs
     assert (token.logprob, token.top[0].logprob) == (LOGPROB_MIN, LOGPROB_MIN)
 
