@@ -14,7 +14,7 @@ import support as s
 
 REQUESTS = 3
 RUN_TIMEOUT_S = 300
-# It would start ten processes for each step of a run, and each of them loads torch.
+# By default it starts ten processes per step, each of which loads torch.
 ENVIRONMENT = {**os.environ, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GREEDY: Any = {"temperature": 0}
@@ -32,9 +32,9 @@ def steps(
     seconds: int = 0,
     **backend: Any,
 ) -> list[Any]:
-    """The requests of each step of a run, by how they ended: successful, errored, incomplete.
+    """The requests of each step of a run by outcome: successful, errored, incomplete.
 
-    `data` are rows or what guidellm makes; `body` is added to each request. A run ends after
+    `data`: rows or guidellm's synthetic data; `body` is added to each request. A run ends after
     `count` requests or after `seconds`.
     """
     if not isinstance(data, dict):
@@ -57,7 +57,7 @@ def steps(
     with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True) as process:
         try:
             process.wait(RUN_TIMEOUT_S)
-        finally:  # with its end all of its processes end
+        finally:  # its exit ends all of its processes
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return [load["requests"] for load in json.loads(RESULT.read_text())["benchmarks"]]
@@ -125,8 +125,8 @@ def test_schema() -> None:
         s.check_city(request["output"])
 
 
-# guidellm lets models call only tools of its data; `tool_choice` in the body holds for those.
-# Without the first field so small a model calls again and again: guidellm sets no limit of tokens.
+# guidellm offers only tools of its data, to which `tool_choice` in the body applies.
+# Without the first field a model this small calls endlessly, as guidellm sets no token limit.
 @pytest.mark.parametrize("more", [{"parallel_tool_calls": False}, {"tool_choice": s.TOOL_CHOICE}])
 def test_a_tool_of_the_data_and_its_result(more: Any) -> None:
     row = {

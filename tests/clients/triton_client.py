@@ -89,7 +89,7 @@ def streamed(call: dict[str, Any], opened: Any, answers: Answers) -> str:
 
 
 def take_piece(result: Any, pieces: list[str]) -> bool:
-    """Add the text of a response to `pieces`; whether it is the last response."""
+    """Add the text of a response to `pieces`; returns whether it is the last response."""
     response = result.get_response()
     if any(output.name == "text_output" for output in response.outputs):
         pieces.append(text_of(result))
@@ -191,7 +191,7 @@ def test_errors(model: str, call: dict[str, Any], code: str) -> None:
     assert raised.value.status() == f"StatusCode.{code}"
 
 
-def test_a_stream_goes_on_after_an_error() -> None:
+def test_a_stream_continues_after_an_error() -> None:
     with streaming() as (opened, answers):
         opened.async_stream_infer(s.MODEL, **vllm(s.PROMPT, temperature=9))
         result, error = answers.next()

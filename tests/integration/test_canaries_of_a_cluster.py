@@ -1,4 +1,4 @@
-"""What clients say is in no log of a real cluster, at level debug, and in no span or metric."""
+"""Clients' strings appear in no log of a real cluster at level debug, and in no span or metric."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) ->
         "api_key": KEY,
         "model_name": "m",
         "environment": environment,
-        # One of the bodies is refused since it is longer.
+        # A longer body is refused.
         "worker": {"max_model_len": 1024},
     }
     with Cluster(model_dir=folder, workers=2, memory="64MiB", **options) as running:
@@ -66,7 +66,7 @@ async def over_grpc(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> st
         return str((await call.code()).name)
 
 
-async def test_no_service_logs_what_its_clients_say(
+async def test_no_service_exposes_strings_of_clients(
     cluster: Cluster, receiver: OtlpReceiver
 ) -> None:
     for endpoint, body in good():
@@ -75,7 +75,7 @@ async def test_no_service_logs_what_its_clients_say(
     for endpoint, body in refused():
         assert 400 <= await over_http(cluster, endpoint, body) < 500, body
         assert await over_grpc(cluster, endpoint, body) in ("INVALID_ARGUMENT", "NOT_FOUND")
-    # And one whose client goes.
+    # And a request whose client disconnects.
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=HEADERS) as http:
         endless = {"model": "m", "prompt": word("prompt"), "stream": True, "ignore_eos": True}
         path = f"{cluster.url}/v1/completions"

@@ -1,4 +1,4 @@
-"""The official client against a whole cluster; what differs only by batching must not differ."""
+"""The official client against a whole cluster; batching must not change results."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -66,7 +66,7 @@ async def test_stream_equals_whole(client: openai.AsyncOpenAI, model: str) -> No
     assert text == whole.choices[0].message.content
     usage = chunks[-1].usage
     assert usage is not None and whole.usage is not None and not chunks[-1].choices
-    # Cached tokens differ: the second request may find the first one's prompt.
+    # Cached tokens differ: the second request may reuse the first one's prompt.
     assert usage.completion_tokens == whole.usage.completion_tokens == 40
     assert usage.prompt_tokens == whole.usage.prompt_tokens
 
@@ -129,7 +129,7 @@ async def test_log_probabilities_of_an_output_are_those_of_the_same_text_as_a_pr
     assert len(logprobs.tokens) == len(logprobs.text_offset) == 32
 
 
-async def test_the_likeliest_tokens_of_a_greedy_chat_are_its_own(
+async def test_a_greedy_chat_takes_the_most_likely_tokens(
     client: openai.AsyncOpenAI, model: str
 ) -> None:
     answer = await chat(client, model, temperature=0, max_tokens=16, logprobs=True, top_logprobs=3)
@@ -147,7 +147,9 @@ async def test_the_likeliest_tokens_of_a_greedy_chat_are_its_own(
     assert [token for part in parts if part is not None for token in part.content] == content
 
 
-async def test_a_bias_and_the_allowed_tokens_decide(client: openai.AsyncOpenAI, model: str) -> None:
+async def test_logit_bias_and_allowed_tokens_constrain_the_output(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
     ids: Any = {"return_token_ids": True, "ignore_eos": True}
     options: Any = {"model": model, "prompt": prompt_of(1, 9), "max_tokens": 6, "temperature": 0}
     forced = await client.completions.create(**options, logit_bias={"77": 100}, extra_body=ids)
@@ -162,7 +164,7 @@ async def test_a_bias_and_the_allowed_tokens_decide(client: openai.AsyncOpenAI, 
     assert other.choices[0].token_ids[0] == 77
 
 
-async def test_a_client_that_hangs_up_frees_its_blocks(
+async def test_a_disconnect_frees_kv_blocks(
     cluster: Cluster, client: openai.AsyncOpenAI, model: str
 ) -> None:
     addresses = metrics_addresses(cluster.folder / "cluster" / "prometheus_targets.json")
@@ -182,7 +184,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
     loop = asyncio.get_running_loop()
     closed_s = loop.time()
     await eventually(lambda: blocks("free") == total)
-    # A second on a quiet machine; the rest is for one that is not.
+    # A second on an idle machine; the rest is slack for busy machines.
     assert loop.time() - closed_s < 15
     counters = [read_metrics(f"http://{address}") for address in addresses]
     assert sum(counter.get("vllm:num_requests_running", 0.0) for counter in counters) == 0

@@ -1,4 +1,4 @@
-"""Traces of a real cluster, read back from a trace store of another project."""
+"""Traces of a real cluster, read back from a third-party trace store."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def store() -> Iterator[TraceStore]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, store: TraceStore) -> Iterator[Cluster]:
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
-    # By the variable that every OpenTelemetry program reads.
+    # By OpenTelemetry's standard environment variable.
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.endpoint}
     with Cluster(
         model_dir=folder,
@@ -57,7 +57,7 @@ def new_caller() -> TraceContext:
 async def stream(
     http: httpx.AsyncClient, model: str, number: int, going: asyncio.Event, max_tokens: int
 ) -> tuple[TraceContext, str]:
-    """A streamed completion under a trace of its own; `going` is set at its tenth event."""
+    """A streamed completion in a new trace; `going` is set at its tenth event."""
     caller, events = new_caller(), 0
     body = {
         "model": model,
@@ -84,7 +84,7 @@ def root_of(spans: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
     return root
 
 
-async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
+async def test_traces_of_requests_and_changes_are_complete(
     cluster: Cluster, store: TraceStore
 ) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as http:
@@ -126,13 +126,13 @@ async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
         assert attributes["tideserve.request.id"] == request_id
         assert attributes["gen_ai.usage.output_tokens"] == 400
         sources = {span["attributes"].get("tideserve.times_from") for span in spans}
-        assert "gateway" not in sources, "every worker has told its times"
+        assert "gateway" not in sources, "every worker has reported its times"
         moved_to += [
             event["attributes"]["tideserve.epoch"]
             for event in root["events"]
             if event["name"] == "moved"
         ]
-        # Where the store shows what a span tells of prompts.
+        # Where the store displays prompts.
         assert "input.value" not in attributes
     assert moved_to, "nothing has moved"
     assert set(moved_to) <= epochs, "each move names the change that made it"

@@ -1,4 +1,4 @@
-"""Delay until an iteration of batch work gives way, and what that costs.
+"""Delay until an iteration of batch requests is preempted, and the cost of preemption.
 
 Two engine processes of the same model, each with a servicer in this process. One interrupts batch
 work for online requests (`--preempt always`), the other does not. Each gets one batch prompt at a
@@ -65,7 +65,7 @@ class Load:
         self.sent_s: dict[str, float] = {}
         self.ttft_s: dict[str, float] = {}
         self.merges: list[tuple[float, float]] = []
-        """When each was asked for, and when both engines had been prepared."""
+        """When each merge was requested, and when both engines were prepared."""
         self.prompt_of: dict[str, int] = {}
         """The number of the prompt of each disturbed batch request."""
         facts = engines.workers[ALWAYS].facts
@@ -110,7 +110,7 @@ class Load:
         return self.ttft_s[name]
 
     async def _disturbed(self, engine: str, case: str, arrivals: int, prompts: int = 1) -> None:
-        """Batch prompts, and online requests one after another while these run."""
+        """Run batch prompts, and sequential online requests meanwhile."""
         running = self._batch(engine, prompts)
         for _ in range(arrivals):
             await asyncio.sleep(self._rng.uniform(0, 2 * self._length_s / (arrivals + 1)))
@@ -121,7 +121,7 @@ class Load:
         await running
 
     async def _prepare_merge(self) -> None:
-        """Prepare a merge of both while a batch prompt runs, and give it up again."""
+        """Prepare a merge of both while a batch prompt runs, and abort it."""
         running, half = self._batch(ALWAYS, 1), self.layers // 2
         await asyncio.sleep(self._rng.uniform(0, self._length_s))
         stages, sent_s = [Stage(ALWAYS, 0, half), Stage(OFF, half, self.layers)], monotonic_s()
@@ -130,7 +130,7 @@ class Load:
         await running
 
     def _batch(self, engine: str, count: int) -> asyncio.Future[list[None]]:
-        """Send so many batch prompts at once."""
+        """Send `count` batch prompts concurrently."""
 
         async def ask(number: int) -> None:
             name = f"batch-{engine}-{next(self._numbers)}"
@@ -185,7 +185,7 @@ def notice(parts: list[Part], sent_s: float) -> tuple[float, float] | None:
 
 
 def safepoints(tokens: int) -> tuple[list[float], list[float]]:
-    """What they add to an iteration of one prompt, by pair; and the intervals between them."""
+    """Cost of safepoints in an iteration of a prompt, by pair, and the intervals between them."""
     costs, between_s = [], []
     with runner_of_one_thread(MEMORY_BYTES, max_batch_tokens=tokens, suspends=True) as runner:
         blocks = tuple(range(blocks_for(tokens, runner.block_size)))
@@ -263,7 +263,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
 
 
 @pytest.mark.timeout(1800)
-async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
+async def test_batch_requests_are_preempted_soon_and_lose_nothing(
     tmp_path: Path, engines: EngineProcesses
 ) -> None:
     load = Load(engines)

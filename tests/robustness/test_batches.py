@@ -1,4 +1,4 @@
-"""Random processes are killed while a batch runs: its output is that of an undisturbed run."""
+"""Random processes are killed while a batch runs; its output equals an undisturbed run."""
 
 import asyncio
 import os
@@ -158,7 +158,7 @@ def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) -> None:
+def test_lines_resume_soon_after_all_processes_restart(cluster: Cluster) -> None:
     lines = lines_of(480, 80)
     undisturbed, _ = asyncio.run(run(cluster, lines))
     restarted, resumed_s = asyncio.run(run_restarted(cluster, lines))
