@@ -1,5 +1,4 @@
-"""Measures KV in host memory as a second level of the prefix cache, beside the same device memory
-without it.
+"""Measures KV in host memory as a second level of the prefix cache, and the same device without it.
 
 Conversations take turns at random; their prompts are four times what the device holds, and host
 memory holds four times as much as the device. An independent two-level LRU (`prefix_count.py`)
@@ -27,7 +26,7 @@ DEVICE_TOKENS = 4096
 """KV capacity of the device, unless the model leaves less."""
 OPENING, QUESTION, ANSWER_TOKENS = (256, 640), (16, 64), 8
 CONVERSATION_TOKENS = 512
-"""Approximate mean length of a conversation; it begins anew at twice as much."""
+"""Approximate mean length of a conversation, which restarts at twice this length."""
 VISITS, QUICK_VISITS = 4, 2
 """Measured requests per conversation, on average."""
 FRESH, QUICK_FRESH, FRESH_TOKENS = 40, 24, 256

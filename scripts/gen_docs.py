@@ -97,7 +97,7 @@ def grpc() -> str:
 
 
 def supported() -> str:
-    """The page of what is supported."""
+    """The page of supported engines, models and APIs."""
     sections = (
         ("Engines", ("engine", "device", "dtypes", "models", "state"), support.engines()),
         (

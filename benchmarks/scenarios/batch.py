@@ -1,4 +1,4 @@
-"""`batch`: the load of llm-d's batch gateway beside a running batch of /v1/batches.
+"""`batch`: the load of llm-d's batch gateway during a batch of /v1/batches.
 
 Online requests have 512 prompt tokens and log-normal outputs of 500 ± 400 tokens, cut at 1,400.
 They arrive by a Poisson process in phases of 15 and of 1 per second; --rate sets the mean of both.
