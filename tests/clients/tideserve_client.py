@@ -90,7 +90,7 @@ async def test_async_stream() -> None:
     assert s.joined(texts) == s.chat_text()
 
 
-def test_a_stream_that_is_left_is_cancelled() -> None:
+def test_an_abandoned_stream_is_cancelled() -> None:
     with s.given_up(), client.stream_chat(s.QUESTION, **LONG) as stream:
         for _, _piece in zip(range(4), stream, strict=False):
             pass

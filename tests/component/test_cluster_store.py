@@ -59,7 +59,7 @@ def write_of(token: int) -> Transact:
     return Transact(1, token, (GROUP,), (ASSIGNMENT,), {"group-w0": 0}, {"w0": 0}, {})
 
 
-async def test_a_write_is_read_as_it_was_written(store: Store) -> None:
+async def test_a_write_round_trips(store: Store) -> None:
     records = ClusterStore(store, condition)
     revision = await records.write(write_of(await elect(store)))
     assert revision is not None

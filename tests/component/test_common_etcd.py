@@ -195,7 +195,7 @@ class TestRegistration:
             assert await value_at(store, KEY) is not None
         assert await value_at(store, KEY) is None
 
-    async def test_it_registers_again_after_an_outage_longer_than_the_lease(
+    async def test_a_process_registers_again_after_an_outage_longer_than_the_lease(
         self, store: Store, etcd: EtcdServer
     ) -> None:
         async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:

@@ -41,7 +41,7 @@ def connected(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_frames_go_both_ways_at_once(
+def test_frames_flow_both_ways_concurrently(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
     frames = [b"%d" % number for number in range(5000)]

@@ -279,7 +279,7 @@ async def test_the_output_expires_after_the_requested_time(case: Case) -> None:
         assert file.expires_at - file.created_at in (7200, 7201)
 
 
-async def test_the_batch_is_what_the_official_client_expects(case: Case) -> None:
+async def test_the_batch_object_matches_the_official_client(case: Case) -> None:
     lines = [chat_line(0), chat_line(1, max_tokens=100_000), chat_line(2)]
     created = await submit(case.openai, as_file(lines))
     assert created.request_counts == BatchRequestCounts(total=0, completed=0, failed=0)

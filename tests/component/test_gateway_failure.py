@@ -431,7 +431,9 @@ async def test_without_an_expected_count_readiness_needs_a_serving_group(
 
 
 @pytest.mark.gateway(expected_workers=None)
-async def test_groups_of_another_model_do_not_make_it_ready(case: Case, store: Store) -> None:
+async def test_groups_of_another_model_do_not_make_a_gateway_ready(
+    case: Case, store: Store
+) -> None:
     worker = worker_record("w0", address=case.cluster.workers[0].address, model="another")
     await put(store, f"{GROUPS}group-w0", group_record(worker, epoch=2))
 

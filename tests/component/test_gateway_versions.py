@@ -91,7 +91,7 @@ def skewed(handler: Any, frame: Callable[[str, bytes], bytes]) -> Any:
 
 
 @pytest.mark.parametrize("release", [LastRelease, NextRelease])
-async def test_it_serves_groups_of_services_of_another_release(
+async def test_a_gateway_serves_with_services_of_another_release(
     release: type[LastRelease] | type[NextRelease],
     store: Store,
     tmp_path: Path,

@@ -162,7 +162,7 @@ def note(text: str, payload: object = b"") -> Frame:
 SIZES = [0, 1, 100, 8192, 65_535, 65_536, 300_000, 5 << 20]
 
 
-def test_frames_of_any_size_go_both_ways_in_order(peer: PeerProcess, ours: UcxLane) -> None:
+def test_frames_of_any_size_arrive_in_order(peer: PeerProcess, ours: UcxLane) -> None:
     ours.connect("peer", peer.activations, NONCE)
     payloads = [bytes_of(size, size) for size in SIZES * 3]
     sent = [ours.send("peer", note(str(n), payload)) for n, payload in enumerate(payloads)]

@@ -64,7 +64,7 @@ def outputs(tiny: Path, damaged: Path) -> dict[str, str]:
         return dict(zip(starts, said, strict=True))
 
 
-def test_too_little_memory_says_how_much_is_needed(outputs: dict[str, str]) -> None:
+def test_too_little_memory_reports_the_required_amount(outputs: dict[str, str]) -> None:
     output = outputs["memory"]
     assert "MiB" in output and "at least" in output and "memory" in output
 
