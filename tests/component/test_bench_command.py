@@ -136,9 +136,9 @@ def refused(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2, arguments
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    return said
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    return error
 
 
 def test_an_impossible_command_for_a_gpu_is_refused(

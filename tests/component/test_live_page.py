@@ -270,8 +270,8 @@ async def test_a_page_of_another_site_is_refused(store: Store, tmp_path: Path) -
             ),
         ):
             call = f"fetch({json.dumps(url + path)}, {json.dumps(options)})"
-            said = await page.evaluate(f"{call}.then((a) => a.type, () => 'refused')")
-            assert said == "refused", path
+            outcome = await page.evaluate(f"{call}.then((a) => a.type, () => 'refused')")
+            assert outcome == "refused", path
         assert first.engine.held == {0, 1, 2, 3}
         async with httpx.AsyncClient() as http:
             answer = await http.get(url, headers={"host": "rebound.example"})

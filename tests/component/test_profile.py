@@ -67,7 +67,7 @@ def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--memory", "much"), "is not a size"),
         (("--memory", "1MiB"), "memory budget"),
@@ -76,13 +76,13 @@ def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) ->
     ],
 )
 def test_an_impossible_profile_is_refused_in_one_sentence(
-    model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+    model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     model = () if "--model" in arguments else ("--model", str(model_dir))
     done = tideserve_profile(tmp_path, *model, *arguments, "--quick")
     assert done.returncode == 2
     assert done.stderr.startswith("tideserve: ")
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("*.yaml"))
 

@@ -76,14 +76,14 @@ class PeerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the peer has died"
-        said: dict[str, str] = json.loads(line)
-        return said
+        message: dict[str, str] = json.loads(line)
+        return message
 
     def read_outcome(self, status: TransferStatus) -> dict[str, str]:
         """The next transfer with this status that its mover reports."""
-        while (said := self.read()).get("status") != status:
+        while (message := self.read()).get("status") != status:
             pass
-        return said
+        return message
 
     def order(self, transfer_id: str) -> None:
         """Order it to send its slab."""

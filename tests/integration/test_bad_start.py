@@ -60,8 +60,8 @@ def outputs(tiny: Path, damaged: Path) -> dict[str, str]:
         "setting": {"model_dir": tiny, "worker": {"max_batch_tokens": 0}},
     }
     with ThreadPoolExecutor() as pool:
-        said = pool.map(lambda options: fail_to_start(**options), starts.values())
-        return dict(zip(starts, said, strict=True))
+        outputs = pool.map(lambda options: fail_to_start(**options), starts.values())
+        return dict(zip(starts, outputs, strict=True))
 
 
 def test_too_little_memory_reports_the_required_amount(outputs: dict[str, str]) -> None:

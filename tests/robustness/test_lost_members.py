@@ -89,15 +89,15 @@ def test_without_etcd_no_request_is_sent_to_a_group_that_lost_a_member(
     cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     leader, follower = merge(cluster)
-    said = "etcd does not respond: its requests are aborted"
-    before = cluster.log(leader).count(said)
+    line = "etcd does not respond: its requests are aborted"
+    before = cluster.log(leader).count(line)
     seen: list[bool] = []
 
     def await_the_gateway() -> None:
         """Restart etcd once the gateway reports that no group serves."""
         try:
             cluster.eventually(lambda: not ready(cluster), deadline_s=120)
-            seen.append(cluster.log(leader).count(said) > before)
+            seen.append(cluster.log(leader).count(line) > before)
         finally:
             cluster.kill("etcd", signal.SIGCONT)
 

@@ -181,11 +181,11 @@ class World:
         self.now_s += 1.0
         for name in NAMES:
             self._keep_registered(name)
-        for which in range(2):
-            self._note_rollback(which)
-            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which] or None))
-            self._feed(which, self.store.listing(self.now_s))
-            self._feed(which, TimePassed(self.now_s))
+        for index in range(2):
+            self._note_rollback(index)
+            self._feed(index, LeadershipChanged(self.now_s, self.tokens[index] or None))
+            self._feed(index, self.store.listing(self.now_s))
+            self._feed(index, TimePassed(self.now_s))
         while self.transactions:
             self._transact(faulty=False)
         for process in self.processes.values():
@@ -251,48 +251,48 @@ class World:
 
     # --- coordinators
 
-    def _feed(self, which: int, event: Event) -> None:
-        commands = self.states[which].handle(event)
+    def _feed(self, index: int, event: Event) -> None:
+        commands = self.states[index].handle(event)
         if commands or not isinstance(event, TimePassed):
-            self.logs[which].append((event, commands))
+            self.logs[index].append((event, commands))
         for command in commands:
             match command:
                 case Transact():
-                    self.transactions.append((which, command, False))
+                    self.transactions.append((index, command, False))
                 case PrepareMembers():
                     for name, asked in prepare_calls(command).items():
-                        self.mail.append((which, name, asked))
+                        self.mail.append((index, name, asked))
                 case AbortMember():
                     asked = AbortCall(command.token, command.attempt, command.incarnation)
-                    self.mail.append((which, command.worker_id, asked))
+                    self.mail.append((index, command.worker_id, asked))
                 case PollMembers():
-                    self.looks.append((which, command))
+                    self.looks.append((index, command))
                 case ChangeStepped():
                     self.committed += command.phase is ChangePhase.COMMITTED
         if not self.removed:
-            self.states[which].check_invariants()
+            self.states[index].check_invariants()
 
     def _list(self) -> None:
         self.listings = [*self.listings[-4:], self.store.listing(self.now_s)]
         late = self.rng.random() < 0.3
         listed = self.rng.choice(self.listings) if late else self.listings[-1]
-        which = self.rng.randrange(2)
-        self._note_rollback(which)
-        self._feed(which, replace(listed, now_s=self.now_s))
+        index = self.rng.randrange(2)
+        self._note_rollback(index)
+        self._feed(index, replace(listed, now_s=self.now_s))
 
     def _look(self, faulty: bool = True) -> None:
         """Report to a coordinator what members serve; reports of some may be missing."""
         if not self.looks:
             return
         at = self.rng.randrange(len(self.looks)) if faulty else 0
-        which, command = self.looks.pop(at)
+        index, command = self.looks.pop(at)
         known = [self.processes[name] for name in command.worker_ids if name in self.processes]
         seen = tuple(
             MemberStatus(process.name, process.state.epoch, not faulty or self.rng.random() < 0.7)
             for process in known
             if not faulty or self.rng.random() < 0.9
         )
-        self._feed(which, MembersPolled(self.now_s, command.change_id, seen))
+        self._feed(index, MembersPolled(self.now_s, command.change_id, seen))
 
     def _pass_time(self) -> None:
         self.now_s += self.rng.random() * 0.6
@@ -305,20 +305,20 @@ class World:
         self._feed(1 - leads, LeadershipChanged(self.now_s, self.store.token))
 
     def _notice(self) -> None:
-        for which in range(2):
-            token = self.store.token if self.tokens[which] == self.store.token else None
+        for index in range(2):
+            token = self.store.token if self.tokens[index] == self.store.token else None
             if self.rng.random() < 0.3:
-                self._feed(which, LeadershipChanged(self.now_s, token))
+                self._feed(index, LeadershipChanged(self.now_s, token))
 
     def _ask(self) -> None:
         self.requests += 1
         request_id = f"r{self.requests}"
         leads = self.tokens.index(self.store.token)
-        which = leads if self.rng.random() < 0.8 else 1 - leads
+        index = leads if self.rng.random() < 0.8 else 1 - leads
         targets = self._some_targets()
-        self._feed(which, ChangeRequested(self.now_s, request_id, targets))
+        self._feed(index, ChangeRequested(self.now_s, request_id, targets))
         if self.rng.random() < 0.1:
-            self._feed(which, ChangeCalledOff(self.now_s, targets, "not wanted"))
+            self._feed(index, ChangeCalledOff(self.now_s, targets, "not wanted"))
 
     def _report_trouble(self) -> None:
         """A member reports its group as stuck, possibly wrongly or late."""
@@ -353,7 +353,7 @@ class World:
     def _transact(self, faulty: bool = True) -> None:
         if not self.transactions:
             return
-        which, command, answered = self.transactions.pop(
+        index, command, answered = self.transactions.pop(
             self.rng.randrange(len(self.transactions)) if faulty else 0
         )
         fate = self.rng.random() if faulty else 0.0
@@ -363,33 +363,33 @@ class World:
             self.store.transact(command)
             revision = None
         else:  # perhaps later
-            self.transactions.append((which, command, True))
+            self.transactions.append((index, command, True))
             revision = None
         if not answered:
             finished = TransactionFinished(self.now_s, command.transaction_id, revision)
-            self._feed(which, finished)
+            self._feed(index, finished)
             if revision is None and not faulty:
-                self._note_rollback(which)
-                self._feed(which, self.store.listing(self.now_s))
+                self._note_rollback(index)
+                self._feed(index, self.store.listing(self.now_s))
 
     def _deliver(self, faulty: bool = True) -> None:
         if not self.mail:
             return
         index = self.rng.randrange(len(self.mail)) if faulty else 0
-        which, name, message = self.mail[index]
+        coordinator, name, message = self.mail[index]
         if not faulty or self.rng.random() < 0.7 or len(self.mail) > 60:
             del self.mail[index]
         if faulty and self.rng.random() < 0.05:
             return
         if isinstance(message, MemberAnswered):
-            assert which is not None
-            self._feed(which, replace(message, now_s=self.now_s))
+            assert coordinator is not None
+            self._feed(coordinator, replace(message, now_s=self.now_s))
         elif name in self.processes:
-            self._receive(which, self.processes[name], message)
+            self._receive(coordinator, self.processes[name], message)
 
     # --- members
 
-    def _receive(self, which: int | None, process: Process, message: object) -> None:
+    def _receive(self, coordinator: int | None, process: Process, message: object) -> None:
         if isinstance(message, AbortCall):
             over = process.state.abort(message)
             if over is not None:
@@ -398,19 +398,21 @@ class World:
         assert isinstance(message, PrepareCall)
         answer = process.state.judge(message)
         if answer.verdict is Verdict.ACCEPTED:
-            process.coordinator[message.attempt] = which
+            process.coordinator[message.attempt] = coordinator
             if "free_after_commit" in self.removed:
                 process.held &= _layers(process, message.target)
             if "fetch_before_ack" in self.removed:
                 process.staged[message.attempt] = set()
                 self._acknowledge(process, message)
         elif answer.verdict is Verdict.REPLAYED:
-            if message.attempt in process.ready and which is not None:
-                self.mail.append((which, "", process.ready[message.attempt]))
+            if message.attempt in process.ready and coordinator is not None:
+                self.mail.append((coordinator, "", process.ready[message.attempt]))
         elif answer.verdict is Verdict.FUTURE and self.rng.random() < 0.9:
-            self.mail.append((which, process.name, message))  # the member waits for the records
+            self.mail.append(
+                (coordinator, process.name, message)
+            )  # the member waits for the records
         else:
-            self._answer(which, process, message.attempt, False, answer.reason)
+            self._answer(coordinator, process, message.attempt, False, answer.reason)
 
     def _prepare(self) -> None:
         """An engine continues or fails its preparation."""
@@ -439,21 +441,21 @@ class World:
             self._acknowledge(process, asked)
 
     def _acknowledge(self, process: Process, asked: PrepareCall) -> None:
-        which = process.coordinator[asked.attempt]
-        self._answer(which, process, asked.attempt, True, "")
+        coordinator = process.coordinator[asked.attempt]
+        self._answer(coordinator, process, asked.attempt, True, "")
         process.ready[asked.attempt] = MemberAnswered(
             self.now_s, asked.attempt, process.name, process.incarnation, True
         )
 
     def _answer(
-        self, which: int | None, process: Process, attempt: str, ready: bool, reason: str
+        self, coordinator: int | None, process: Process, attempt: str, ready: bool, reason: str
     ) -> None:
-        if which is None:
+        if coordinator is None:
             return  # the requesting coordinator has restarted
         answer = MemberAnswered(
             self.now_s, attempt, process.name, process.incarnation, ready, reason
         )
-        self.mail.append((which, "", answer))
+        self.mail.append((coordinator, "", answer))
 
     def _observe(self) -> None:
         process = self._any_process()
@@ -548,31 +550,31 @@ class World:
         self.tokens = [0, 0]
         self.tokens[self.rng.randrange(2)] = self.store.elect()
 
-    def _note_rollback(self, which: int) -> None:
+    def _note_rollback(self, index: int) -> None:
         """Restart a coordinator whose writes the store has lost."""
-        if self.known_rollbacks[which] == self.store.rollbacks:
+        if self.known_rollbacks[index] == self.store.rollbacks:
             return
-        self.known_rollbacks[which] = self.store.rollbacks
-        self.states[which] = CoordinatorState(self.bounds)
-        self.logs[which] = []
+        self.known_rollbacks[index] = self.store.rollbacks
+        self.states[index] = CoordinatorState(self.bounds)
+        self.logs[index] = []
         self.transactions = [
-            (sender, command, answered or sender == which)
+            (sender, command, answered or sender == index)
             for sender, command, answered in self.transactions
         ]
-        self.looks = [look for look in self.looks if look[0] != which]
+        self.looks = [look for look in self.looks if look[0] != index]
         # Its calls may still arrive; their answers are dropped.
         self.mail = [
-            (None if sender == which else sender, name, message)
+            (None if sender == index else sender, name, message)
             for sender, name, message in self.mail
-            if name or sender != which
+            if name or sender != index
         ]
         for process in self.processes.values():
             process.coordinator = {
-                attempt: None if asker == which else asker
+                attempt: None if asker == index else asker
                 for attempt, asker in process.coordinator.items()
             }
-        if self.tokens[which]:
-            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which]))
+        if self.tokens[index]:
+            self._feed(index, LeadershipChanged(self.now_s, self.tokens[index]))
 
 
 def _layers(process: Process, group: Group) -> frozenset[int]:

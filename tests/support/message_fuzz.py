@@ -189,8 +189,8 @@ class Messages:
         choice = pb.ToolChoice(name="get_weather") if named else pb.ToolChoice(mode=mode)
         chat.tool_choice.CopyFrom(choice)
         if self._rng.random() < 0.5:
-            said = chat.messages.add(role=pb.ROLE_ASSISTANT)
-            said.tool_calls.add(id="call_1", name="get_weather", arguments="{}")
+            message = chat.messages.add(role=pb.ROLE_ASSISTANT)
+            message.tool_calls.add(id="call_1", name="get_weather", arguments="{}")
             chat.messages.add(role=pb.ROLE_TOOL, tool_call_id="call_1", text=self._text())
 
     def _structure(self) -> pb.Structure:

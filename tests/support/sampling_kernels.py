@@ -73,10 +73,10 @@ def used(kernel: Any, capability: int) -> str:
         file.flush()
         ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
         command = [ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
-    assert registers is not None and memory is not None, said
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+    assert registers is not None and memory is not None, report
     return f"{registers[1]} registers {memory[1]} {memory[2]}"
 
 

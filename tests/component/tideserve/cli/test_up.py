@@ -230,7 +230,7 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"etcd": "http://{address}"}, "cannot be reached"),
         ({"etcd": "nonsense"}, "is not an etcd URL"),
@@ -245,7 +245,7 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
     ],
 )
 def test_bad_input_is_reported_in_one_sentence(
-    make: Any, options: dict[str, Any], said: str
+    make: Any, options: dict[str, Any], message: str
 ) -> None:
     with refusing_address() as address:
         if "etcd" in options:
@@ -253,7 +253,7 @@ def test_bad_input_is_reported_in_one_sentence(
         cluster = make(**options)
         cluster.start()
         assert cluster.wait(60) == 2
-    assert said in cluster.output()
+    assert message in cluster.output()
     assert "Traceback" not in cluster.output()
 
 
@@ -263,9 +263,12 @@ def test_chat_status_and_logs_reach_the_cluster(make: Any) -> None:
         ask = [sys.executable, "-m", "tideserve.cli.commands.main", "chat", "--url", cluster.url]
         assert run([*ask, "hello you"], key).stdout == "hello you \n"
         assert run(ask, key, stdin="from a pipe").stdout == "from a pipe \n"
-        for prompt, said in (("fail", "the worker was lost"), ("break", "closed the stream early")):
+        for prompt, message in (
+            ("fail", "the worker was lost"),
+            ("break", "closed the stream early"),
+        ):
             done = run([*ask, prompt], key)
-            assert (done.returncode, said in done.stderr) == (1, True)
+            assert (done.returncode, message in done.stderr) == (1, True)
         assert "API key" in run([*ask, "hello"]).stderr
         assert "there is no model x" in run([*ask, "--model", "x", "hello"], key).stderr
 
