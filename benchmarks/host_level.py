@@ -59,7 +59,7 @@ class Conversation:
     client: OneByOne
     seed: int
     counts: Mapping[str, CountedCache] = field(default_factory=dict)
-    _said: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _histories: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def turn(self, number: int, visit: int) -> TurnAnswer:
         """Take a turn of conversation `number`; `visit` numbers all turns."""
