@@ -42,7 +42,7 @@ EXCUSED_MAX = 0.005
 """Largest share of tokens that near-ties may explain."""
 MEMORY_BYTES = 557 << 20
 BLOCKS = range(6, 11)
-"""Blocks of a worker that serves alone: room for two or three requests; some are preempted."""
+"""KV blocks of a single-worker group: room for two or three requests, so some are preempted."""
 NONE: frozenset[int] = frozenset()
 STOPS = frozenset({2})
 SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99},
@@ -62,7 +62,7 @@ SAMPLINGS = (
 
 @dataclass
 class Oracle:
-    """Requests, the outputs of their undisturbed run, and a judge of what differs."""
+    """Requests with the outputs of undisturbed runs, and a comparison that allows near-ties."""
 
     requests: list[Request]
     model_dir: Path
@@ -73,7 +73,7 @@ class Oracle:
     _reference: transformers.PreTrainedModel | None = None
 
     def check(self, request: Request, output: list[int], *, whole: bool) -> None:
-        """The output, or its beginning, is that of the undisturbed run, near-ties excused."""
+        """Check that an output, or its prefix, equals the undisturbed run except for near-ties."""
         wanted = self.outputs[int(request.request_id.split("-")[1])]
         self.compared += len(output)
         if output == (wanted if whole else wanted[: len(output)]):
@@ -96,7 +96,7 @@ class Oracle:
         assert not whole or stopped or len(output) == request.limits.max_tokens
 
     def check_logprobs(self, stream: Stream, *, whole: bool) -> None:
-        """Each token that came has its row, and the prompt's came with the first."""
+        """Check that each token has its row, and that the first token brought the prompt's rows."""
         asked, prompt = stream.request.logprobs, stream.request.prompt_ids
         if asked.output is not None:
             assert stream.logprobs.keys() == stream.tokens.keys()
@@ -167,7 +167,7 @@ def pages(engines: EngineProcesses) -> dict[str, int]:
 
 
 def arena_pages(engines: EngineProcesses) -> dict[str, int]:
-    """Bytes of each engine's arena that are mapped somewhere; none twice."""
+    """Mapped bytes of each engine's arena, none of which may be mapped twice."""
     mapped = {}
     for name, worker in engines.workers.items():
         ranges = sorted(arena_ranges(worker.client.pid))
@@ -187,7 +187,7 @@ def arena_ranges(pid: int) -> Iterator[tuple[int, int]]:
 
 
 class Scenario:
-    """Random events, all from the seed; when they happen is up to the machine."""
+    """Random events from the seed; their timing depends on the machine."""
 
     def __init__(self, engines: EngineProcesses, oracle: Oracle, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -200,7 +200,7 @@ class Scenario:
         self.layers = shape.num_layers
 
     async def run(self) -> None:
-        """Do it all, and let everything end."""
+        """Run random events, then let all requests end."""
         for _ in range(4):
             await self.arrive()
         for _ in range(EVENTS):
@@ -222,7 +222,7 @@ class Scenario:
             await self.engines.abort(name)
 
     async def stop(self) -> None:
-        """The gateway finds a stop string in the text of a request, a few tokens from now."""
+        """Place a stop string a few tokens ahead in the output of a request."""
         if (name := self.open_one()) is not None:
             tokens = len(self.engines.streams[name].tokens)
             self.engines.stop_after(name, tokens + self.rng.randint(0, 3))
@@ -239,7 +239,7 @@ class Scenario:
         return self.rng.choice(names) if names else None
 
     async def change(self) -> None:
-        """Merge, cut the layers elsewhere, or split; a text may come to its stop meanwhile."""
+        """Merge, move the layer boundary, or split; a stop string may be reached meanwhile."""
         engines, rng = self.engines, self.rng
         if len(engines.groups) == 1 and rng.random() < 0.5:
             targets = [[engines.alone(name)] for name in NAMES]

@@ -25,7 +25,7 @@ from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2
 
-ASKED_FOR: ContextVar[str] = ContextVar("asked for", default="no request")
+WORKS_FOR: ContextVar[str] = ContextVar("works for", default="no request")
 """The request that a task works for, as in its log lines."""
 TOKENS = [11, 12, 13, 14, 15]
 N = len(TOKENS)
@@ -40,7 +40,7 @@ class Bench:
     registered: set[str]  # addresses
     moves: list[None]
     loads: list[str]
-    asked_for: list[str]
+    worked_for: list[str]
     running: asyncio.Task[None]
 
     def place(self, request_id: str) -> Assignment:
@@ -79,11 +79,11 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     moves: list[None] = []
     loads: list[str] = []
-    asked_for: list[str] = []
+    worked_for: list[str] = []
 
     def note_load(load: load_pb2.WorkerLoad) -> None:
         loads.append(load.worker_id)
-        asked_for.append(ASKED_FOR.get())
+        worked_for.append(WORKS_FOR.get())
 
     async with contextlib.AsyncExitStack() as stack:
         owners = [
@@ -100,7 +100,7 @@ async def bench() -> AsyncIterator[Bench]:
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        yield Bench(client, owners, registered, moves, loads, asked_for, running)
+        yield Bench(client, owners, registered, moves, loads, worked_for, running)
         running.cancel()
         await asyncio.wait([running])
 
@@ -136,12 +136,12 @@ async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: 
 
 
 async def test_a_link_works_for_no_request_in_particular(bench: Bench) -> None:
-    ASKED_FOR.set("the first request")
+    WORKS_FOR.set("the first request")
     async with bench.open("r") as stream:
         await bench.owners[0].has_started("r")
         bench.owners[0].emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
-    assert set(bench.asked_for) == {"nobody"}
+    assert set(bench.worked_for) == {"no request"}
 
 
 async def test_a_load_is_forwarded_before_the_end_in_the_same_frame(

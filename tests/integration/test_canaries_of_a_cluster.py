@@ -21,7 +21,7 @@ from tideserve.gateway.v1 import gateway_pb2_grpc
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 TIMEOUT_S = 120
 KEY = word("key-of-the-cluster-in-32-letters")
-ID = "told-on-purpose"
+ID = "logged-on-purpose"
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 HEADERS = {"authorization": f"Bearer {KEY}", "x-request-id": ID, "traceparent": TRACEPARENT}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

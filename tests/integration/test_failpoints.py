@@ -54,7 +54,7 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
         running = cluster.pids()
         engines = {row["pids"][1] for row in cluster.workers()}
     assert all(outcome.finished for outcome in outcomes)
-    assert sorted(pids) == sorted(names), "nobody was lost, so nothing was resumed"
+    assert sorted(pids) == sorted(names), "no process was lost, so nothing was resumed"
     assert {pids[name] for name in MEMMGR} == {running["memmgr"]}
     assert {pids[name] for name in GATEWAY} == {running["gateway"]}
     assert {pids[name] for name in SERVICER} <= {running["worker-0"], running["worker-1"]}

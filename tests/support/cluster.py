@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def output_path(self) -> Path:
-        """File with what the command printed."""
+        """The file with the command's output."""
         return self.folder / "output.log"
 
     @property

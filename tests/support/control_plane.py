@@ -174,7 +174,7 @@ class FakeWorker:
                 call.cancel()
 
     async def reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-        """The reports, for ever."""
+        """The reports, endlessly."""
         while True:
             self.load.number += 1
             yield scheduler_pb2.ReportLoadRequest(load=self.load)

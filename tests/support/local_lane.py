@@ -143,7 +143,7 @@ class LocalNetwork:
         target.bell.ring()
 
     def pump(self) -> int:
-        """Make pending connections and deliver what is not held; returns the number of frames."""
+        """Make pending connections and deliver all frames not held; returns their number."""
         self.connect_pending()
         moved = 0
         while links := self.waiting():
