@@ -54,7 +54,7 @@ async def gauge(case: Case, name: str) -> float:
 
 
 async def inflight_is(case: Case, number: int) -> bool:
-    """Wait until the gateway holds `number` requests."""
+    """Whether the gateway holds `number` requests."""
     return await gauge(case, "tideserve_gateway_requests_inflight") == number
 
 

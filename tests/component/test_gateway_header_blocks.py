@@ -90,7 +90,7 @@ async def called(port: int, address: str) -> AsyncIterator[bool]:
 
 
 async def served(gateway: GatewayProcess) -> None:
-    """Whether probes and calls of other addresses, and of the attackers' address, are served."""
+    """Check that probes and calls of other addresses, and of the attackers' address, are served."""
     transport = httpx.AsyncHTTPTransport(local_address=OTHER)
     async with httpx.AsyncClient(base_url=gateway.url, transport=transport) as client:
         for path in ("/live", "/ready"):

@@ -77,7 +77,7 @@ async def completed(gateway: GatewayProcess, address: str) -> int:
 
 
 async def streamed(gateway: GatewayProcess) -> str:
-    """Start a stream that lasts as long as the worker pauses."""
+    """The events of a stream that lasts as long as the worker pauses."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
         body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True}
         return (await client.post("/v1/completions", json=body)).text

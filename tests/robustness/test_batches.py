@@ -106,7 +106,7 @@ async def over(client: AsyncOpenAI, batch_id: str) -> bool:
 
 
 async def answered(client: AsyncOpenAI, batch_id: str, least: int) -> int | None:
-    """Wait for `least` finished lines; returns their number."""
+    """The number of finished lines; None while there are fewer than `least`."""
     batch = await look(client, batch_id)
     counts = None if batch is None else batch.request_counts
     return counts.completed if counts is not None and counts.completed >= least else None

@@ -195,7 +195,7 @@ def a_stage_keeps_its_used_blocks() -> None:
 
 
 @_witness("names of released requests go before blocks")
-def a_stage_releases_blocks_only_after_its_leader_agrees() -> None:
+def a_shrinking_stage_frees_blocks_of_aborted_requests() -> None:
     script = restoring("b")
     script.ask("a", "r", 56)
     script.advance("a")

@@ -149,7 +149,7 @@ class QuotaLoad:
 
 
 def run(tokens_per_minute: int, steps: Iterable[tuple[float, int, Ask]]) -> QuotaLoad:
-    """Run steps, each a pause and a number of equal requests."""
+    """Run steps, each a pause and then equal requests up to a number."""
     load = QuotaLoad(tokens_per_minute)
     for pause_s, count, ask in steps:
         load.wait(pause_s)
