@@ -97,7 +97,7 @@ def grpc() -> str:
 
 
 def supported() -> str:
-    """The page of what is supported."""
+    """The page of supported engines, models and APIs."""
     sections = (
         ("Engines", ("engine", "device", "dtypes", "models", "state"), support.engines()),
         (
@@ -198,8 +198,8 @@ def _up_table() -> str:
 
 def _passed_on(option: Setting) -> str:
     services, key = option.metadata.get("passed_to", ((), ""))
-    who = "all" if len(services) == len(CONFIGS) else ", ".join(services)
-    return f"`{key}` ({who})" if services else ""
+    readers = "all" if len(services) == len(CONFIGS) else ", ".join(services)
+    return f"`{key}` ({readers})" if services else ""
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""A gateway with two models, whose tokenizers, templates and sizes differ, before fake services."""
+"""A gateway in front of fake services with two models of different tokenizers and templates."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ from tideserve.scheduler.v1 import scheduler_pb2
 TEXTS = {"m": TEXT, "n": "Ebb and flow. "}
 TOKENIZERS = {"m": byte_tokenizer(), "n": byte_tokenizer(other=True)}
 LENGTHS = {"m": 256, "n": 128}
-# The names of each model: its own and an alias.
+# The names of each model: its name and an alias.
 NAMES = {"m": "m", "first": "m", "n": "n", "second": "n"}
 OTHER = {"m": "n", "n": "m"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -50,7 +50,7 @@ def ids_of(model: str, text: str) -> list[int]:
 
 
 def prompt_of(case: "Models", model: str) -> str:
-    """The text of the prompt that the worker of a model got last."""
+    """The text of the newest prompt at the worker of a model."""
     (worker,) = (w for w in case.gateway.cluster.workers if w.model == model)
     ids = list(worker.starts[-1].prompt_ids)
     return str(TOKENIZERS[model].decode(ids, skip_special_tokens=False))
@@ -62,7 +62,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @dataclass
 class Models:
-    """The gateway, and keys: of `m`, of `n`, of both, of neither, and of an operator."""
+    """The gateway, and keys for `m`, `n`, both, neither, and an operator."""
 
     gateway: Case
     keys: dict[str, str]
@@ -107,7 +107,7 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Models]:
 
 
 def text_in(path: str, answer: dict[str, Any]) -> str:
-    """The output text of an answer."""
+    """The output text of a response."""
     match path:
         case "/v1/completions":
             return str(answer["choices"][0]["text"])
@@ -136,8 +136,8 @@ PROMPTS = {
 }
 
 
-async def test_doors_serve_two_models_interleaved_on_a_connection(case: Models) -> None:
-    """Also by alias; the first names alternate, so that each request has another model."""
+async def test_apis_serve_two_models_interleaved_on_a_connection(case: Models) -> None:
+    """Also by alias; names alternate, so that consecutive requests use different models."""
     limits = httpx.Limits(max_connections=1)
     url, headers = case.gateway.url, bearer(case.keys["both"])
     async with httpx.AsyncClient(base_url=url, limits=limits, headers=headers) as http:
@@ -223,9 +223,9 @@ async def test_a_key_of_a_model_sees_no_other(case: Models, mine: str) -> None:
         hidden = await case.post(path, {**body, "model": other}, mine)
         assert unknown.status_code == hidden.status_code == 404
         # Like a model that does not exist.
-        told, wanted = (r.json()["error"]["message"] for r in (hidden, unknown))
-        assert told.replace(f"'{other}'", "'none'") == wanted
-        assert told.endswith(f"this server has '{mine}'")
+        shown, wanted = (r.json()["error"]["message"] for r in (hidden, unknown))
+        assert shown.replace(f"'{other}'", "'none'") == wanted
+        assert shown.endswith(f"this server has '{mine}'")
         assert (await case.post(path, {**body, "model": alias}, mine)).status_code == 200
         foreign = await case.post(path, {**body, "model": mine}, "neither")
         assert foreign.status_code == 403
@@ -338,7 +338,7 @@ async def test_lines_of_a_batch_name_several_models(case: Models) -> None:
         assert {error.code for error in batch.errors.data} == {"model_not_found"}
 
 
-async def test_an_idempotency_key_is_that_of_the_model_by_any_name(case: Models) -> None:
+async def test_an_idempotency_key_is_shared_by_all_names_of_a_model(case: Models) -> None:
     async def ask(name: str, number: str, **fields: Any) -> httpx.Response:
         headers = {"idempotency-key": number} | bearer(case.keys["both"])
         body = {"model": name, "prompt": "hi", "max_tokens": 4} | fields
