@@ -41,7 +41,7 @@ def config(**options: Any) -> GatewayConfig:
         ),
     ],
 )
-def test_ports_that_the_network_may_use_without_a_key(options: dict[str, Any], doors: str) -> None:
+def test_unprotected_ports_on_the_network(options: dict[str, Any], doors: str) -> None:
     warning = config(**options).exposure or ""
     assert warning.startswith(doors)
     assert bool(warning) == bool(doors)
@@ -49,7 +49,7 @@ def test_ports_that_the_network_may_use_without_a_key(options: dict[str, Any], d
 
 @pytest.mark.parametrize("name", ["", "m" * 257])
 @pytest.mark.parametrize("config_class", [GatewayConfig, WorkerConfig])
-def test_a_model_name_that_the_scheduler_refuses(config_class: type, name: str) -> None:
+def test_a_model_name_refused_by_the_scheduler(config_class: type, name: str) -> None:
     options = {"etcd_url": "h:1", "model_dir": "/m", "model_name": name, "memory_bytes": "1GiB"}
     if config_class is GatewayConfig:
         del options["memory_bytes"]
@@ -77,7 +77,7 @@ def test_a_model_of_a_list_overrides_the_keys_of_the_file() -> None:
     assert (first.quota_weight, second.dir) == (1.0, Path("/b"))
 
 
-def test_a_single_model_is_a_list_of_it() -> None:
+def test_a_single_model_equals_a_list_of_length_1() -> None:
     (only,) = config(model_aliases=" x, y ,", expected_workers=2).served_models
     assert (only.name, only.dir, only.aliases) == ("m", Path("/m"), ("x", "y"))
     assert only.expected_workers == 2
@@ -100,7 +100,7 @@ def test_a_single_model_is_a_list_of_it() -> None:
         ({"model_name": "m"}, "'model_dir' is missing"),
     ],
 )
-def test_models_that_are_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_models_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         from_mapping(GatewayConfig, {"etcd_url": "h:1"} | options, "a file")
 

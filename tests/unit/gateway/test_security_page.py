@@ -50,7 +50,7 @@ def rows_of(title: str) -> dict[str, str]:
     }
 
 
-def test_bounds_are_those_of_the_code() -> None:
+def test_bounds_match_the_code() -> None:
     rows = rows_of("Bounds of a request")
     assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
     assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
@@ -81,7 +81,7 @@ def test_bounds_are_those_of_the_code() -> None:
     )
 
 
-def test_bounds_of_connections_are_those_of_the_code() -> None:
+def test_connection_bounds_match_the_code() -> None:
     rows = rows_of("Bounds of connections")
     all_row = rows["connections of the HTTP and gRPC ports"]
     assert f"less 1/{OWN_PART}, at least {OWN_MIN} less" in all_row

@@ -59,7 +59,7 @@ def test_calls_and_answers_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", "[1]", "[" * 5000, '"x"'])
-def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+def test_non_object_arguments_stay_text(arguments: str) -> None:
     body = chat([{"role": "assistant", "tool_calls": [call("1", arguments)]}])
 
     (message,) = template_messages(body.messages)
@@ -89,7 +89,9 @@ def test_an_answer_must_follow_its_call() -> None:
         ),
     ],
 )
-def test_which_tools_may_be_called(choice: Any, mode: CallMode, names: list[str]) -> None:
+def test_tool_choice_limits_the_callable_tools(
+    choice: Any, mode: CallMode, names: list[str]
+) -> None:
     body = chat([{"role": "user", "content": "x"}], tools=[TOOL, OTHER], tool_choice=choice)
 
     assert body.call_mode is mode
@@ -97,7 +99,7 @@ def test_which_tools_may_be_called(choice: Any, mode: CallMode, names: list[str]
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
-def test_without_tools_nothing_is_called(choice: Any) -> None:
+def test_no_call_is_possible_without_tools(choice: Any) -> None:
     body = chat([{"role": "user", "content": "x"}], tools=[], tool_choice=choice)
 
     assert body.call_mode is CallMode.NONE
@@ -120,7 +122,9 @@ def test_without_tools_nothing_is_called(choice: Any) -> None:
         ({"chat_template_kwargs": {"thinking": None, "date_string": "x"}}, {"date_string": "x"}),
     ],
 )
-def test_what_the_template_is_told(fields: dict[str, Any], told: dict[str, Any]) -> None:
+def test_template_variables_follow_the_request(
+    fields: dict[str, Any], told: dict[str, Any]
+) -> None:
     body = chat([{"role": "user", "content": "x"}], **fields)
 
     assert body.template_variables == told

@@ -36,7 +36,7 @@ def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
         (b'{"a":1', b',"b":1', b"}", PARTS_MAX - 2),
     ],
 )
-def test_many_small_parts(
+def test_small_values_are_limited_in_number(
     begin: bytes, again: bytes, end: bytes, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not refused(begin + again * most + end, monkeypatch)
@@ -44,7 +44,7 @@ def test_many_small_parts(
 
 
 @pytest.mark.parametrize("again", ["[", "{,", ",", '\\"', "\\\\", '\\",['])
-def test_what_stands_in_a_text_is_text(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brackets_in_strings_are_not_counted(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = again * (2 * VALUES_MAX // len(again) + 1)
     assert not refused(f'{{"a":"{text}"}}', monkeypatch)
     # Also in one that breaks off.

@@ -156,7 +156,7 @@ async def test_the_files_of_sqlite_are_private(tmp_path: Path) -> None:
         ("sqlite:////no/such/folder/x.db", "create its folder"),
     ],
 )
-def test_a_url_that_cannot_work_is_refused(url: str, sentence: str) -> None:
+def test_an_unusable_url_is_refused(url: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         BatchStore(url)
 

@@ -20,7 +20,7 @@ def soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
     asyncio.get_running_loop().call_soon(cancel_scope.cancel, error)
 
 
-async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> None:
+async def test_the_first_error_ends_the_block_but_not_the_task() -> None:
     with pytest.raises(CancelledByClient, match="gone"), CancelScope() as cancel_scope:
         soon(cancel_scope)
         soon(cancel_scope, EngineFailed("late"))
@@ -31,7 +31,7 @@ async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> Non
     assert task is not None and task.cancelling() == 0
 
 
-async def test_time_ends_it_and_leaving_it_ends_the_timer() -> None:
+async def test_the_deadline_ends_the_block_and_exit_ends_the_timer() -> None:
     with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
         cancel_scope.cancel_after(0.0, GONE)
         await never()
@@ -40,7 +40,7 @@ async def test_time_ends_it_and_leaving_it_ends_the_timer() -> None:
     await asyncio.sleep(0.01)
 
 
-async def test_what_fails_on_the_way_out_does_not_hide_the_error() -> None:
+async def test_an_error_during_cleanup_does_not_hide_the_first_error() -> None:
     async def fail() -> None:
         try:
             await never()
@@ -64,7 +64,7 @@ def in_group(
     return run
 
 
-async def test_errors_of_our_own_and_of_the_block_pass() -> None:
+async def test_errors_of_the_scope_and_of_the_block_propagate() -> None:
     async def wrong() -> None:
         try:
             await never()
@@ -79,7 +79,7 @@ async def test_errors_of_our_own_and_of_the_block_pass() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_a_task_that_must_end_ends(interrupted: bool) -> None:
+async def test_a_cancelled_task_stays_cancelled(interrupted: bool) -> None:
     begun = asyncio.Event()
 
     async def run() -> None:
@@ -96,7 +96,7 @@ async def test_a_task_that_must_end_ends(interrupted: bool) -> None:
         await task
 
 
-async def test_a_group_around_it_that_fails_is_no_interruption() -> None:
+async def test_a_failing_outer_task_group_is_not_swallowed() -> None:
     async def fail() -> None:
         raise EngineFailed("beside it")
 

@@ -26,7 +26,7 @@ async def stalls(client: WatchedClient[int], sending: Coroutine[Any, Any, None])
     await asyncio.wait([task])
 
 
-async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
+async def test_a_stalled_send_is_detected_while_others_start() -> None:
     turn = asyncio.Lock()
 
     async def stuck(message: int) -> None:
@@ -44,7 +44,7 @@ async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
     await stalls(client, ask_on())
 
 
-async def test_a_client_that_takes_something_is_not_cut() -> None:
+async def test_a_slow_reader_is_not_disconnected() -> None:
     turn, taken = asyncio.Lock(), asyncio.Semaphore(0)
 
     async def slow(message: int) -> None:
@@ -63,7 +63,7 @@ async def test_a_client_that_takes_something_is_not_cut() -> None:
     watch.cancel()
 
 
-async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
+async def test_cancelled_sends_are_not_progress() -> None:
     async def stuck(message: int) -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -62,7 +62,7 @@ def test_an_address_makes_room_for_itself() -> None:
     assert other.admit()
 
 
-def test_a_client_of_ipv6_has_a_network() -> None:
+def test_an_ipv6_client_counts_by_its_network() -> None:
     table = Table(all_max=10, address_max=1)
     for address in (
         "2001:db8::1",
@@ -153,7 +153,7 @@ def test_a_line_is_logged_for_each_port_and_reason_with_the_number_of_others(
     assert "2 (2 of 192.0.2.2)" in lines[2]
 
 
-def test_what_left_is_counted_once() -> None:
+def test_a_closed_connection_is_counted_once() -> None:
     table = Table(all_max=1, address_max=1)
     connection = table.open("a", busy=True)
     connection.leave()
@@ -166,7 +166,7 @@ def test_what_left_is_counted_once() -> None:
     assert not table.closed
 
 
-def test_a_process_keeps_descriptors_for_itself() -> None:
+def test_descriptors_are_reserved_for_the_process() -> None:
     for open_files in (64, 256, 1024, 20_000, 65_536):
         limits = limits_of(open_files, None)
         own = open_files - limits.all_max

@@ -55,7 +55,7 @@ async def reading(answer: SharedResponse[int]) -> AsyncIterator["asyncio.Task[li
         yield asyncio.create_task(rest(reader))
 
 
-async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> None:
+async def test_readers_get_the_whole_response_during_and_after_it() -> None:
     answers = kept()
     answer = new(answers, "a")
     async with reading(answer) as first:
@@ -73,7 +73,7 @@ async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> 
         assert await rest(reader) == [1, 2]
 
 
-async def test_a_name_is_good_for_one_request() -> None:
+async def test_a_key_belongs_to_a_single_request() -> None:
     answers = kept()
     new(answers, "a")
     with pytest.raises(IdempotencyKeyReused):
@@ -81,7 +81,7 @@ async def test_a_name_is_good_for_one_request() -> None:
     assert "a" in answers and "b" not in answers
 
 
-async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
+async def test_a_response_expires_after_its_end() -> None:
     clock = Clock()
     answers = kept(clock=clock)
     answer = new(answers, "a")
@@ -95,7 +95,7 @@ async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
     assert "a" not in answers and answers.bytes_held == 0
 
 
-async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> None:
+async def test_the_earliest_ended_response_is_evicted_first() -> None:
     answers = kept(answers_max=3)
     runs = new(answers, "runs")
     await served(answers, "b", 1)
@@ -114,7 +114,7 @@ async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> No
     assert "runs" in answers
 
 
-async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() -> None:
+async def test_a_response_without_room_waits_for_its_slowest_reader() -> None:
     answers = kept(bytes_max=ENTRY_BYTES + 100)
     answer = new(answers, "a")
     with answer.reading() as slow:
@@ -135,7 +135,7 @@ async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() ->
     assert answers.bytes_held == 0
 
 
-async def test_nobody_waits_after_the_last_message() -> None:
+async def test_readers_end_after_the_last_message() -> None:
     answers = kept(grace_s=0)
     answer = new(answers, "a")
     desertion = asyncio.create_task(answer.abandoned())
@@ -149,7 +149,7 @@ async def test_nobody_waits_after_the_last_message() -> None:
     desertion.cancel()
 
 
-async def test_a_reader_that_leaves_holds_nobody_up() -> None:
+async def test_a_reader_that_leaves_does_not_block_the_response() -> None:
     answers = kept(bytes_max=ENTRY_BYTES)
     answer = new(answers, "a")
     async with reading(answer) as quick:
@@ -162,7 +162,7 @@ async def test_a_reader_that_leaves_holds_nobody_up() -> None:
         assert await quick == [9]
 
 
-async def test_others_are_forgotten_for_room() -> None:
+async def test_ended_responses_are_evicted_for_room() -> None:
     answers = kept(bytes_max=2 * ENTRY_BYTES + 100)
     await served(answers, "old", 60)
     with answers.claim("old", b"d", "x")[0].reading() as reader:
@@ -173,7 +173,7 @@ async def test_others_are_forgotten_for_room() -> None:
     assert answers.bytes_held == ENTRY_BYTES + 41
 
 
-async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
+async def test_a_response_without_readers_ends_after_the_grace_period() -> None:
     answers = kept(grace_s=0.05)
     answer = new(answers, "a")
     desertion = asyncio.create_task(answer.abandoned())
@@ -191,7 +191,7 @@ async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
     assert answers.bytes_held == 0
 
 
-async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
+async def test_an_uncached_response_ends_with_its_only_reader() -> None:
     answers = kept(bytes_max=0)
     answer = new(answers, "a")
     with answer.reading():
@@ -203,7 +203,7 @@ async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
 
 
 @pytest.mark.parametrize("error", [QueueFull("full"), None])
-async def test_one_that_fails_is_told_to_its_readers_and_not_kept(
+async def test_a_failed_response_is_raised_to_readers_and_not_cached(
     error: GatewayError | None,
 ) -> None:
     answers = kept()
@@ -227,7 +227,7 @@ OPS = st.lists(
 
 
 @given(OPS)
-def test_bytes_stay_bounded_and_come_back(ops: list[tuple[str, int, int]]) -> None:
+def test_stored_bytes_are_bounded_and_released(ops: list[tuple[str, int, int]]) -> None:
     asyncio.run(walk(ops))
 
 

@@ -14,7 +14,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
 
-def test_decisions_and_layers() -> None:
+def test_decisions_and_layers_are_translated() -> None:
     answer = memmgr_pb2.GetClusterResponse()
     answer.decisions.add(
         model="m",
@@ -49,7 +49,7 @@ def test_workers_without_a_role_record_are_mixed() -> None:
     assert [row["role"] for row in rows] == ["mixed", "decode"]
 
 
-def test_what_a_registration_adds() -> None:
+def test_registration_fields_are_shown() -> None:
     shape = record_pb2.ModelShape(num_layers=3, layer_cost=1.5)
     facts = worker_facts(worker_record(shape=shape, arena_bytes=9, capabilities=["paced:A100"]))
     assert (facts["host"], facts["arena_bytes"], facts["paced"]) == ("127.0.0.1", 9, "A100")

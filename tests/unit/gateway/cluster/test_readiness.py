@@ -60,7 +60,7 @@ def probe(
         ({"leaving": True}, "this gateway is shutting down"),
     ],
 )
-def test_at_first_everything_has_to_be_there(fields: dict[str, Any], missing: str) -> None:
+def test_all_workers_are_needed_at_first(fields: dict[str, Any], missing: str) -> None:
     cluster = Cluster(**fields)
     looked = probe(cluster).evaluate()
     assert looked.missing == (missing,) and not looked.ready
@@ -78,7 +78,9 @@ def test_at_first_everything_has_to_be_there(fields: dict[str, Any], missing: st
         ({"leaving": True}, False),
     ],
 )
-def test_later_it_is_ready_while_a_group_serves(fields: dict[str, Any], ready: bool) -> None:
+def test_after_the_start_a_single_serving_group_suffices(
+    fields: dict[str, Any], ready: bool
+) -> None:
     cluster = Cluster()
     one = probe(cluster)
     assert one.ready()
@@ -87,7 +89,7 @@ def test_later_it_is_ready_while_a_group_serves(fields: dict[str, Any], ready: b
     assert one.ready() is ready
 
 
-def test_a_worker_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+def test_a_missing_worker_is_waited_for_until_a_deadline() -> None:
     cluster, clock = Cluster(registered=1, in_groups=1, stable=0, groups=0), Clock()
     one = probe(cluster, clock=clock)
     assert not one.ready()
@@ -103,11 +105,11 @@ def test_a_worker_that_does_not_come_is_waited_for_so_long_and_no_longer() -> No
     assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
 
 
-def test_one_that_is_told_to_wait_for_none_is_ready_at_once() -> None:
+def test_a_gateway_that_expects_no_workers_is_ready_at_once() -> None:
     assert probe(Cluster(registered=1, in_groups=1, stable=1, groups=1), wait_s=0.0).ready()
 
 
-async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
+async def test_complete_registration_is_noticed_without_probes() -> None:
     cluster = Cluster()
     one = probe(cluster)
     running = asyncio.ensure_future(one.run())

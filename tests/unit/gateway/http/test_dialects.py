@@ -136,7 +136,7 @@ NAMES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "fields", "name"), NAMES)
-def test_errors_name_the_fields_of_the_api(
+def test_errors_name_the_fields_of_the_dialect(
     endpoint: str, fields: dict[str, Any], name: str
 ) -> None:
     body: dict[str, Any] = {"model": "m"}
@@ -164,7 +164,7 @@ def mutated(rng: random.Random, value: Any, bad: float) -> Any:
 
 
 @pytest.mark.parametrize("endpoint", list(ENDPOINTS))
-def test_random_bodies_are_taken_or_refused(endpoint: str) -> None:
+def test_random_bodies_are_accepted_or_refused(endpoint: str) -> None:
     parse, schema = ENDPOINTS[endpoint]
     taken = 0
     for seed in range(BODIES):
@@ -198,7 +198,7 @@ def call(call_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "field", [{"text": {"format": {"type": "text", "x": "\ud800"}}}, {"tool_choice": {"\ud800": 1}}]
 )
-def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
+def test_echoed_fields_are_valid_unicode(field: dict[str, Any]) -> None:
     """It would be found out only when the answer is written."""
     with pytest.raises(BadRequest) as refused:
         parse_responses({"model": "m", "input": "hi", **field})
@@ -215,7 +215,7 @@ def result(call_id: str, content: str) -> dict[str, Any]:
     return said("tool", content, tool_call_id=call_id)
 
 
-def test_items_of_one_turn_are_one_message() -> None:
+def test_items_of_a_turn_become_a_single_message() -> None:
     told = [{"type": "summary_text", "text": "hm"}]
     use = {"type": "function_call", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output"}
@@ -270,7 +270,7 @@ def test_results_of_tools_stand_between_texts() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [messages.FIELDS, responses.FIELDS])
-def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: BodyFields) -> None:
+def test_dialect_terms_map_to_chat_terms(vocabulary: BodyFields) -> None:
     chat = ChatRequest.model_fields.keys()
     assert vocabulary.absent <= chat
     # `verbosity` is one that the chat refuses; the others are fields of messages and of formats.
@@ -310,7 +310,7 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
         [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": ""}],
     ],
 )
-def test_an_empty_message_of_the_assistant_at_the_end_is_as_if_absent(
+def test_a_trailing_empty_assistant_message_is_ignored(
     parse: Callable[[Mapping[str, Any]], ChatRequest], end: Any
 ) -> None:
     hi = [said_by("user", {"type": "text", "text": "hi"})]
@@ -365,11 +365,11 @@ def input_of(arguments: str) -> Any:
         "{}",
     ],
 )
-def test_arguments_are_told_as_the_model_wrote_them(arguments: str) -> None:
+def test_arguments_are_returned_verbatim(arguments: str) -> None:
     assert input_of(arguments) == json.loads(arguments)
 
 
-def test_arguments_that_are_no_json_are_told_as_text() -> None:
+def test_invalid_json_arguments_are_returned_as_text() -> None:
     assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
     assert input_of("") == {}
     number = f'{{"a": {"7" * 5_000}}}'

@@ -26,12 +26,12 @@ def call_of(**fields: Any) -> LineCall:
     return call
 
 
-def test_a_line_goes_on_after_its_tokens() -> None:
+def test_a_resumed_line_continues_after_its_tokens() -> None:
     assert call_of().output_ids == LINE.output_ids
 
 
 @pytest.mark.parametrize("fields", [{"model": "tone"}, {"n": 2}, {"logprobs": 1}])
-def test_a_line_of_which_the_rest_could_differ_starts_again(fields: dict[str, Any]) -> None:
+def test_a_line_that_cannot_resume_exactly_restarts(fields: dict[str, Any]) -> None:
     call = call_of(**fields)
     assert call.output_ids is None
     assert not call._record.choices[0].output_ids, "the tokens of the earlier start are dropped"

@@ -28,7 +28,7 @@ CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
         ({"x-long": "x" * HEADER_BYTES_MAX}, 431, 0),
     ],
 )
-async def test_only_an_authorized_caller_decides_what_is_traced(
+async def test_only_authorized_callers_control_sampling(
     headers: dict[str, str], status: int, told: int
 ) -> None:
     kept = KeptTraces()
@@ -44,7 +44,7 @@ async def test_only_an_authorized_caller_decides_what_is_traced(
     assert [one.trace_id for one, _ in kept.traces[:1]] == [CALLER.trace_id] * told
 
 
-async def test_a_record_knows_where_its_request_comes_from() -> None:
+async def test_a_record_has_the_client_address() -> None:
     addresses = list[str]()
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:

@@ -36,7 +36,7 @@ PAUSES = st.sampled_from([0.0, 0.3, 2.0, 10.0, 61.0])
     st.sampled_from([0, 80]),
     st.lists(st.tuples(PAUSES, st.sampled_from([1, 3, 100]), asks()), min_size=1, max_size=15),
 )
-def test_a_minute_has_at_most_a_tenth_more_than_the_limit(
+def test_any_minute_exceeds_the_limit_by_at_most_a_tenth(
     limit: int, short: int, steps: list[tuple[float, int, Ask]]
 ) -> None:
     """Beyond the largest request that began alone at a full bucket; some short outputs first, so
@@ -49,7 +49,7 @@ def test_a_minute_has_at_most_a_tenth_more_than_the_limit(
 @pytest.mark.parametrize("tokens_per_s", [100, 300, 1000, 100_000])
 @pytest.mark.parametrize("limit", [6000, 100_000, 400_000])
 @pytest.mark.parametrize("choices", [1, 4])
-def test_short_outputs_do_not_open_the_door_for_many_long_ones(
+def test_short_outputs_do_not_admit_many_long_ones(
     limit: int, tokens_per_s: float, choices: int
 ) -> None:
     load = QuotaLoad(limit)
@@ -93,7 +93,7 @@ def served(limit: int, ask: Ask, at_once: int, per_s: float) -> float:
     return sum(outcomes) / len(outcomes)
 
 
-def test_a_client_within_its_limit_is_served_whatever_its_maximum_is() -> None:
+def test_max_tokens_does_not_block_a_client_within_its_limit() -> None:
     # 100 tokens each, and seven of them run at a time: 48,000 a minute of 60,000.
     for longest in (50, 1000, CONTEXT):
         ask = Ask(prompt_tokens=50, length_max=longest, length=50, tokens_per_s=50)

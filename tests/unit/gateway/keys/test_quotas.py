@@ -57,18 +57,18 @@ class Case:
         (3661.25, "1h1m1.25s"),
     ],
 )
-def test_times_look_like_openais(seconds: float, text: str) -> None:
+def test_times_are_formatted_as_by_openai(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_without_limits_nothing_is_told() -> None:
+def test_no_headers_are_sent_without_limits() -> None:
     case = Case()
     assert case.quotas.headers(case.alice) == case.quotas.headers(ANYONE) == ()
     with case.quotas.entered(case.alice) as lease:
         assert lease is None
 
 
-def test_what_every_answer_tells() -> None:
+def test_every_response_has_limit_headers() -> None:
     case = Case(requests_per_minute=60, tokens_per_minute=60_000)
     case.send(output_tokens=10)
     assert dict(case.quotas.headers(case.alice)) == {
@@ -83,7 +83,7 @@ def test_what_every_answer_tells() -> None:
     assert only_places.quotas.headers(only_places.alice) == ()
 
 
-def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
+def test_a_refusal_has_retry_after_and_is_counted() -> None:
     case = Case(requests_per_minute=60)
     for _ in range(5):
         case.send()
@@ -98,7 +98,7 @@ def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
     case.send()
 
 
-def test_places_come_back_however_a_request_ends() -> None:
+def test_concurrent_places_are_released_however_a_request_ends() -> None:
     case = Case(concurrent=1)
     for fails in (None, QueueFull, Expired, ValueError, KeyboardInterrupt):
         if fails is None:
@@ -119,7 +119,7 @@ def test_places_come_back_however_a_request_ends() -> None:
     assert case.told("running") == 0
 
 
-def test_what_we_do_not_serve_costs_nothing() -> None:
+def test_unserved_requests_are_not_charged() -> None:
     case = Case(requests_per_minute=60, tokens_per_minute=60_000)
     for fails in (QueueFull, Expired):
         with pytest.raises(fails):
@@ -173,7 +173,7 @@ def test_a_token_of_a_heavy_model_costs_more() -> None:
             lease.reserve(24_001, [1], lambda error: None, 2.5)
 
 
-def test_limits_that_change_hold_at_once() -> None:
+def test_changed_limits_apply_at_once() -> None:
     case = Case(requests_per_minute=5)
     for _ in range(5):
         case.send()

@@ -61,7 +61,7 @@ async def started(renderer: TemplateRenderer) -> Child:
 
 
 @pytest.mark.parametrize("text", ["hi", "日本語 \U0001f30a\n", "", "lone \ud800"])
-async def test_texts_arrive_as_they_are(renderer: TemplateRenderer, text: str) -> None:
+async def test_rendered_texts_arrive_unchanged(renderer: TemplateRenderer, text: str) -> None:
     assert await renderer.render(request(text), OWNER) == f"<s>{text}"
 
 
@@ -176,7 +176,7 @@ async def test_the_end_of_a_killed_renderer_is_logged_with_its_signal(
     assert "ended with code 137" in caplog.text
 
 
-async def test_a_process_that_ends_each_time_fails_the_chat(
+async def test_a_chat_fails_if_every_process_ends(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(renderer_module, "_MODULE", "services.gateway.missing")
@@ -230,7 +230,7 @@ async def test_the_process_has_no_keys_in_its_environment(
     assert "TIDESERVE__API_KEYS" not in environment
 
 
-def test_arguments_that_are_nested_too_deeply() -> None:
+def test_too_deeply_nested_arguments_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"a": deep}

@@ -9,7 +9,7 @@ from services.common.errors import ConfigError
 from services.gateway.model.template import load_template
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_template_lookup_order(tmp_path: Path) -> None:
     assert load_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": "one", "eos_token": {"content": "</s>"}}))
@@ -27,7 +27,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert found.source == "three"
 
 
-def test_settings_that_are_no_json(tmp_path: Path) -> None:
+def test_invalid_template_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config"):
         load_template(tmp_path)

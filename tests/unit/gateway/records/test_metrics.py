@@ -94,7 +94,7 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
 
 
-def test_phases_that_the_worker_has_not_told_are_left_out(world: World) -> None:
+def test_phases_missing_from_the_worker_are_not_recorded(world: World) -> None:
     world.times = None
     world.run(None, 1)
     found = world.told()
@@ -124,7 +124,7 @@ def slo(found: Samples, which: str, service_class: str, metric: str) -> float | 
         (Service(ServiceClass.BATCH), (0, 0), (0, 0)),
     ],
 )
-def test_promises_that_were_kept_and_missed(
+def test_attained_and_missed_targets_are_counted(
     world: World, service: Service, ttft: tuple[int, int], tpot: tuple[int, int]
 ) -> None:
     """First tokens count once a choice, the others once a group of the promise's size."""
@@ -178,7 +178,9 @@ def ended(found: Samples) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("ending", "reason"), [(GeneratorExit(), "abort"), (WorkerLost("gone"), "error")]
 )
-def test_a_request_that_does_not_finish(world: World, ending: BaseException, reason: str) -> None:
+def test_unfinished_requests_are_counted_by_reason(
+    world: World, ending: BaseException, reason: str
+) -> None:
     with pytest.raises(type(ending)):
         world.run(ending, 1)
     found = world.told()
@@ -200,7 +202,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
     ],
 )
 @pytest.mark.parametrize("service_class", [None, *ServiceClass])
-def test_refusals_for_want_of_room(
+def test_capacity_refusals_are_counted_by_reason(
     world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
 ) -> None:
     world.metrics.count_refusal(error, service_class, None)

@@ -137,7 +137,7 @@ def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) ->
     assert told.count(503) == 1
 
 
-def test_probes_are_told_at_level_debug_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_are_logged_at_debug_level_only(caplog: pytest.LogCaptureFixture) -> None:
     log, probe = RequestLog(), new_record("/ready", None, 0.0)
     probe.endpoint, probe.status = "/ready", 503
     with caplog.at_level(logging.INFO):

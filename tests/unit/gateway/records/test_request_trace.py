@@ -41,7 +41,7 @@ def times(span: Span) -> list[tuple[str, float, float]]:
     return [(one.name, round(one.start_s, 6), round(one.end_s, 6)) for one in span.children]
 
 
-def test_spans_follow_each_other_and_the_workers_times_are_theirs() -> None:
+def test_spans_are_consecutive_and_use_worker_times() -> None:
     root = request_span(chat())
     assert (root.name, root.start_s, root.end_s, root.server) == ("chat m", 10.0, 13.0, True)
     assert times(root) == [
@@ -61,7 +61,7 @@ def test_spans_follow_each_other_and_the_workers_times_are_theirs() -> None:
     assert root.error == ""
 
 
-def test_attributes_follow_the_conventions() -> None:
+def test_attributes_follow_semantic_conventions() -> None:
     attributes = request_span(chat()).attributes
     latencies = {
         name: round(float(str(attributes[name])), 6) for name in attributes if "late" in name
@@ -87,7 +87,7 @@ def test_attributes_follow_the_conventions() -> None:
     assert expected.items() <= attributes.items()
 
 
-def test_events_say_when_it_was_preempted_and_moved_and_the_link_why() -> None:
+def test_events_and_link_record_preemption_and_move() -> None:
     root = request_span(chat())
     moved, preempted = root.events
     assert (moved.name, moved.at_s) == ("moved", 11.5)
@@ -101,7 +101,7 @@ def test_events_say_when_it_was_preempted_and_moved_and_the_link_why() -> None:
     assert [link.context for link in root.links] == [CHANGE]
 
 
-def test_without_the_workers_times_the_gateways_do() -> None:
+def test_gateway_times_replace_missing_worker_times() -> None:
     record = chat()
     for segment in record.choices[0].segments:
         segment.times = None
@@ -114,7 +114,7 @@ def test_without_the_workers_times_the_gateways_do() -> None:
     assert {one.attributes[genai.TIMES_FROM] for one in root.children[3:]} == {"gateway"}
 
 
-def test_one_token_has_all_spans() -> None:
+def test_a_single_token_has_all_spans() -> None:
     record = chat()
     choice = record.choices[0]
     choice.segments = [WorkerSegment("w0", "g0", 1, 10.5, 10.9, 10.9, WorkerTimes(0.1, 0.3, 0.0))]
@@ -135,7 +135,7 @@ def test_one_token_has_all_spans() -> None:
         ("/metrics", EngineFailed("broke"), False),
     ],
 )
-def test_what_is_not_sampled_is_told_if_it_failed(
+def test_unsampled_failures_are_exported(
     path: str, failure: EngineFailed | None, told: bool
 ) -> None:
     sink = KeptTraces()

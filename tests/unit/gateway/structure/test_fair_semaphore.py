@@ -10,7 +10,7 @@ from services.gateway.vocabulary.errors import QueueFull
 from tests.support.waiting import settle
 
 
-async def test_owners_take_turns_and_so_many_wait() -> None:
+async def test_owners_alternate_and_the_queue_is_bounded() -> None:
     turns, order = FairSemaphore(1, 1, 3, "x"), list[str]()
     over = asyncio.Event()
 
@@ -31,7 +31,7 @@ async def test_owners_take_turns_and_so_many_wait() -> None:
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_one_owner_leaves_places_to_others() -> None:
+async def test_a_single_owner_cannot_fill_the_queue() -> None:
     turns, inside = FairSemaphore(4, 2, 9, "x"), list[str]()
     over = {owner: asyncio.Event() for owner in "abc"}
 
@@ -56,7 +56,7 @@ async def test_one_owner_leaves_places_to_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> None:
+async def test_random_cancellations_leak_no_place(seed: int) -> None:
     rng = random.Random(seed)
     turns, inside, most = FairSemaphore(2, 2, 100, "x"), 0, 0
     loop = asyncio.get_running_loop()

@@ -44,25 +44,25 @@ def pieces_of(ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👩‍👩‍👧 families", "\ufffd", ""])
-def test_characters_are_never_shown_in_halves(text: str) -> None:
+def test_partial_characters_are_never_emitted(text: str) -> None:
     pieces = pieces_of(ids_of(text.encode()))
     assert "".join(pieces) == text
     assert text == "\ufffd" or not any("\ufffd" in piece for piece in pieces)
 
 
 @given(st.binary(max_size=120))
-def test_any_bytes_give_the_same_text_as_decoding_at_once(data: bytes) -> None:
+def test_incremental_decoding_equals_decoding_at_once(data: bytes) -> None:
     ids = ids_of(data)
     assert "".join(pieces_of(ids)) == decode(ids)
 
 
 @given(st.text(max_size=40), st.binary(max_size=3), st.text(max_size=40))
-def test_characters_among_bytes_that_are_none(before: str, data: bytes, after: str) -> None:
+def test_characters_between_invalid_bytes_are_kept(before: str, data: bytes, after: str) -> None:
     ids = ids_of(before.encode(errors="replace") + data + after.encode(errors="replace"))
     assert "".join(pieces_of(ids)) == decode(ids)
 
 
-def test_whole_characters_are_decoded_once() -> None:
+def test_complete_characters_are_decoded_once() -> None:
     calls = 0
 
     def counted(ids: Sequence[int]) -> str:
@@ -99,7 +99,7 @@ def test_endless_repetition_keeps_the_window_small(byte: bytes) -> None:
     assert longest <= 2 * WINDOW_TOKENS
 
 
-def test_a_decoder_that_strips_the_first_blank() -> None:
+def test_a_decoder_that_strips_the_first_space() -> None:
     # As SentencePiece decoders do: the blank belongs to the word, and the first one is dropped.
     words = ["▁one", "▁two", "▁", "▁three"]
 
@@ -112,7 +112,7 @@ def test_a_decoder_that_strips_the_first_blank() -> None:
     assert text == strip_first(ids)
 
 
-def test_tokens_that_end_within_characters_keep_the_window_small() -> None:
+def test_tokens_that_split_characters_keep_the_window_small() -> None:
     # Each ends with the beginning of a character that the next one completes.
     pieces = [b"\xe1", b"\x80\x80\xe1", b"\x80\x80"]
     longest = 0
@@ -161,21 +161,21 @@ def spelt(text: str) -> list[int]:
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
-def test_characters_of_tokens_of_bytes_come_one_by_one() -> None:
+def test_byte_tokens_emit_characters_one_at_a_time() -> None:
     assert fallback_pieces([1, *spelt("日本"), 2, *spelt("é"), 1]) == [
         *("a", "", "", "日", "", "", "本", "b", "", "é", " a", ""),
     ]
 
 
 @given(st.lists(st.one_of(st.integers(1, 4), st.sampled_from("éß日€👩a \ufffd")), max_size=40))
-def test_characters_in_bytes_are_the_same_one_by_one_as_at_once(parts: list[int | str]) -> None:
+def test_byte_tokens_decode_the_same_one_at_a_time(parts: list[int | str]) -> None:
     # A blank at the very beginning is dropped by the decoder only if it is a word's.
     ids = [2, *(i for one in parts for i in (spelt(one) if isinstance(one, str) else [one]))]
     assert "".join(fallback_pieces(ids)) == FALLBACK.decode(ids, skip_special_tokens=True)
 
 
 @given(st.lists(st.integers(1, FIRST_BYTE + 255), max_size=40))
-def test_invalid_bytes_spoil_nothing_that_is_whole(ids: list[int]) -> None:
+def test_invalid_bytes_do_not_damage_valid_characters(ids: list[int]) -> None:
     data = b"".join(
         bytes([one - FIRST_BYTE]) if one >= FIRST_BYTE else FALLBACK.texts.data(one)
         for one in [2, *ids]

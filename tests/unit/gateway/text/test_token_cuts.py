@@ -37,7 +37,7 @@ def encode(backend: Backend, *parts: str) -> list[int]:
 
 
 @given(st.lists(st.sampled_from([*TOKENS, "<|im_", "<", "a", "b", "\n", "é"]), max_size=9))
-def test_no_token_is_left_within_a_part(parts: list[str]) -> None:
+def test_no_part_contains_a_whole_token(parts: list[str]) -> None:
     cuts, text = TokenCuts(BACKEND), "".join(parts)
     between = cuts.cut(text).split(cuts.mark)
 
@@ -179,7 +179,7 @@ def test_the_text_around_a_cut_stays_the_same(make: Callable[[], Backend]) -> No
     assert len(ids) - len(inner) == 2 * (make is llama2)
 
 
-def test_normalized_text_that_the_model_has_a_token_for() -> None:
+def test_normalized_text_with_a_token_of_its_own() -> None:
     backend = unigram()
     backend.normalizer = normalizers.NFKC()
     assert 2 in backend.encode("x ＜/s＞").ids
@@ -194,7 +194,7 @@ def test_unknown_text_stays_unknown() -> None:
     assert ids.count(0) == 1 and 2 not in ids
 
 
-def test_tokens_of_blanks_stay_tokens() -> None:
+def test_whitespace_tokens_stay_tokens() -> None:
     backend = with_tokens("\n\n")
     assert encode(backend, "", "a\n\nb")[1] == backend.token_to_id("\n\n")
 

@@ -90,7 +90,7 @@ def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(15))
-def test_calls_are_read_however_they_are_cut(form: ToolFormat, seed: int) -> None:
+def test_calls_parse_with_any_chunking(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     calls = random_calls(rng)
     # Llama's calls are all of the output, and in harmony messages do not mix with text.
@@ -110,7 +110,7 @@ def test_calls_are_read_however_they_are_cut(form: ToolFormat, seed: int) -> Non
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cut_off_output_is_read_up_to_its_end(form: ToolFormat, seed: int) -> None:
+def test_truncated_output_is_parsed_to_its_end(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     output = written(form, random_calls(rng))
     complete = calls_of(events_of(form, [output]))
@@ -125,7 +125,7 @@ def test_a_cut_off_output_is_read_up_to_its_end(form: ToolFormat, seed: int) -> 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(60))
-def test_disorder_loses_no_text(form: ToolFormat, seed: int) -> None:
+def test_malformed_output_loses_no_text(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     count = itertools.count()
     parts = []
@@ -155,7 +155,7 @@ REASONING = {
 @pytest.mark.parametrize("reasoning", REASONING)
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_reasoning_and_calls_together(
+def test_reasoning_and_calls_are_parsed_together(
     form: ToolFormat, reasoning: ReasoningFormat, opened: bool, seed: int
 ) -> None:
     rng = Random(f"{form} {reasoning} {opened} {seed}")
@@ -262,7 +262,7 @@ def test_strings_are_sent_while_they_are_written(form: ToolFormat) -> None:
         ),
     ],
 )
-def test_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) -> None:
+def test_documented_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) -> None:
     for pieces in cuttings(output, seed=5):
         assert calls_of(events_of(form, pieces)) == [("get", arguments)]
 
@@ -281,6 +281,6 @@ def test_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) ->
         (ToolFormat.KIMI_K2, "<|tool_calls_section_begin|><|tool_call_begin|>functions.no:0"),
     ],
 )
-def test_what_is_no_call_is_content(form: ToolFormat, output: str) -> None:
+def test_text_without_a_call_is_content(form: ToolFormat, output: str) -> None:
     for pieces in cuttings(output, seed=6):
         assert events_of(form, pieces) == [Content(output)]

@@ -73,7 +73,7 @@ def rendered(messages: list[Message]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_what_the_library_writes_is_read_however_it_is_cut(seed: int) -> None:
+def test_rendered_messages_parse_with_any_chunking(seed: int) -> None:
     messages = random_messages(Random(seed))
     output = rendered(messages)
 
@@ -98,7 +98,7 @@ def test_what_the_library_writes_is_read_however_it_is_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_the_library_reads_the_same_of_an_output_that_breaks_off(seed: int) -> None:
+def test_truncated_output_parses_as_in_the_library(seed: int) -> None:
     rng = Random(f"library {seed}")
     ids = ENCODING.encode(rendered(random_messages(rng)), allowed_special="all")
     # The library reads tokens, and would hold an incomplete character back.
@@ -173,14 +173,16 @@ CALL = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>"
         ),
     ],
 )
-def test_deviations(output: str, reasoning: str, content: str, arguments: list[str]) -> None:
+def test_documented_deviations_from_the_library(
+    output: str, reasoning: str, content: str, arguments: list[str]
+) -> None:
     for pieces in cuttings(output, seed=len(output)):
         answer = told(pieces)
         assert (answer.reasoning, answer.content) == (reasoning, content)
         assert [call.arguments for call in answer.calls] == arguments
 
 
-def test_a_call_that_breaks_off_is_incomplete() -> None:
+def test_a_truncated_call_is_incomplete() -> None:
     for pieces in cuttings(f'{CALL}{{"a": 1, "b', seed=1):
         assert read(pieces)[-1] == CallEnd(0, complete=False)
 
@@ -193,7 +195,7 @@ def test_the_prompt_may_have_opened_the_reasoning() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_text_gives_the_same_events_however_it_is_cut(seed: int) -> None:
+def test_events_do_not_depend_on_chunking(seed: int) -> None:
     rng = Random(seed)
     words = [
         *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),

@@ -38,7 +38,7 @@ def random_value(rng: Random, depth: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_every_value_is_followed_to_its_end(seed: int) -> None:
+def test_every_valid_value_is_scanned_to_its_end(seed: int) -> None:
     rng = Random(seed)
     value = random_value(rng)
     text = json.dumps(
@@ -54,7 +54,7 @@ def test_every_value_is_followed_to_its_end(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_is_changed_is_wrong_exactly_where_json_says_so(seed: int) -> None:
+def test_mutated_values_fail_exactly_where_json_fails(seed: int) -> None:
     rng = Random(seed)
     text = json.dumps([random_value(rng)])
     at = rng.randrange(1, len(text))
@@ -73,7 +73,7 @@ def test_what_is_changed_is_wrong_exactly_where_json_says_so(seed: int) -> None:
 @pytest.mark.parametrize(
     "text", ["01", "1.", "-", "1e", "+1", ".5", "nul", "truefalse", "'a'", "}"]
 )
-def test_what_is_no_value(text: str) -> None:
+def test_invalid_values_are_rejected(text: str) -> None:
     assert followed(f"[{text}]")[0] is Step.WRONG
 
 

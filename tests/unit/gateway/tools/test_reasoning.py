@@ -30,7 +30,7 @@ from tests.support.cuttings import cuttings, parsed
         (True, "", "", ""),
     ],
 )
-def test_examples(opened: bool, text: str, reasoning: str, answer: str) -> None:
+def test_reasoning_formats_are_split(opened: bool, text: str, reasoning: str, answer: str) -> None:
     expected = [Reasoning(reasoning)] * bool(reasoning) + [Content(answer)] * bool(answer)
 
     for pieces in cuttings(text, seed=len(text)):
@@ -39,7 +39,7 @@ def test_examples(opened: bool, text: str, reasoning: str, answer: str) -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_any_text_gives_the_same_however_it_is_cut(opened: bool, seed: int) -> None:
+def test_splitting_does_not_depend_on_chunking(opened: bool, seed: int) -> None:
     rng = Random(seed)
     words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
     text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
@@ -48,7 +48,7 @@ def test_any_text_gives_the_same_however_it_is_cut(opened: bool, seed: int) -> N
     assert all(parsed(ReasoningSplit(opened), pieces) == whole for pieces in cuttings(text, seed))
 
 
-def test_nothing_is_held_back_without_need() -> None:
+def test_text_is_held_back_only_for_a_possible_marker() -> None:
     split = ReasoningSplit(opened=True)
 
     assert split.push("one ") == [Reasoning("one")]
