@@ -22,11 +22,13 @@ def settings(**changes: Any) -> AdapterSettings:
         ({"adapter_rank_max": 24}, "vllm", "'adapter_rank_max' is 24, but vLLM supports 8, 16"),
     ],
 )
-def test_what_contradicts_is_refused(changes: dict[str, Any], engine: str, words: str) -> None:
+def test_contradictory_settings_are_refused(
+    changes: dict[str, Any], engine: str, words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         settings(**changes).check(engine)
 
 
 @pytest.mark.parametrize(("changes", "engine"), [({}, "vllm"), ({"adapter_slots": 0}, "tideserve")])
-def test_what_fits_is_accepted(changes: dict[str, Any], engine: str) -> None:
+def test_consistent_settings_are_accepted(changes: dict[str, Any], engine: str) -> None:
     settings(**changes).check(engine)

@@ -38,7 +38,7 @@ SHARED = Place("g", 4, leads=False, shared=True)
         (replace(IDLE, epoch=5), ALONE, 0, False),
     ],
 )
-def test_a_worker_stays_while_others_need_what_it_holds(
+def test_a_worker_waits_while_others_need_its_data(
     report: EngineReport, place: Place | None, active: int, needed: bool
 ) -> None:
     assert is_needed(report, place, active) is needed
@@ -94,7 +94,7 @@ async def test_the_engine_learns_the_room_in_other_groups() -> None:
     assert (scheduler.requests[0].worker_id, scheduler.requests[0].model) == ("w", "m")
 
 
-async def test_an_older_scheduler_knows_of_no_room() -> None:
+async def test_an_older_scheduler_reports_no_room() -> None:
     called = asyncio.Event()
 
     class Older(scheduler_pb2_grpc.SchedulerServiceServicer):

@@ -25,7 +25,7 @@ def test_names_may_be_written_as_flags() -> None:
         ({"a-b": 1, "a_b": 1}, "has a_b twice"),
     ],
 )
-def test_names_that_are_refused(engine_args: dict[Any, Any], words: str) -> None:
+def test_invalid_argument_names_are_refused(engine_args: dict[Any, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         normalized(engine_args)
 

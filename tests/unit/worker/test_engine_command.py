@@ -20,14 +20,14 @@ def config(**fields: Any) -> WorkerConfig:
     return from_mapping(WorkerConfig, given | fields, "a test")
 
 
-def test_our_own_engine_is_a_module_of_this_python() -> None:
+def test_the_builtin_engine_is_a_module_of_this_python() -> None:
     assert engine_command(config()) == [sys.executable, "-m", "services.worker.engine"]
     inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here"}
     found = engine_environment(config(threads=3), inherited)
     assert found == {"PYTHONPATH": "/here", "OMP_NUM_THREADS": "3"}
 
 
-def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
+def test_vllm_runs_an_adapter_script_in_its_own_environment() -> None:
     assert engine_command(config(**VLLM)) == ["/venv/bin/python", "-P", str(VLLM_ENGINE)]
     assert VLLM_ENGINE.is_file()
     inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here", "PATH": "/bin"}
@@ -85,7 +85,7 @@ def test_an_upstream_server_needs_no_memory_here() -> None:
         ({"scheduling": "priority", "victims": "slack"}, "'victims' has no effect with"),
     ],
 )
-def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_a_short_error(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config(**fields)
     assert said in str(refused.value)

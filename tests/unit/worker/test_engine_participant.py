@@ -98,7 +98,7 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served(bench: Bench) -> None:
+async def test_a_single_worker_group_is_applied_before_it_serves(bench: Bench) -> None:
     assert bench.participant.place is None
     await bench.participant.commit(ALONE, "", "")
     alone = GroupPlan("group-w0", 1, [plan("w0", "a", 0, 4, ("", ""))])
@@ -106,7 +106,7 @@ async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served(bench: 
     assert bench.changes == [Place("group-w0", 1, leads=True)]
 
 
-async def test_what_was_prepared_is_applied_with_its_peers(bench: Bench) -> None:
+async def test_a_prepared_plan_is_applied_with_its_peers(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     await bench.participant.prepare(MERGE)
     assert bench.engine.told[1:] == [Prepare("7-1", [MERGED_PLAN])]
@@ -122,7 +122,7 @@ HOLDER = SourceMember(
 HOLDER_PLAN = plan("w2", "c", 2, 4, ("04" * 16, "05" * 16))
 
 
-async def test_the_engine_gets_the_holders_that_can_be_reached(bench: Bench) -> None:
+async def test_the_engine_gets_reachable_holders(bench: Bench) -> None:
     """A change needs none of them, so the others are left out."""
     holders = (
         replace(HOLDER, worker_id="w3", bulk_address="nowhere:1"),
@@ -139,7 +139,7 @@ async def test_the_engine_is_introduced_to_members_of_other_groups(bench: Bench)
     assert bench.engine.told == [Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN], 60.0)]
 
 
-async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(bench: Bench) -> None:
+async def test_the_engine_gets_resolved_lane_addresses(bench: Bench) -> None:
     bench.names = {"w1:1": "10.0.0.2:1", "w1:2": "[fd00::2]:2"}
     await bench.participant.prepare(MERGE)
     (told,) = bench.engine.told
@@ -148,14 +148,14 @@ async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(benc
     assert (theirs.activations.address, theirs.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
 
 
-async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason(bench: Bench) -> None:
+async def test_an_unresolvable_peer_is_refused_with_a_reason(bench: Bench) -> None:
     lost = replace(PEERS[1], activation_address="nowhere:1")
     with pytest.raises(PrepareRefused, match="'nowhere' cannot be resolved"):
         await bench.participant.prepare(replace(MERGE, peers=(PEERS[0], lost)))
     assert not bench.engine.told
 
 
-async def test_a_split_tells_all_groups_that_it_makes(bench: Bench) -> None:
+async def test_a_split_passes_all_new_groups_to_the_engine(bench: Bench) -> None:
     target = replace(ALONE, epoch=3)
     split = ProposedChange("7-2", "group-w1", 2, target, PEERS, (OTHER,))
     await bench.participant.prepare(split)
@@ -169,7 +169,7 @@ async def test_a_split_tells_all_groups_that_it_makes(bench: Bench) -> None:
     assert applied.groups[1].members == [plan("w1", "b", 0, 4, W1_NONCES)]
 
 
-async def test_another_configuration_than_the_prepared_one(bench: Bench) -> None:
+async def test_a_configuration_that_was_not_prepared_is_applied(bench: Bench) -> None:
     """Members are where they were last known to be."""
     await bench.participant.prepare(MERGE)
     await bench.participant.commit(MERGED, "7-1", "")
@@ -185,7 +185,7 @@ def replace_own_nonces(members: list[MemberPlan]) -> list[MemberPlan]:
     return [members[0], plan("w0", "a", 2, 4, ("", ""))]
 
 
-async def test_the_engine_may_refuse(bench: Bench) -> None:
+async def test_a_refusal_of_the_engine_is_reported(bench: Bench) -> None:
     bench.engine.error = "no room"
     with pytest.raises(PrepareRefused, match="no room"):
         await bench.participant.prepare(MERGE)
@@ -203,7 +203,7 @@ async def test_without_lanes_only_all_layers_can_be_served() -> None:
     assert len(bench.engine.told) == 1
 
 
-async def test_a_member_that_nobody_knows_is_refused(bench: Bench) -> None:
+async def test_an_unknown_member_is_refused(bench: Bench) -> None:
     with pytest.raises(PrepareRefused, match="lacks the address of w1"):
         await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
 
@@ -223,7 +223,7 @@ async def test_a_degraded_group_serves_nothing(
     assert said.startswith(f"{ALONE.group_id} at epoch 4 has lost the members")
 
 
-async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Bench) -> None:
+async def test_requests_of_a_frozen_engine_end_when_its_group_continues(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     bench.engine.heartbeat_age_s = ENGINE_SILENT_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")

@@ -44,7 +44,7 @@ def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reporter, f"{name}_INTERVAL_S", 10 * DEADLINE_S)
 
 
-async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
+async def test_a_change_is_reported_to_both_services_before_the_heartbeat() -> None:
     busy = make_reporter()
     loads, memories = busy.load_reports(), busy.memory_reports()
     first = (await anext(loads)).load
@@ -61,7 +61,7 @@ async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
         await asyncio.gather(*following)
 
 
-async def test_an_iteration_that_leaves_the_load_as_it_is_is_not_told() -> None:
+async def test_an_unchanged_load_is_not_reported() -> None:
     busy = make_reporter()
     loads = busy.load_reports()
     await anext(loads)
@@ -82,7 +82,7 @@ async def test_another_stream_begins_with_a_report() -> None:
         assert (await anext(busy.load_reports())).load.number == 2
 
 
-async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_before() -> None:
+async def test_a_recovered_engine_is_reported_with_an_unchanged_load() -> None:
     frozen = make_reporter()
     loads = frozen.load_reports()
     await anext(loads)
@@ -97,13 +97,13 @@ async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_bef
         assert (await following).load.number == 2
 
 
-async def test_dropped_prefixes_are_told_to_the_scheduler() -> None:
+async def test_dropped_prefixes_are_reported_to_the_scheduler() -> None:
     busy = make_reporter()
     busy.note_evicted((7, 2**64 - 1))
     assert list((await anext(busy.load_reports())).load.dropped_prefixes) == [7, 2**64 - 1]
 
 
-async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
+async def test_a_received_request_is_reported_to_the_scheduler() -> None:
     busy = make_reporter()
     loads = busy.load_reports()
     await anext(loads)
@@ -117,7 +117,7 @@ async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
-async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
+async def test_a_frozen_engine_is_not_reported_until_it_responds() -> None:
     frozen = make_reporter(responsive=False)
     first = [
         asyncio.ensure_future(anext(one))
@@ -135,7 +135,7 @@ async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
 
 
 @pytest.mark.parametrize(("hung", "responsive"), [(True, True), (False, False)])
-async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_requests(
+async def test_an_engine_that_may_not_serve_is_not_reported_to_the_scheduler(
     hung: bool, responsive: bool
 ) -> None:
     """One that was slow lately counts as hung later than as unresponsive."""
@@ -149,7 +149,7 @@ async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_reques
     first.cancel()
 
 
-async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
+async def test_a_frozen_engine_is_reported_to_the_memory_manager() -> None:
     still = make_reporter()
     memories = still.memory_reports()
     assert not (await anext(memories)).memory.engine_hung
@@ -159,7 +159,7 @@ async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
     assert (memory.engine_hung, memory.epoch) == (True, 6)
 
 
-async def test_a_stream_that_is_read_on_after_its_end_takes_no_news_from_the_next() -> None:
+async def test_an_ended_stream_takes_no_reports_from_its_successor() -> None:
     busy = make_reporter()
     ended = busy.load_reports(), busy.memory_reports()
     await asyncio.gather(*map(anext, ended))
@@ -175,7 +175,7 @@ async def test_a_stream_that_is_read_on_after_its_end_takes_no_news_from_the_nex
                 await one
 
 
-async def test_an_engine_that_answers_again_is_reported_at_once() -> None:
+async def test_an_engine_that_responds_again_is_reported_at_once() -> None:
     still = make_reporter()
     memories = still.memory_reports()
     await anext(memories)

@@ -238,7 +238,7 @@ async def test_a_dead_engine_ends_every_request_with_an_error(bench: Bench, call
     await bench.idle()
 
 
-async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -> None:
+async def test_requests_dropped_by_a_lost_group_are_aborted(bench: Bench, call: Call) -> None:
     await bench.begin(call, start("a"))
     bench.servicer.abort_all("a member was lost")
     (event,) = await read(call)
@@ -254,7 +254,9 @@ async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -
 
 
 @pytest.mark.parametrize("how", ["abort", "half_close", "cancel"])
-async def test_what_a_gateway_gives_up_is_aborted(bench: Bench, call: Call, how: str) -> None:
+async def test_requests_dropped_by_a_gateway_are_aborted(
+    bench: Bench, call: Call, how: str
+) -> None:
     await bench.begin(call, start("a"))
     if how == "abort":
         await call.write(abort("unknown"))
@@ -268,7 +270,7 @@ async def test_what_a_gateway_gives_up_is_aborted(bench: Bench, call: Call, how:
     bench.emit(EmitToken("a", 0, 5, None))
 
 
-async def test_one_gateway_cannot_abort_the_request_of_another(bench: Bench) -> None:
+async def test_a_gateway_cannot_abort_a_request_of_another(bench: Bench) -> None:
     ours, theirs = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(ours, start("a"))
     await theirs.write(abort("a"))
@@ -299,9 +301,7 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open(bench: Bench, ca
     assert bench.engine.told.empty()
 
 
-async def test_the_last_event_tells_the_times_also_if_its_reader_comes_later(
-    bench: Bench, call: Call
-) -> None:
+async def test_the_last_event_has_the_times_for_late_readers(bench: Bench, call: Call) -> None:
     times = {"a": RequestTimes(1.0, 2.0, 3.0, [0.5])}
     told = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
     for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
@@ -341,7 +341,7 @@ async def test_attaching_gives_every_token_once(
     await bench.idle()
 
 
-async def test_attaching_before_the_request_comes(bench: Bench, call: Call) -> None:
+async def test_attach_before_the_request_arrives(bench: Bench, call: Call) -> None:
     await call.write(attach("a", 1))
     await bench.begin(call, start("b"))
     assert bench.servicer.active == 2
@@ -382,7 +382,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
 
 
 @pytest.mark.parametrize("when", ["adopted", "attached"])
-async def test_an_abort_of_an_adopted_request(bench: Bench, call: Call, when: str) -> None:
+async def test_an_adopted_request_can_be_aborted(bench: Bench, call: Call, when: str) -> None:
     bench.emit(adopted("a"))
     if when == "attached":
         await call.write(attach("a", 0))
@@ -393,7 +393,7 @@ async def test_an_abort_of_an_adopted_request(bench: Bench, call: Call, when: st
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
 @pytest.mark.parametrize("awaited", [False, True])
-async def test_an_abort_comes_before_its_request(
+async def test_an_abort_may_precede_its_request(
     bench: Bench, call: Call, how: str, awaited: bool
 ) -> None:
     if awaited:
@@ -414,7 +414,7 @@ async def test_an_abort_comes_before_its_request(
         assert bench.servicer.active == 1
 
 
-async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_broken(
+async def test_a_start_on_another_stream_replaces_a_request_of_a_broken_stream(
     bench: Bench,
 ) -> None:
     """The gateway has lost its link, and this worker does not know it yet."""
@@ -442,9 +442,7 @@ async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_
 
 
 @pytest.mark.parametrize("how", ["the stream broke", "its gateway aborted it", "it was given up"])
-async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
-    bench: Bench, how: str
-) -> None:
+async def test_events_of_an_aborted_start_do_not_reach_the_next(bench: Bench, how: str) -> None:
     """The engine takes the abort only when its iteration ends, and tells more of the first one."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
@@ -491,7 +489,7 @@ async def test_two_losses_before_the_engine_has_noted_the_first_start(
     assert (list(event.token_ids), event.finish_reason) == ([7], 0)
 
 
-async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start(
+async def test_events_of_a_late_adoption_do_not_reach_the_next_start(
     bench: Bench, call: Call
 ) -> None:
     """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
@@ -528,7 +526,7 @@ class StuckCall:
             await asyncio.Event().wait()
 
 
-async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing(bench: Bench) -> None:
+async def test_a_call_cancelled_at_its_end_leaks_nothing(bench: Bench) -> None:
     cut = asyncio.Event()
 
     async def frames() -> AsyncIterator[pb.GenerateRequest]:
@@ -566,7 +564,7 @@ async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call
     await bench.idle()
 
 
-async def test_what_an_earlier_stay_left_does_not_send_a_reader_away(
+async def test_state_of_an_earlier_stay_does_not_redirect_a_reader(
     bench: Bench, call: Call
 ) -> None:
     bench.emit(adopted("a"), moved("a", 0, epoch=9))
@@ -579,7 +577,7 @@ async def test_what_an_earlier_stay_left_does_not_send_a_reader_away(
     assert list(event.token_ids) == [5] and not event.HasField("moved")
 
 
-async def test_attaches_that_make_no_sense_are_refused(bench: Bench, call: Call) -> None:
+async def test_invalid_attaches_are_refused(bench: Bench, call: Call) -> None:
     await call.write(attach("a", -1))
     assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
     bench.emit(adopted("b"))
@@ -591,7 +589,7 @@ async def test_attaches_that_make_no_sense_are_refused(bench: Bench, call: Call)
     assert list((await read(call))[0].token_ids) == [5]
 
 
-async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew(bench: Bench) -> None:
+async def test_a_reader_on_another_stream_must_reattach(bench: Bench) -> None:
     """The answer was lost with a stream of which this worker does not know yet that it broke."""
     broken, new = bench.stub.Generate(), bench.stub.Generate()
     bench.emit(adopted("a", 5, 6))
@@ -606,7 +604,7 @@ async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew(bench: 
     assert list((await read(new))[0].token_ids) == [6]
 
 
-async def test_a_start_replaces_what_nobody_fetched(bench: Bench, call: Call) -> None:
+async def test_a_start_replaces_unread_output(bench: Bench, call: Call) -> None:
     bench.emit(adopted("a", 5))
     await call.write(start("a"))
     await bench.told(("abort", "a"), ("start", "a"))
@@ -615,7 +613,7 @@ async def test_a_start_replaces_what_nobody_fetched(bench: Bench, call: Call) ->
     await bench.idle()
 
 
-async def test_a_dead_engine_ends_what_is_between_owners(bench: Bench, call: Call) -> None:
+async def test_a_dead_engine_ends_requests_between_owners(bench: Bench, call: Call) -> None:
     bench.emit(adopted("a"))
     await call.write(attach("b", 0))
     await bench.begin(call, start("sync"))
@@ -632,7 +630,7 @@ def coalesced(request_id: str) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("ending", ["finish", "move", "refusal", "death", "age"])
-async def test_gathered_tokens_are_sent_before_whatever_comes_next(
+async def test_gathered_tokens_are_sent_before_the_next_event(
     bench: Bench, call: Call, ending: str
 ) -> None:
     await bench.begin(call, coalesced("a"))
@@ -657,7 +655,7 @@ async def test_gathered_tokens_are_sent_before_whatever_comes_next(
     assert bench.servicer.active == (ending == "age")
 
 
-async def test_a_moved_request_is_gathered_where_it_goes_on(bench: Bench, call: Call) -> None:
+async def test_a_moved_request_is_gathered_at_its_new_worker(bench: Bench, call: Call) -> None:
     frame = attach("a", 1)
     frame.attach.delivery = pb.DELIVERY_COALESCED
     await call.write(frame)
@@ -672,9 +670,7 @@ async def test_a_moved_request_is_gathered_where_it_goes_on(bench: Bench, call: 
     assert last.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_what_was_gathered_for_an_earlier_start_is_not_of_the_next(
-    bench: Bench, call: Call
-) -> None:
+async def test_tokens_gathered_for_an_earlier_start_are_dropped(bench: Bench, call: Call) -> None:
     await bench.begin(call, coalesced("a"))
     bench.emit(EmitToken("a", 0, 5, None))
     other = bench.stub.Generate()

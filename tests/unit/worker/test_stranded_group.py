@@ -65,7 +65,7 @@ async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_requests_are_given_up_once_when_the_records_stay_silent(
+async def test_requests_end_once_when_etcd_stays_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with world(monkeypatch, answers=False) as one:
@@ -84,7 +84,9 @@ async def test_requests_are_given_up_once_when_the_records_stay_silent(
         assert one.told == 1
 
 
-async def test_while_etcd_answers_the_group_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stranded_group_recovers_while_etcd_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with world(monkeypatch, answers=True) as one:
         one.report(LOST)
         for now_s in (1.0, 5.0, 20.0):
@@ -97,7 +99,7 @@ async def test_while_etcd_answers_the_group_is_mended(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("trouble", "epoch"), [("", 1), (LOST, 2)])
-async def test_it_is_over_with_the_trouble_or_the_epoch(
+async def test_the_timer_ends_with_recovery_or_a_new_epoch(
     monkeypatch: pytest.MonkeyPatch, trouble: str, epoch: int
 ) -> None:
     async with world(monkeypatch, answers=False) as one:
@@ -111,7 +113,7 @@ async def test_it_is_over_with_the_trouble_or_the_epoch(
         assert not one.watch.stranded
 
 
-async def test_without_trouble_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_healthy_group_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(monkeypatch, answers=False) as one:
         one.report("")
         one.now_s = 100.0

@@ -17,7 +17,7 @@ def token(index: int, request_id: str = "a", **more) -> pb.RequestEvent:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
+def test_events_are_neither_lost_nor_repeated(seed: int) -> None:
     random, coalescer, now_s = Random(seed), TokenCoalescer(), 0.0
     coalescer.begin("a")
     count = random.randrange(1, 3 * TOKENS_MAX)
@@ -38,7 +38,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
     assert max(len(event.token_ids) for event in sent) <= TOKENS_MAX
 
 
-def test_the_first_event_keeps_what_stands_there_and_the_last_brings_the_times() -> None:
+def test_merged_events_keep_first_fields_and_final_times() -> None:
     coalescer = TokenCoalescer()
     coalescer.begin("a")
     first = token(0, cached_tokens=3, prompt_logprobs=[pb.TokenLogprobs(logprob=-7)])
@@ -57,7 +57,7 @@ def test_cached_tokens_may_come_with_the_last_token() -> None:
     assert (event.cached_tokens, len(event.token_ids)) == (3, 2)
 
 
-def test_others_are_sent_at_once_and_old_ones_by_age() -> None:
+def test_other_events_are_sent_at_once_and_tokens_by_age() -> None:
     coalescer = TokenCoalescer()
     coalescer.begin("a")
     coalescer.begin("b")

@@ -78,7 +78,7 @@ def names(checked: list[CheckedRequest]) -> list[tuple[str, bool]]:
     return [(one.request.request_id, one.refusal is None) for one in checked]
 
 
-def test_requests_come_out_once_their_grammar_is_compiled(bench: Bench) -> None:
+def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> None:
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.take() == [] and len(bench.check) == 2
@@ -90,7 +90,7 @@ def test_requests_come_out_once_their_grammar_is_compiled(bench: Bench) -> None:
     assert names(bench.check.take()) == [("c", True)], "it is known: nobody waits"
 
 
-def test_what_does_not_compile_is_refused(bench: Bench) -> None:
+def test_a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("a", "a("))
     (checked,) = bench.until_one()
@@ -100,7 +100,7 @@ def test_what_does_not_compile_is_refused(bench: Bench) -> None:
     assert names(bench.check.take()) == [("b", False)]
 
 
-def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
+def test_only_the_slow_grammar_is_refused(bench: Bench) -> None:
     bench.now_s = 100.0
     bench.check.submit(request_id_of("slow", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
@@ -122,7 +122,7 @@ def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
     assert too.refusal is not None and "simplify" in too.refusal.message
 
 
-def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
+def test_time_limit_starts_with_each_grammar(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s = WAIT_MAX_S - 1
@@ -136,7 +136,7 @@ def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
     assert names(bench.until_one()) == [("second", True)]
 
 
-def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
+def test_unneeded_grammars_are_not_compiled(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(20):
@@ -152,7 +152,7 @@ def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
     assert [grammar.text for grammar in bench.grammars.compiled] == ["a+", "c+"]
 
 
-def test_owners_take_turns(bench: Bench) -> None:
+def test_grammars_of_owners_alternate(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(5):
@@ -168,7 +168,7 @@ def test_owners_take_turns(bench: Bench) -> None:
     assert all(good for _, good in came)
 
 
-def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
+def test_the_descriptor_is_not_readable_once_drained(bench: Bench) -> None:
     """Or the engine's loop would turn for nothing."""
     bench.check.submit(request_id_of("a", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
@@ -178,7 +178,7 @@ def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
     assert not select.select([bench.check], [], [], 0)[0]
 
 
-def test_an_aborted_request_never_comes(bench: Bench) -> None:
+def test_an_aborted_request_is_never_released(bench: Bench) -> None:
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a")
@@ -187,7 +187,7 @@ def test_an_aborted_request_never_comes(bench: Bench) -> None:
     assert names(bench.until_one()) == [("b", True)]
 
 
-def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(bench: Bench) -> None:
+def test_a_request_aborted_in_the_turn_of_its_check_is_never_released(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("first", "a+"))
     assert names(bench.until_one()) == [("first", True)]
@@ -197,7 +197,7 @@ def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(ben
     assert names(bench.check.take()) == [("b", True)]
 
 
-def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "WAITING_MAX", 3)
     monkeypatch.setattr(grammar_check, "WAITING_PER_TENANT_MAX", 2)
     for owner, name in (("x", "a"), ("x", "b"), ("x", "c"), ("y", "d"), ("y", "e")):

@@ -194,7 +194,7 @@ PREPARE = Prepare("attempt", [])
         (Preempt.ALWAYS, False, PREPARE, False),
     ],
 )
-def test_batch_work_gives_way(
+def test_batch_work_yields_to_online_requests(
     inbox: Inbox, policy: Preempt, preemptible: bool, frame: Any, interrupts_it: bool
 ) -> None:
     """Requests interrupt never twice in a row; an order of the memory manager always does."""
@@ -236,9 +236,7 @@ def test_the_time_until_batch_work_yields_is_measured(inbox: Inbox) -> None:
 
 
 @pytest.mark.parametrize(("ran_s", "interrupts_it"), [(0.0, True), (900.0, False)])
-def test_what_a_resumed_iteration_has_run_before_counts(
-    inbox: Inbox, ran_s: float, interrupts_it: bool
-) -> None:
+def test_time_before_a_suspension_counts(inbox: Inbox, ran_s: float, interrupts_it: bool) -> None:
     """It takes 1,000 s in all, and the request, which takes 250 s, has 500 s."""
     answers: list[bool] = []
 
@@ -268,7 +266,7 @@ def test_what_a_resumed_iteration_has_run_before_counts(
         (Preempt.OFF, 600.0, False),
     ],
 )
-def test_layers_ask_again_while_a_deadline_waits(
+def test_layers_poll_while_a_deadline_is_pending(
     inbox: Inbox, policy: Preempt, ttft_s: float | None, again: bool
 ) -> None:
     """Time passes without a frame: what was answered first may be wrong then."""
@@ -292,7 +290,7 @@ def test_layers_ask_again_while_a_deadline_waits(
 
 @pytest.mark.parametrize("changing", [True, False])
 @pytest.mark.parametrize("preemptible", [True, False])
-def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
+def test_member_frames_interrupt_batch_work_during_a_change(
     inbox: Inbox, changing: bool, preemptible: bool
 ) -> None:
     """The descriptor that layers look at tells of them, and so does the answer."""
@@ -316,7 +314,7 @@ def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
         os.close(descriptor)
 
 
-def test_a_target_that_no_request_can_keep_is_logged_once(
+def test_an_infeasible_target_is_logged_once(
     inbox: Inbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     handled: list[object] = []

@@ -102,7 +102,7 @@ async def test_a_worker_that_shuts_down_returns_requests_that_fit_elsewhere(
     await eventually(lambda: adapter.llm.aborted == ["plain"])
 
 
-async def test_vllm_is_told_how_urgent_a_request_is(adapter: AdapterOnTest) -> None:
+async def test_the_priority_of_a_request_reaches_vllm(adapter: AdapterOnTest) -> None:
     services = {"b": Service(ServiceClass.BATCH), "i": Service(ServiceClass.INTERACTIVE, rank=7)}
     for name, service in services.items():
         adapter.send(start(name, service=service))
@@ -158,7 +158,7 @@ async def test_an_abort_at_once_leaves_nothing(adapter: AdapterOnTest) -> None:
     assert (await adapter.settled()).report.load.waiting == 0
 
 
-async def test_what_vllm_refuses_is_the_clients_fault(adapter: AdapterOnTest) -> None:
+async def test_a_validation_error_of_vllm_is_a_client_error(adapter: AdapterOnTest) -> None:
     adapter.send(start("words", sampling=Sampling(bad_words=((4,),))))
     adapter.send(start("schema"))
     await adapter.until_received("words", "schema")
@@ -170,7 +170,7 @@ async def test_what_vllm_refuses_is_the_clients_fault(adapter: AdapterOnTest) ->
     assert (await adapter.settled()).report.load.waiting == 0
 
 
-async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -> None:
+async def test_an_internal_error_of_vllm_is_retryable(adapter: AdapterOnTest) -> None:
     for name in ("a", "b"):
         adapter.send(start(name))
     await adapter.until_received("a", "b")
@@ -187,7 +187,7 @@ async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -
 
 
 @pytest.mark.parametrize("broken", ["prompt rows", "no completion", "times", "in vLLM"])
-async def test_what_nobody_expects_ends_one_request_alone(
+async def test_an_unexpected_error_ends_a_single_request(
     adapter: AdapterOnTest, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     short: Any = [None, {2: FakeLogprob(-1.0, 1)}]
@@ -229,7 +229,7 @@ async def test_a_full_queue_and_a_known_id_are_refused(adapter: AdapterOnTest) -
     ]
 
 
-async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest) -> None:
+async def test_a_request_without_room_is_returned(adapter: AdapterOnTest) -> None:
     adapter.send(start("a", returnable=True))
     adapter.send(start("b", returnable=True))
     await adapter.until_received("a", "b")
@@ -242,7 +242,7 @@ async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest)
     assert adapter.llm.aborted == ["b"]
 
 
-async def test_it_serves_the_newest_epoch_and_refuses_to_merge(adapter: AdapterOnTest) -> None:
+async def test_vllm_serves_the_newest_epoch_and_refuses_merges(adapter: AdapterOnTest) -> None:
     def plan(worker_id: str, epoch: int) -> GroupPlan:
         member = MemberPlan(worker_id, "i", 0, 0, Lane("", ""), Lane("", ""), "h:1")
         return GroupPlan(f"group-{worker_id}", epoch, [member])
@@ -257,7 +257,7 @@ async def test_it_serves_the_newest_epoch_and_refuses_to_merge(adapter: AdapterO
     assert (report.epoch, report.unsettled) == (3, False)
 
 
-async def test_it_says_nothing_while_vllm_does_not_answer(adapter: AdapterOnTest) -> None:
+async def test_the_adapter_is_silent_while_vllm_hangs(adapter: AdapterOnTest) -> None:
     await eventually(lambda: adapter.told)
     adapter.llm.answers.clear()
     await eventually(lambda: adapter.llm.asked > 1)
@@ -269,7 +269,7 @@ async def test_it_says_nothing_while_vllm_does_not_answer(adapter: AdapterOnTest
     await adapter.until_received("r")
 
 
-async def test_it_ends_with_vllm(adapter: AdapterOnTest) -> None:
+async def test_the_adapter_ends_with_vllm(adapter: AdapterOnTest) -> None:
     adapter.send(start())
     await adapter.until_received("r")
     adapter.llm.dead = True

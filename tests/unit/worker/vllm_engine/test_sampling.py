@@ -15,7 +15,7 @@ def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, A
     return parameters_of(Request("r", (1,), Sampling(**sampling), limits, 0.0, options))
 
 
-def test_the_gateway_decides_what_ends_a_request_and_makes_the_text() -> None:
+def test_the_gateway_handles_stops_and_detokenization() -> None:
     found = told()
     assert (found["max_tokens"], found["min_tokens"], found["stop_token_ids"]) == (9, 2, [3, 7])
     assert found["ignore_eos"] is True and found["detokenize"] is False
@@ -38,7 +38,7 @@ def test_fields_of_sampling_are_passed_on() -> None:
     assert (found["logit_bias"], found["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
 
 
-def test_a_seed_fits_into_what_vllm_takes_and_greedy_requests_need_none() -> None:
+def test_seeds_are_reduced_to_the_range_of_vllm() -> None:
     assert told(temperature=1.0, seed=2**64 - 1)["seed"] == 2**63 - 1
     assert "seed" not in told(temperature=0.0, seed=3)
 
@@ -51,11 +51,11 @@ def test_a_seed_fits_into_what_vllm_takes_and_greedy_requests_need_none() -> Non
         (GrammarKind.LARK, "grammar"),
     ],
 )
-def test_a_grammar_goes_to_vllms_llguidance(kind: GrammarKind, key: str) -> None:
+def test_grammars_use_llguidance_of_vllm(kind: GrammarKind, key: str) -> None:
     assert told(grammar=Grammar(kind, "text"))["structured_outputs"] == {key: "text"}
 
 
-def test_log_probabilities_are_asked_for() -> None:
+def test_log_probabilities_are_requested() -> None:
     found = told(LogprobOptions(output=0, prompt=3))
     assert (found["logprobs"], found["prompt_logprobs"]) == (0, 3)
 
@@ -65,7 +65,7 @@ def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
         told(bad_words=((1, 2),))
 
 
-def test_what_another_worker_has_made_counts_for_the_limits() -> None:
+def test_output_of_another_worker_counts_for_the_limits() -> None:
     limits = Limits(9, 6, frozenset())
     request = Request("r", (1,), Sampling(), limits, 0.0, output_ids=(2, 3, 4))
     found = parameters_of(request)

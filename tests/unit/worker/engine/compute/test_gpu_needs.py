@@ -30,18 +30,18 @@ def told(device: str = "cuda") -> str:
     return str(caught.value)
 
 
-def test_a_build_of_torch_without_cuda_is_told() -> None:
+def test_a_torch_build_without_cuda_is_reported() -> None:
     assert "`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md" in told()
 
 
-def test_a_missing_compiler_is_told(cuda_build: Path) -> None:
+def test_a_missing_compiler_is_reported(cuda_build: Path) -> None:
     check_gpu_needs(torch.device("cuda"))
     (cuda_build / COMPILERS[-1]).unlink()
     assert "apt-get install gcc" in told()
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_a_gpu_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_driver() -> None:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
@@ -50,6 +50,6 @@ def test_a_gpu_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("cuda_build")
-def test_a_gpu_that_is_not_there_is_told() -> None:
+def test_a_missing_gpu_is_reported() -> None:
     check_gpu_needs(torch.device("cuda:1"))
     assert "there is no GPU 2: this machine has 2" in told("cuda:2")

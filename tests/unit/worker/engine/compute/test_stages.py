@@ -189,7 +189,9 @@ def compact(generation: Generation, pipeline: Pipeline, limit: int) -> int:
 @pytest.mark.parametrize(
     "cuts", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)], ids=lambda cuts: "+".join(map(str, cuts))
 )
-def test_stages_give_the_tokens_of_one_runner(workers: Workers, cuts: tuple[int, ...]) -> None:
+def test_stages_produce_the_tokens_of_a_single_runner(
+    workers: Workers, cuts: tuple[int, ...]
+) -> None:
     runners = [workers.load() for _ in range(len(cuts) + 1)]
     expected = generation_of(runners[0], seed=0).run()
     bounds = (0, *cuts, LAYERS)
@@ -266,7 +268,7 @@ def test_a_wrong_block_changes_tokens(
         assert generation.run() != expected
 
 
-def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+def test_a_stage_refuses_foreign_chunks(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runner = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack).load()
         batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(SampleTerms(GREEDY), 0)),))

@@ -47,7 +47,9 @@ def test_rows_are_read_back(dtype: torch.dtype) -> None:
     ("shape", "in_bfloat16", "in_float32"),
     [((64, 2), True, True), ((63, 2), False, False), ((64, 3), False, True), ((64,), False, False)],
 )
-def test_which_shapes_fit(shape: tuple[int, ...], in_bfloat16: bool, in_float32: bool) -> None:
+def test_supported_panel_shapes(
+    shape: tuple[int, ...], in_bfloat16: bool, in_float32: bool
+) -> None:
     assert fits(shape, torch.bfloat16) is in_bfloat16
     assert fits(shape, torch.float32) is in_float32
 
@@ -61,7 +63,7 @@ def filled(layout: SlabLayout) -> LayerSlab:
     return slab
 
 
-def test_a_slab_keeps_a_weight_in_panels_and_says_so_in_its_digest() -> None:
+def test_the_digest_of_a_slab_covers_its_panel_layout() -> None:
     shapes = [("norm", (6,)), ("w", (128, 6))]
     plain = filled(SlabLayout.of(shapes, torch.bfloat16))
     slab = filled(SlabLayout.of(shapes, torch.bfloat16, {"w"}))

@@ -63,7 +63,7 @@ def layer_and_rotation(
 @pytest.mark.parametrize("sizes", [EVEN, ODD, SMALL])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_it_computes_what_the_layer_does(
+def test_fused_layer_equals_the_plain_layer(
     model_type: str, sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     window = 5 if model_type == "mistral" else None
@@ -91,9 +91,7 @@ def in_panels(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_panels_compute_what_the_layer_does_with_rounded_inputs(
-    model_type: str, dtype: torch.dtype
-) -> None:
+def test_panels_equal_the_layer_with_rounded_inputs(model_type: str, dtype: torch.dtype) -> None:
     layer, model, stored = layer_and_rotation(model_type, PANELS, dtype)
     fused = fused_layer(layer, in_panels(stored), "it", model.config, sliding_window=None)
     assert isinstance(fused, FusedLayer)
@@ -116,7 +114,7 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
 
 @pytest.mark.parametrize("panel_dtype", [None, *PANEL_DTYPES])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None) -> None:
+def test_a_row_does_not_depend_on_its_batch(panel_dtype: torch.dtype | None) -> None:
     sizes = EVEN if panel_dtype is None else PANELS
     # With panels so many that a weight is multiplied with a part of them at a time.
     count = FEW_ROWS if panel_dtype is None else 600
@@ -138,13 +136,13 @@ def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None)
 @pytest.mark.parametrize(
     "options", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}]
 )
-def test_a_layer_that_does_more_stays(options: dict[str, Any]) -> None:
+def test_unsupported_layers_are_not_fused(options: dict[str, Any]) -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32, **options)
     assert fused_layer(layer, stored, "it", model.config, sliding_window=None) is layer
 
 
 @torch.inference_mode()
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
     kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None).kernel
     turn = torch.ones(2, 16)

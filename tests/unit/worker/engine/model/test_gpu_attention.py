@@ -56,7 +56,7 @@ def filled_cache(batch: Batch, shape: tuple[int, ...]) -> torch.Tensor:
         (4, 4, 16, 16, 100, ((300, 1), (500, 200))),
     ],
 )
-def test_it_is_attention(
+def test_kernel_equals_reference_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,

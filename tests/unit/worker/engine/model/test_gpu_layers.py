@@ -53,7 +53,7 @@ def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_gpu_kernels")
 @pytest.mark.parametrize("arch", sorted(MODELS))
-def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(arch: str, tmp_path: Path) -> None:
     model_dir = make_tiny_model(
         tmp_path, arch, dtype=torch.float32, layers=2, hidden=64, **MODELS[arch]
     )
@@ -78,14 +78,14 @@ def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
-def test_what_the_kernels_cannot_compute_is_left_to_torch(tmp_path: Path) -> None:
+def test_unsupported_shapes_fall_back_to_torch(tmp_path: Path) -> None:
     odd = make_tiny_model(tmp_path / "gelu", dtype=torch.float32, hidden_act="gelu")
     runner = load(odd)
     assert not isinstance(runner.decoder.layer_runner, GpuLayers)
     runner.close()
 
 
-def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_graphs_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_graphs, "GRAPHS_MAX", 2)
 
     class Layers:

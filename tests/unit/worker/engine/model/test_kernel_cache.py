@@ -39,7 +39,7 @@ def test_changed_sources_have_another_cache(tmp_path: Path) -> None:
     assert cache_folder(sources, {}) != before
 
 
-def test_a_chosen_folder_begins_with_what_is_beside_the_sources(tmp_path: Path) -> None:
+def test_a_chosen_folder_starts_with_the_packaged_kernels(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
     seed = cache_folder(sources_in(sources), {})
@@ -80,7 +80,7 @@ def test_a_folder_of_another_user_is_not_used(
     assert "it belongs to user 65532" in caplog.text
 
 
-def test_a_new_folder_can_be_used_again_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_new_folder_is_reusable_with_any_umask(tmp_path: Path) -> None:
     sources = sources_in(tmp_path)
     environment = {CACHE_VARIABLE: str(tmp_path / "chosen")}
     before = os.umask(0)
@@ -92,7 +92,7 @@ def test_a_new_folder_can_be_used_again_whatever_the_umask(tmp_path: Path) -> No
     assert folder.parent == tmp_path / "chosen"
 
 
-def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
+def test_copy_errors_are_ignored(tmp_path: Path) -> None:
     sources = sources_in(tmp_path)
     cache_folder(sources, {}).mkdir(parents=True)
     taken = tmp_path / "taken"
@@ -109,7 +109,7 @@ def runs(cache: Path, **environment: str) -> bool:
     return done.stdout.strip() == "True"
 
 
-def test_another_processor_compiles_its_own_beside_what_is_there(tmp_path: Path) -> None:
+def test_another_processor_adds_its_own_kernels(tmp_path: Path) -> None:
     runs(tmp_path)  # From what lies beside the sources, if this processor has run them before.
     assert not runs(tmp_path, NUMBA_CPU_NAME="generic"), "kernels of another processor were taken"
     assert runs(tmp_path), "the first processor's are gone"

@@ -26,7 +26,7 @@ from tests.support.python import run_python
         OSError(28, "No space left on device"),
     ],
 )
-def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
+def test_kernels_are_compiled_despite_cache_errors(
     step: str,
     failure: Exception,
     monkeypatch: pytest.MonkeyPatch,
@@ -41,7 +41,7 @@ def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
 
 @pytest.mark.parametrize("length", [0, 10, 100])
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_broken_files_of_the_cache_are_no_obstacle(
+def test_damaged_cache_files_are_replaced(
     suffix: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(number: int) -> int:
@@ -87,7 +87,7 @@ def test_the_kernels_fit_one_thread_that_computes_in_float32(
         ("", ""),
     ],
 )
-def test_vectors_are_as_wide_as_the_processor_has_them(features: str, expected: str) -> None:
+def test_vector_width_follows_the_processor(features: str, expected: str) -> None:
     assert compiler.wide_vectors(features) == expected
 
 
@@ -119,7 +119,7 @@ print(normalize.signatures, len(norm_scale.signatures))
 """
 
 
-def test_a_kernel_is_loaded_for_the_dtype_of_the_model_and_with_it_what_it_calls(
+def test_kernels_are_loaded_for_the_model_dtype_with_their_callees(
     tmp_path: Path,
 ) -> None:
     # Generic, so that nothing comes from beside the sources.

@@ -132,7 +132,9 @@ def test_layers_give_the_same_bits(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope", ROPES)
 @torch.inference_mode()
-def test_rotations_are_the_same(tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype) -> None:
+def test_rotary_embeddings_equal_those_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype
+) -> None:
     reference, config = model_and_config(tmp_path, "llama", rope)
     assert config.rope.kind == reference.config.rope_parameters["rope_type"]
     hidden, positions = torch.zeros(1, 50, 8, dtype=dtype), torch.arange(3, 53)[None]
@@ -173,14 +175,16 @@ def test_all_types_of_rotation_are_compared() -> None:
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, but must"),
     ],
 )
-def test_a_file_that_makes_no_sense(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_invalid_configurations_are_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
     raw = {"architectures": ["Qwen2ForCausalLM"]} | SIZES | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match=words):
         load_config(tmp_path)
 
 
-def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+def test_a_too_deeply_nested_file_is_a_short_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ModelError, match=r"cannot be read .*recursion"):
         load_config(tmp_path)

@@ -138,7 +138,7 @@ def test_decode_steps_attend_to_all_before_them(
 
 
 @needs_panel_product
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_does_not_depend_on_its_batch() -> None:
     """A chunk, a decode step and another chunk together, and each of them alone."""
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "length": 100}
     caches = [Cache(**sizes, seed=seed) for seed in range(3)]
@@ -183,13 +183,13 @@ def test_other_caches_do_not_fit(block_size: int, head_dim: int, dtype: torch.dt
     assert not fits(block_size, head_dim, dtype)
 
 
-def test_without_a_product_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_fits_without_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "panel_calls", lambda _dtype: None)
     assert not fits(16, 64, torch.bfloat16)
 
 
 @needs_panel_product
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     cache = Cache(heads=3, kv_heads=1, head_dim=64, length=4)
     cache.query = torch.zeros(4, 3, 32)
     with pytest.raises(ValueError, match="cannot attend"):

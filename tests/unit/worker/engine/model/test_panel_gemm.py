@@ -60,9 +60,7 @@ def test_a_product_is_exact_where_numbers_are(
 
 
 @pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
-def test_a_row_has_the_same_bits_in_any_company(
-    dtype: torch.dtype, calls: np.ndarray | None
-) -> None:
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, calls: np.ndarray | None) -> None:
     product, rows = product_of(torch.randn(128, 576), dtype, calls), torch.randn(150, 576)
     together = product(rows)
     for first, last in ((0, 1), (3, 20), (63, 65), (10, 139), (5, 9), (7, 13)):
@@ -77,7 +75,7 @@ def test_another_width_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", ["+avx2", "+avx512f,+avx512bw", "+fma", ""])
-def test_a_processor_without_the_instructions_is_not_tried(
+def test_panels_are_disabled_on_unsupported_processors(
     monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features.split(",")))
@@ -102,7 +100,7 @@ def test_other_dtypes_have_no_product(dtype: torch.dtype) -> None:
 
 
 @needs_vectors
-def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_are_disabled_for_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_gemm, "_matrix_instructions", lambda: ["amx_bf16"])
     assert panel_gemm._torch_calls() is not None
     monkeypatch.setattr(panel_gemm, "_PRODUCT", "no_such_symbol")
@@ -120,7 +118,7 @@ def test_vectors_multiply_where_torch_s_product_is_wrong(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
 @pytest.mark.parametrize("inputs", [576, 2050])
-def test_no_rows_have_no_products(
+def test_a_product_of_no_rows_is_empty(
     inputs: int, dtype: torch.dtype, calls: np.ndarray | None
 ) -> None:
     product = product_of(torch.randn(64, inputs), dtype, calls)
@@ -189,7 +187,7 @@ def test_a_wrong_product_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: tor
 @pytest.mark.parametrize("depth", [4, 64, 200])
 @pytest.mark.parametrize("columns", [1, 16, 24, 50, 64])
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 20])
-def test_vectors_write_the_columns_of_a_product_and_nothing_else(
+def test_vectors_write_only_the_columns_of_the_product(
     rows: int, columns: int, depth: int, add: int, dtype: torch.dtype
 ) -> None:
     """In a wider matrix, from an element in its midst on, and with rows apart."""

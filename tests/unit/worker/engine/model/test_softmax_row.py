@@ -40,7 +40,7 @@ def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (0, 1), (63, 64), (5, 41), (16, 48)])
 @pytest.mark.parametrize("highest", [float("-inf"), 40.0])
-def test_weights_are_those_of_the_softmax(
+def test_weights_equal_those_of_softmax(
     stored: torch.dtype, begin: int, end: int, highest: float
 ) -> None:
     torch.manual_seed(begin + end)
@@ -61,7 +61,7 @@ def test_weights_are_those_of_the_softmax(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("highest", [0.0, 5e5, -3e4])
-def test_the_least_weight_is_no_error(stored: torch.dtype, highest: float) -> None:
+def test_the_smallest_weight_does_not_underflow(stored: torch.dtype, highest: float) -> None:
     """Also relative to a score far from 0, whose products are rounded."""
     scores = torch.tensor([[highest, highest - 1e30] + [highest - 2e5] * (KEYS - 2)])
     weights = torch.full((1, KEYS), 7.0, dtype=stored)

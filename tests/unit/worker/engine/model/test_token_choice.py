@@ -63,7 +63,7 @@ def some_terms(rng: np.random.Generator) -> DrawTerms:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_those_of_the_definition(vocab: int, dtype: type[np.floating]) -> None:
+def test_tokens_match_the_definition(vocab: int, dtype: type[np.floating]) -> None:
     rng = np.random.default_rng(vocab)
     choose, same, count = TokenChooser(Scratch.of(vocab, dtype)), 0, 240
     logits = rng.normal(size=(count, vocab)) * rng.choice([0.01, 1, 4, 20], size=(count, 1))
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_definition(vocab: int, dtype: type[np.floating]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_best_is_the_first_of_equal_ones(dtype: type[np.floating]) -> None:
+def test_ties_go_to_the_first_token(dtype: type[np.floating]) -> None:
     rng = np.random.default_rng(1)
     logits = rng.integers(0, 4, size=(50, 1000)).astype(dtype)
     logits[7] = -np.inf
@@ -91,7 +91,7 @@ def test_the_best_is_the_first_of_equal_ones(dtype: type[np.floating]) -> None:
     assert tokens == logits.argmax(1).tolist()
 
 
-def test_what_is_not_a_number_is_never_chosen() -> None:
+def test_nan_logits_are_never_chosen() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(90, 700)).astype(np.float32)
     logits[:, ::2] = np.nan

@@ -84,7 +84,7 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair: Pair) -> None:
+def test_a_loss_without_an_event_is_found_by_polling(pair: Pair) -> None:
     """Both ends of a lost lane must give up what they do for each other."""
     pair.attempt()
     for end in pair.ends.values():
@@ -97,7 +97,7 @@ def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair:
     assert own.lost([plan("w1", 1)]) == ["w1"]
 
 
-def test_a_refused_peer_asks_again_a_while_later(pair: Pair) -> None:
+def test_a_refused_peer_retries_later(pair: Pair) -> None:
     """A peer in a long iteration does not know yet which peers to expect; few ask it meanwhile."""
     refusals = 0
     for _ in range(100):
@@ -125,7 +125,7 @@ def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor(pai
 
 
 @pytest.mark.parametrize("aborted", [(), (1,)])
-def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle(
+def test_an_attempt_aborted_before_the_peer_dials_does_not_block_the_next(
     pair: Pair, aborted: tuple[int, ...]
 ) -> None:
     for attempt in aborted:
@@ -145,7 +145,7 @@ def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce(pair: Pair)
     assert pair.connected
 
 
-def test_a_peer_that_there_was_no_place_to_expect_is_expected_later(
+def test_a_peer_refused_by_a_full_table_is_expected_later(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
@@ -175,9 +175,7 @@ def test_a_lost_peer_is_missing_until_the_next_configuration(pair: Pair, entered
 
 
 @pytest.mark.parametrize("cut_off", NAMES)
-def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(
-    pair: Pair, cut_off: str
-) -> None:
+def test_a_side_without_a_loss_event_reconnects(pair: Pair, cut_off: str) -> None:
     """Else it says that it is ready, and the other one waits for it in vain."""
     pair.attempt()
     pair.ends[cut_off].end_all(activations=True, bulk=True)

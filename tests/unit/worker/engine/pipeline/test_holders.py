@@ -271,7 +271,7 @@ def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> N
     check_tokens(pairs)
 
 
-def test_an_introduction_ends(pairs: EngineGroup) -> None:
+def test_an_introduction_expires(pairs: EngineGroup) -> None:
     check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
     lane = member(pairs, "w0").links.lane
     assert lane.has("w3")
@@ -341,7 +341,7 @@ def _slab_requests_have_an_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(links, "_UNFENCED", ())
 
 
-def test_the_digest_of_a_slab_is_needed(
+def test_the_digest_check_of_a_slab_is_needed(
     pairs: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _digest_is_not_verified(monkeypatch)

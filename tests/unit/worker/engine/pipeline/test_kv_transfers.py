@@ -66,7 +66,7 @@ def place() -> Iterator[Place]:
     place.runner.close()
 
 
-def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: Place) -> None:
+def test_received_kv_is_stored_in_the_blocks_of_the_request(place: Place) -> None:
     other = Place()
     place.table.adopt("x", 2)
     place.table.adopt("r", 3)
@@ -88,7 +88,7 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
     other.runner.close()
 
 
-def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
+def test_a_transfer_without_a_place_fails(place: Place) -> None:
     place.table.adopt("r", 3)
     place.full = True
     outcome = place.transfers.send(SENT)
@@ -97,7 +97,7 @@ def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
 
 
 @pytest.mark.parametrize("gone", ["released", "released and begun anew", "fewer"])
-def test_blocks_that_are_not_the_requests_any_more_are_not_read(place: Place, gone: str) -> None:
+def test_blocks_no_longer_owned_are_not_read(place: Place, gone: str) -> None:
     place.table.adopt("r", 3)
     place.transfers.send(SENT)
     first, *rest = place.pieces
@@ -111,7 +111,7 @@ def test_blocks_that_are_not_the_requests_any_more_are_not_read(place: Place, go
             packed(piece)
 
 
-def test_blocks_that_are_not_the_requests_any_more_are_not_written(place: Place) -> None:
+def test_blocks_no_longer_owned_are_not_written(place: Place) -> None:
     place.blocks(1)[:] = 9
     payload = torch.zeros(2 * SHAPE.size_bytes, dtype=torch.uint8).numpy()
     piece = KvPiece("t", 1, False, "r", 1, 2, 2)

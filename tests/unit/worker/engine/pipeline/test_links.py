@@ -66,7 +66,7 @@ def test_frames_of_another_epoch_wait_or_are_dropped(ends: Ends) -> None:
     assert ends.received() == [("c", 10), ("c", 11)]
 
 
-def test_a_member_that_is_far_behind_loses_no_frame(
+def test_a_lagging_member_loses_no_frame(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(links_module, "EARLY_MAX", 5)
@@ -84,9 +84,7 @@ def test_a_member_that_is_far_behind_loses_no_frame(
     assert taken == [("c", number) for number in range(30)]
 
 
-def test_early_frames_are_bounded_by_their_bytes_too(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_frames_are_bounded_in_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "EARLY_BYTES_MAX", 3000)
     ends.enter(2, "c")
     for _ in range(5):
@@ -97,7 +95,7 @@ def test_early_frames_are_bounded_by_their_bytes_too(
     assert len(ends.links["a"].receive()) == 5
 
 
-def test_what_a_lane_has_no_room_for_is_sent_later(
+def test_frames_refused_by_a_full_lane_are_sent_later(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 2 * QUEUED_FRAMES_MAX + 10
@@ -119,7 +117,7 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
     assert not ends.gates["b"].busy
 
 
-def test_what_waits_for_a_lost_peer_is_dropped_at_once(
+def test_frames_for_a_lost_peer_are_dropped_at_once(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends.send("b", range(QUEUED_FRAMES_MAX + 7))
@@ -132,9 +130,7 @@ def test_what_waits_for_a_lost_peer_is_dropped_at_once(
     assert "a is not connected: ForeignBlocksFreed not sent" in caplog.text
 
 
-def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_peer_times_out(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "UNSENT_MAX", 3)
     ends.send("b", range(QUEUED_FRAMES_MAX + 3))
     with pytest.raises(LaneFull, match="a accepts no frames: 3 are queued for it; see its log"):

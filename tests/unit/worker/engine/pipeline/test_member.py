@@ -94,7 +94,7 @@ def check_log(path: Path) -> None:
     assert all(one != other for one, other in pairwise(seen))
 
 
-def test_a_configuration_that_is_not_newer_changes_nothing(make_group: MakeGroup) -> None:
+def test_a_stale_configuration_is_ignored(make_group: MakeGroup) -> None:
     group = merged_and_started(make_group())
     before = member(group, "w0").configuration
     for plans in (group._plans(MERGED, group.epoch), group._plans(APART, group.epoch - 1)):
@@ -141,7 +141,7 @@ def test_the_table_and_the_memory_change_under_the_lock_and_a_stage_runs_without
     assert {"map_layer_parameters", "pack_kv", "unpack_kv", "unpack_slab"} < set(changed)
 
 
-def test_what_the_planner_is_told_does_not_look_at_the_change(
+def test_planner_events_do_not_read_the_phase_of_a_change(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nearly every event is one of these, and no phase of a change depends on them."""
@@ -172,7 +172,7 @@ def test_what_the_planner_is_told_does_not_look_at_the_change(
     assert {type(one) for one in told} >= {IterationFinished, RequeueChecked, RequestArrived}
 
 
-def test_kv_that_cannot_be_sent_is_computed_again(
+def test_kv_that_cannot_be_sent_is_recomputed(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = merged_and_started(make_group())
@@ -195,7 +195,7 @@ def test_kv_that_cannot_be_sent_is_computed_again(
     assert failed
 
 
-def test_kv_on_a_connection_that_ends_is_computed_again(make_group: MakeGroup) -> None:
+def test_kv_on_a_closed_connection_is_recomputed(make_group: MakeGroup) -> None:
     group = merged_and_started(make_group())
     group.reconfigure(APART)
     for link in (("w0", "w1"), ("w1", "w0")):
@@ -206,7 +206,7 @@ def test_kv_on_a_connection_that_ends_is_computed_again(make_group: MakeGroup) -
     check_tokens(group)
 
 
-def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
+def test_a_piece_of_an_epoch_that_starts_during_the_check_is_kept(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mover's thread asks, and the engine's thread switches meanwhile."""
@@ -219,7 +219,7 @@ def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
     assert standing_of("g", 2) is EpochStatus.CURRENT
 
 
-def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: MakeGroup) -> None:
+def test_an_unreachable_member_is_reported_and_its_group_is_rebuilt(make_group: MakeGroup) -> None:
     """Both live: they connect again, keep the KV, and run what was in flight once more."""
     group = merged_and_started(make_group())
     group.settle()
@@ -233,7 +233,7 @@ def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: Ma
     check_tokens(group)
 
 
-def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
+def test_a_silent_stage_is_reported(make_group: MakeGroup) -> None:
     """The leader waits for it and runs nothing, so no microbatch can be missed."""
     group = make_group()
     group.network._activations.hold("w1", "w0")  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
     assert member(group, "w0").trouble == ""
 
 
-def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
+def test_a_lost_worker_of_another_group_is_reported_once(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = merged_and_started(make_group())
@@ -274,7 +274,7 @@ def deserted(group: EngineGroup) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_leader_that_its_group_has_left_gives_its_requests_up(
+def test_a_leader_abandoned_by_its_group_ends_its_requests(
     make_group: MakeGroup, cut: bool
 ) -> None:
     """It is cut off from the records, so that only its former member can tell; or from both."""
@@ -294,7 +294,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     assert not leader.changeover.isolated, "it is in a group again"
 
 
-def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
+def test_a_leader_that_learns_its_new_group_in_time_keeps_its_requests(
     make_group: MakeGroup,
 ) -> None:
     group = merged_and_started(make_group())

@@ -17,7 +17,7 @@ from tests.support.integer_group import LONG, check_tokens, member, merged, requ
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
 
 
-def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
+def test_ended_requests_leave_the_clock(make_group: MakeGroup) -> None:
     """Else each iteration would be looked through for requests that wait for ever."""
     group = make_group(1)
     lone = member(group, "w0")
@@ -53,7 +53,7 @@ def test_the_last_event_of_a_request_has_its_times(make_group: MakeGroup) -> Non
     assert not lone.launch()
 
 
-def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None:
+def test_a_discarded_iteration_runs_again(make_group: MakeGroup) -> None:
     group = make_group(1)
     lone = member(group, "w0")
     group.start(request(0))
@@ -71,14 +71,14 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
     check_tokens(group)
 
 
-def test_a_request_that_the_planner_never_saw_is_refused(make_group: MakeGroup) -> None:
+def test_a_request_lost_before_the_planner_is_refused(make_group: MakeGroup) -> None:
     lone = member(make_group(1), "w0")
     refusal = RefuseRequest("r9", "no such grammar")
     lone.refuse(refusal)
     assert lone.take_outbox().refusals == [refusal]
 
 
-def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup) -> None:
+def test_a_preempted_request_continues_identically(make_group: MakeGroup) -> None:
     group = make_group(1)
     tokens = BLOCKS * SHAPE.block_size
     start(group, *(request(number, 12, tokens // 3) for number in range(5)))
@@ -86,7 +86,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup
     assert member(group, "w0").state.preemptions_total
 
 
-def test_times_of_stages_and_tokens_of_iterations_are_told(make_group: MakeGroup) -> None:
+def test_stage_times_and_iteration_tokens_are_reported(make_group: MakeGroup) -> None:
     group = merged(make_group())
     ran: list[int] = []
 

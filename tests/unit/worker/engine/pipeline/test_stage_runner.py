@@ -49,12 +49,12 @@ def test_a_later_stage_runs_the_chunks_in_its_own_blocks(stages: list[StageRunne
     assert cast(Any, last.runner).sampler.kept == ["other", "r"]
 
 
-def test_without_chunks_nothing_runs(stages: list[StageRunner]) -> None:
+def test_nothing_runs_without_chunks(stages: list[StageRunner]) -> None:
     cast(Any, stages[1].runner).run_stage = None
     assert stages[1].run_next(Activations(3, ("r",), ()), b"") == StageOutput(sampled={})
 
 
-def test_what_is_not_hidden_has_no_bytes() -> None:
+def test_empty_hidden_states_have_no_bytes() -> None:
     assert hidden_bytes(StageOutput(sampled={"r": 1})) == b""
 
 
@@ -77,7 +77,7 @@ def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
     stage.runner.close()
 
 
-def test_a_paced_iteration_goes_on_where_it_was_interrupted(
+def test_a_paced_iteration_resumes_where_it_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The time that ran counts, and what was computed waits for the rest of it."""
@@ -108,7 +108,7 @@ def test_a_paced_iteration_goes_on_where_it_was_interrupted(
     stage.runner.close()
 
 
-def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
+def test_scored_chunks_stay_scored(stages: list[StageRunner]) -> None:
     """The last stage scores prompts and samples."""
     last, seen = stages[1], []
     last.table.adopt("r", 1)

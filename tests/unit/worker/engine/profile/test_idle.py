@@ -110,7 +110,7 @@ def profiler(
     return IdleProfiler(own, measurer, runner, config, 1, path, adopt)
 
 
-def test_it_waits_for_quiet(
+def test_profiling_waits_for_an_idle_engine(
     profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert profiler.step(nobody)
@@ -120,7 +120,7 @@ def test_it_waits_for_quiet(
     assert not (tmp_path / "p").exists()
 
 
-def test_it_stores_a_profile_and_keeps_no_block(
+def test_profiling_stores_a_profile_and_frees_its_blocks(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
     while profiler.step(nobody):
@@ -134,7 +134,7 @@ def test_it_stores_a_profile_and_keeps_no_block(
     assert not profiler.step(nobody), "it is done"
 
 
-def test_it_gives_way_within_a_batch(
+def test_profiling_yields_within_a_batch(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
     """What was interrupted is not recorded, and keeps no block."""
@@ -151,7 +151,7 @@ def test_it_gives_way_within_a_batch(
     assert not (tmp_path / "p").exists()
 
 
-def test_what_a_busy_machine_measures_is_not_stored(
+def test_measurements_on_a_busy_machine_are_not_stored(
     profiler: IdleProfiler,
     state: PlannerState,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,7 +179,7 @@ def test_a_profile_of_a_crowded_machine_is_stored_with_a_warning(
     assert (tmp_path / "p" / "mine.yaml").exists()
 
 
-def test_the_share_of_a_processor_is_that_of_the_batches(
+def test_the_processor_share_covers_only_the_batches(
     runner: ModelRunner, state: PlannerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = {

@@ -90,7 +90,7 @@ def test_rows_beyond_the_tokenizer_are_never_chosen(model_dir: Path, grammars: G
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_a_random_model_writes_what_the_schema_says(
+def test_a_random_model_follows_the_schema(
     model_dir: Path, tokenizer: Tokenizer, temperature: float, filters: dict[str, float]
 ) -> None:
     """Random logits; history told in parts equals history told at once."""
@@ -165,7 +165,7 @@ def test_rules_that_contradict_the_grammar_fail_the_request(
         (Grammar(GrammarKind.LARK, "start: missing"), "grammar"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_sentence(
+def test_unusable_grammars_are_refused_with_an_error(
     grammars: Grammars, grammar: Grammar, words: str
 ) -> None:
     with pytest.raises(GrammarRefused, match=words) as refused:
@@ -179,9 +179,7 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("text", ["(a+)+", "(a{1,1000}){1,1000}", ".*x.{400}"])
-def test_hard_expressions_are_no_trouble_for_a_linear_matcher(
-    grammars: Grammars, text: str
-) -> None:
+def test_catastrophic_expressions_match_in_linear_time(grammars: Grammars, text: str) -> None:
     assert grammars.check(regex(text)) == Usable()
 
 
@@ -230,7 +228,7 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
     assert grammars.cached_verdict(made[1]) is None
 
 
-def test_a_lexer_that_others_have_filled_up_is_built_anew(
+def test_a_lexer_filled_by_other_requests_is_rebuilt(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a request may write never depends on what others wrote before it."""

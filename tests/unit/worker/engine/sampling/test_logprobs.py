@@ -40,7 +40,7 @@ def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [0, 1, 5, 20, 299, 300])
-def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
+def test_rows_match_the_definition(dtype: torch.dtype, top: int) -> None:
     logits = (4 * torch.randn(7, 300, generator=torch.Generator().manual_seed(top))).to(dtype)
     tokens = [0, 299, 5, int(logits[3].argmax()), 8, 9, 10]
     found = scored(logits, tokens, top)
@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
         check(one, row, token, top)
 
 
-def test_of_equal_ones_the_smaller_id_comes_first() -> None:
+def test_ties_are_ordered_by_token_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0], [0.0] * 6])
     first, second = scored(logits, (4, 5), 4).unpacked()
     assert [token for token, _ in first.top] == [1, 3, 0, 2]
@@ -57,7 +57,7 @@ def test_of_equal_ones_the_smaller_id_comes_first() -> None:
     assert (first.rank, second.rank) == (3, 1)
 
 
-def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
+def test_log_probabilities_precede_all_logit_processing() -> None:
     logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     best = int(logits[1].argmax())
     terms = [
@@ -75,7 +75,7 @@ def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
     assert made.logprobs["1"].unpacked()[0].top[0][0] == best != made.tokens["1"]
 
 
-def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
+def test_log_probabilities_are_returned_only_on_request() -> None:
     logits = torch.randn(3, 50)
     made = choose(
         logits,
@@ -89,7 +89,7 @@ def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
     assert [rows.top for rows in made.logprobs.values()] == [0, 2]
 
 
-def test_rows_are_cut_and_joined() -> None:
+def test_rows_are_sliced_and_concatenated() -> None:
     logits = torch.randn(9, 50)
     rows = scored(logits, range(9), 3)
     assert joined([rows.rows(0, 4), rows.rows(4)]) == rows == rows.rows(0, 2) + rows.rows(2)

@@ -34,7 +34,7 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
     return tokens_of(logits.expand(count, -1), terms, range(count))
 
 
-def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
+def test_greedy_takes_the_best_token_and_the_lower_id_of_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 1.0, 1.0]])
     assert tokens_of(logits, [GREEDY] * 2) == [1, 0]
 
@@ -87,7 +87,7 @@ def test_frequencies_match_the_definition(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_a_large_vocabulary_with_wide_nuclei(spread: float) -> None:
+def test_wide_nuclei_of_a_large_vocabulary_are_sampled(spread: float) -> None:
     """The nucleus may have more tokens than the first look takes in."""
     logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
     for sampling in (
@@ -121,7 +121,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, top_p: float, top
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5)])
-def test_logits_that_are_not_finite_give_some_token(value: float, top_p: float, top_k: int) -> None:
+def test_non_finite_logits_yield_a_token(value: float, top_p: float, top_k: int) -> None:
     terms = [SampleTerms(Sampling(0.7, top_p, top_k, seed=1))]
     (token,) = tokens_of(torch.full((1, 300), value), terms)
     assert 0 <= token < 300

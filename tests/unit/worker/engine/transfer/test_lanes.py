@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def test_lanes_listen_on_the_ports_they_are_given_and_tell_another_host() -> None:
+def test_lanes_listen_on_configured_ports_and_advertise_another_host() -> None:
     first, second = free_ports(2)
     config = LanesConfig("0.0.0.0", "worker-7", first, second, UcxConfig("tcp", "lo"))
     with opened(config) as lanes:
@@ -91,7 +91,7 @@ def test_without_ucx_there_are_lanes_that_reach_no_peer(monkeypatch: pytest.Monk
         lane.close()
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
+def test_a_port_in_use_is_a_short_error() -> None:
     with listen("127.0.0.1", 0, 1) as held:
         port = held.getsockname()[1]
         config = LanesConfig("127.0.0.1", "127.0.0.1", port, 0, UcxConfig("tcp", "lo"))
@@ -99,7 +99,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
             pass
 
 
-def test_ucx_is_told_its_ports_and_devices_only_if_there_are_any() -> None:
+def test_ucx_ports_and_devices_are_set_only_if_configured() -> None:
     options = UcxConfig("tcp", "eth0", "50063-50066").options()
     assert (options["NET_DEVICES"], options["TCP_PORT_RANGE"]) == ("eth0", "50063-50066")
     assert not {"NET_DEVICES", "TCP_PORT_RANGE"} & UcxConfig("tcp", "").options().keys()

@@ -75,7 +75,7 @@ def test_a_held_link_keeps_its_frames() -> None:
     assert texts(b) == ["late"]
 
 
-def test_what_waits_is_bounded() -> None:
+def test_queued_frames_are_bounded() -> None:
     network, a, b = pair()
     network.pump()
     for _ in range(QUEUED_FRAMES_MAX):
@@ -103,7 +103,7 @@ def test_a_peer_without_the_nonce_is_refused(nonce: bytes | None) -> None:
         a.send("b", note(""))
 
 
-def test_a_cut_peer_is_lost_with_what_was_on_its_way() -> None:
+def test_a_cut_peer_loses_frames_in_flight() -> None:
     network, a, b = pair()
     network.pump()
     sent = b.send("a", note("lost"))

@@ -85,7 +85,7 @@ def texts(frames: list[Frame]) -> list[str]:
 # --- connections
 
 
-def test_frames_flow_once_both_have_proven_themselves(opened: Open) -> None:
+def test_frames_flow_after_mutual_authentication(opened: Open) -> None:
     ours, theirs = pair(opened)
     sent = [queue(ours, note(text)) for text in "ab"]
     queue(theirs, note("c"), to="ours")
@@ -105,7 +105,7 @@ def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
     assert texts(theirs.frames) == ["early"]
 
 
-def test_a_peer_counts_as_connected_once_something_of_it_came_through_the_transport(
+def test_a_peer_is_connected_once_its_data_arrives_through_the_transport(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A packet filter may let the handshake through, and nothing else."""
@@ -124,7 +124,7 @@ def test_a_peer_counts_as_connected_once_something_of_it_came_through_the_transp
     assert "can reach each other" in caplog.text
 
 
-def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
+def test_frames_before_the_welcome_are_queued(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     ours.connect(theirs, NONCE)
@@ -137,7 +137,7 @@ def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
     assert ours.news == [PeerConnected(theirs.identity)] and texts(ours.frames) == ["early"]
 
 
-def test_an_end_that_cannot_reach_the_peer_that_came_says_so(opened: Open) -> None:
+def test_a_dialling_peer_that_cannot_be_reached_is_lost(opened: Open) -> None:
     """It expects the peer again then."""
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
@@ -176,7 +176,7 @@ def test_a_peer_without_the_nonce_is_refused(opened: Open, expected: bool) -> No
     assert theirs.news == [] and not theirs.connections.by_descriptor
 
 
-def test_a_peer_of_another_version_is_told_so(
+def test_a_version_mismatch_is_reported_to_the_peer(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = opened("ours"), opened("theirs")
@@ -242,7 +242,7 @@ def test_a_lost_connection_lingers_while_its_memory_is_in_use(opened: Open) -> N
     assert "the test says so" in str(sent.error)
 
 
-def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
+def test_out_of_order_messages_end_the_connection(opened: Open) -> None:
     ours, theirs = pair(opened)
     connection = connection_of(ours)
     connection.link.send(connection_table.Hello(connection.facts, b""))
@@ -313,7 +313,7 @@ def test_a_sender_refused_for_want_of_room_is_woken_when_there_is_some(opened: O
     step_until(lambda: len(theirs.frames) == 2, theirs)
 
 
-def test_room_that_is_made_while_frames_are_reaped_is_noticed(opened: Open) -> None:
+def test_room_freed_while_reaping_is_noticed(opened: Open) -> None:
     ours, theirs = pair(opened, received_bytes_max=3000)
     for text in "abc":
         queue(ours, note(text, 2000))
@@ -328,7 +328,7 @@ def test_room_that_is_made_while_frames_are_reaped_is_noticed(opened: Open) -> N
     assert (frame.header.text, waits) == ("c", False)
 
 
-def test_a_take_between_the_probe_and_the_end_of_a_drive_is_told_of_messages_that_wait(
+def test_a_take_during_a_drive_is_notified_of_pending_messages(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = pair(opened, received_bytes_max=3000)
@@ -372,7 +372,7 @@ def test_a_frame_that_is_too_large_loses_its_sender(opened: Open) -> None:
     assert "is too large" in lost.reason
 
 
-def test_nothing_more_is_received_while_the_engine_takes_nothing(opened: Open) -> None:
+def test_receiving_stops_while_the_engine_takes_nothing(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs", received_bytes_max=2500)
     join(ours, theirs)
     theirs.takes = False
@@ -411,14 +411,14 @@ def checked(end: LaneEnd, *others: LaneEnd) -> bool:
     return not end.check.has_failed
 
 
-def test_a_message_to_itself_tells_an_end_whether_it_receives(opened: Open) -> None:
+def test_a_loopback_message_checks_receiving(opened: Open) -> None:
     ours, theirs = pair(opened)
     assert checked(ours, theirs)
     ours.transport.deaf = True
     assert not checked(ours, theirs)
 
 
-def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> None:
+def test_an_older_loopback_message_proves_nothing(opened: Open) -> None:
     ours = opened("ours")
     ours.check.begin()
     ours.check.begin()
@@ -430,7 +430,7 @@ def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> N
     assert not ours.check.under_way
 
 
-def test_losses_one_after_the_other_do_not_put_the_verdict_off(opened: Open) -> None:
+def test_successive_losses_do_not_delay_the_verdict(opened: Open) -> None:
     ours = opened("ours")
     ours.transport.deaf = True
     end_s = monotonic_s() + 60.0
@@ -441,7 +441,7 @@ def test_losses_one_after_the_other_do_not_put_the_verdict_off(opened: Open) -> 
 
 
 @pytest.mark.parametrize("problem", ["it is not sent", "no sender", "no memory"])
-def test_a_check_that_cannot_be_made_is_told_and_harms_nobody(
+def test_a_failed_receive_check_is_logged_and_harmless(
     opened: Open, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, _ = pair(opened)
@@ -459,7 +459,7 @@ def test_a_check_that_cannot_be_made_is_told_and_harms_nobody(
     assert ours.connections.find("theirs") is not None
 
 
-def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -> None:
+def test_a_full_side_does_not_doubt_its_receiver(opened: Open) -> None:
     ours, theirs = pair(opened, received_bytes_max=1000)
     theirs.takes = False
     for _ in range(2):
@@ -473,7 +473,7 @@ def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -
     step_until(lambda: not theirs.check.under_way, ours, theirs)
 
 
-def test_a_peer_that_is_dialled_while_ucx_begins_anew_gets_the_new_address(opened: Open) -> None:
+def test_a_peer_dialled_during_a_ucx_restart_gets_the_new_address(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     greet = ours.connections.dial("theirs", theirs.address, NONCE)
@@ -498,7 +498,7 @@ def test_a_lost_peer_is_suspected_if_it_shared_memory(opened: Open, route: str) 
 # --- heartbeats
 
 
-def test_a_peer_that_says_nothing_is_lost(opened: Open) -> None:
+def test_a_silent_peer_is_lost(opened: Open) -> None:
     ours, theirs = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
     now_s = monotonic_s()
     for passed_s in range(1, 10):
@@ -509,13 +509,13 @@ def test_a_peer_that_says_nothing_is_lost(opened: Open) -> None:
     assert lost == PeerLost(theirs.identity, "the peer sent no heartbeat for 10 s")
 
 
-def test_a_process_that_stood_still_does_not_blame_its_peers(opened: Open) -> None:
+def test_a_process_that_was_stopped_does_not_drop_its_peers(opened: Open) -> None:
     ours, _ = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
     ours.heartbeats.tick(monotonic_s() + 1000)
     assert ours.connections.events() == []
 
 
-def test_beats_go_out_at_their_interval(opened: Open) -> None:
+def test_heartbeats_are_sent_at_their_interval(opened: Open) -> None:
     ours, theirs = pair(opened, heartbeat_s=1.0)
     connection = connection_of(theirs, "ours")
     connection.heard_s = 0.0
@@ -526,7 +526,7 @@ def test_beats_go_out_at_their_interval(opened: Open) -> None:
     step_until(lambda: connection.heard_s > 0.0, theirs)
 
 
-def test_a_sender_hears_that_its_frames_were_taken(opened: Open) -> None:
+def test_a_sender_is_notified_when_its_frames_are_taken(opened: Open) -> None:
     ours, theirs = pair(opened, frames_in_flight_max=8)
     connection = connection_of(theirs, "ours")
     queue(ours, note("x"))
