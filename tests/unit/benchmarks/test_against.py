@@ -84,9 +84,7 @@ def simulated(
     return rows
 
 
-def test_figures_stand_beside_those_of_the_same_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_paired_by_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["steady/mixed", "steady/prefill"]
     both = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
     rows = simulated(tmp_path, both)
@@ -107,7 +105,7 @@ def test_figures_stand_beside_those_of_the_same_load(
     assert "2 of 3 figures agree within 15%" in capsys.readouterr().out
 
 
-def test_another_result_tells_how_much_longer_iterations_take(
+def test_iterations_are_calibrated_from_another_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = burst()
@@ -129,7 +127,7 @@ def test_another_result_tells_how_much_longer_iterations_take(
         simulated(tmp_path, measured, other=slow)
 
 
-def test_a_system_is_never_calibrated_with_what_it_counted_itself(
+def test_a_system_is_not_calibrated_with_its_own_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = burst()
@@ -147,7 +145,7 @@ def test_a_system_is_never_calibrated_with_what_it_counted_itself(
     )
 
 
-def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
+def test_a_result_of_another_load_is_refused(tmp_path: Path) -> None:
     measured = burst()
     choice = LoadChoice(quick=True, seed=3)
     statement = find_scenario("burst").cases(choice)[0].workload(0).statement
@@ -233,14 +231,14 @@ def test_a_result_of_coserve_is_compared_by_class(tmp_path: Path) -> None:
         (json.dumps(result("burst", {"burst": {}}) | {"config": {}}), "of this version of"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+def test_unsupported_systems_are_a_short_error(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "p.yaml").write_text(PROFILE)
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(CommandError, match=reason):
         run_against(tmp_path / "bench.json", str(tmp_path / "p.yaml"), None, None)
 
 
-def test_without_a_stored_profile_it_says_how_to_get_one(
+def test_a_missing_profile_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))

@@ -64,5 +64,5 @@ def test_requests_depend_on_the_seed_alone_and_are_short_or_long() -> None:
     assert {request.slo_class for request in requests} == {"batch"}
 
 
-def test_the_scenario_is_known() -> None:
+def test_the_scenario_is_registered() -> None:
     assert find_scenario("buckets").run is not None

@@ -27,7 +27,7 @@ def record(gateway_s: float, ttft_s: float, p99_s: float) -> FrontRecord:
     return found
 
 
-def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail() -> None:
+def test_bounds_cover_cpu_share_first_token_and_tail() -> None:
     assert judge(record(0.4, 0.105, 0.7)).problems == []
     problems = judge(record(0.6, 0.12, 1.1)).problems
     assert [problem.split(":")[0] for problem in problems] == [
@@ -51,7 +51,7 @@ def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail()
         ("python tideserve up", "other"),
     ],
 )
-def test_processes_are_told_apart_by_their_command_line(command: str, kind: str) -> None:
+def test_processes_are_identified_by_their_command_line(command: str, kind: str) -> None:
     assert kind_of(command) == kind
 
 
@@ -69,7 +69,7 @@ def busy_child() -> Iterator[int]:
         process.communicate(b"\n")
 
 
-def test_the_time_of_children_counts_and_a_process_that_is_gone_has_none(busy_child: int) -> None:
+def test_cpu_time_includes_children_and_is_absent_for_ended_processes(busy_child: int) -> None:
     assert read_process_cost([busy_child]).total_s > 0
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -45,7 +45,7 @@ def talked(host_blocks: int = 4 * 256) -> HostLevelRecord:
     return record
 
 
-def test_servers_that_are_the_counts_agree_with_them() -> None:
+def test_exact_servers_agree_with_the_counts() -> None:
     record = talked()
     assert record.hits == record.counted
     assert record.hits[WITH] > 2 * record.hits[WITHOUT] > 0

@@ -33,7 +33,7 @@ def following(command: Sequence[str], option: str) -> str:
     return command[list(command).index(option) + 1]
 
 
-def test_both_are_asked_for_the_same_load(tmp_path: Path) -> None:
+def test_both_generators_get_the_same_load(tmp_path: Path) -> None:
     command = vllm_command(PYTHON, SERVER, LOAD, tmp_path)
     lengths = ("--random-input-len", "--random-output-len", "--num-prompts", "--max-concurrency")
     asked = [following(command, option) for option in (*lengths, "--seed", "--base-url")]
@@ -46,7 +46,7 @@ def test_both_are_asked_for_the_same_load(tmp_path: Path) -> None:
     assert spec["seed"]["value"] == 7 and spec["backend"]["target"] == SERVER.url
 
 
-def test_what_they_say_is_read_in_seconds() -> None:
+def test_results_are_read_in_seconds() -> None:
     names = [f"{name}_{metric}_ms" for metric in ("ttft", "tpot") for name in ("p50", "p95")]
     said = {"completed": 12, "output_throughput": 99.5} | {name: 1500.0 for name in names}
     assert vllm_report(said) == ClientReport(12, 99.5, 1.5, 1.5, 1.5, 1.5)
@@ -73,7 +73,7 @@ def test_what_they_say_is_read_in_seconds() -> None:
         ("import time; time.sleep(60)", "one did not end within 1 s"),
     ],
 )
-def test_one_that_fails_says_why(program: str, sentence: str, tmp_path: Path) -> None:
+def test_a_failed_generator_reports_its_error(program: str, sentence: str, tmp_path: Path) -> None:
     one = LoadGenerator(
         "one", lambda *_: PYTHON, lambda *_: [sys.executable, "-c", program], vllm_report
     )
@@ -98,7 +98,7 @@ def reports(completed: int, factor: float) -> list[ClientReport]:
     return [ClientReport(completed, factor * rate, 0.2, 0.4, 0.02, None) for rate in (90, 100, 300)]
 
 
-def test_medians_of_the_rounds_are_compared_and_lost_requests_are_a_problem() -> None:
+def test_round_medians_are_compared_and_lost_requests_are_a_problem() -> None:
     choice = LoadChoice(quick=True)
     found: dict[Any, list[ClientReport]] = {}
     for client in LOAD_GENERATORS:

@@ -53,12 +53,12 @@ def test_times_are_read_from_the_log(tmp_path: Path) -> None:
     assert times.planning_share(0.0, 1.0) is None
 
 
-def test_no_log_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_log_is_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(SystemUnavailable, match="wrote no event log"):
         read_engine_logs(tmp_path)
 
 
-def test_overhead_is_the_way_to_the_engine_and_back() -> None:
+def test_overhead_is_the_time_to_the_engine_and_back() -> None:
     times = EngineTimes(
         arrived_s={"a": 10.01},
         first_token_s={"a": 10.11},

@@ -55,7 +55,7 @@ def good() -> PrefixRecord:
     return found
 
 
-def test_what_reaches_all_bars_has_no_problem() -> None:
+def test_a_result_above_all_bars_has_no_problem() -> None:
     verdict = judge(good())
     assert verdict.problems == []
     assert verdict.figures["ttft_share"] == pytest.approx(0.3)
@@ -73,7 +73,7 @@ def test_each_bar_that_is_missed_is_a_problem() -> None:
     assert any("-5.9%" in one for one in judge(found).problems)
 
 
-def test_a_chat_says_again_all_that_was_said() -> None:
+def test_each_turn_repeats_the_conversation() -> None:
     server = CachingServer(1000)
     answers = chat(server, "x")  # type: ignore[arg-type]
     lengths = [(turn + 1) * QUESTION_TOKENS + turn * ANSWER_TOKENS for turn in range(TURNS)]
@@ -81,7 +81,7 @@ def test_a_chat_says_again_all_that_was_said() -> None:
     assert answers[-1].cached_tokens == (lengths[-2] + ANSWER_TOKENS - 1) // 16 * 16
 
 
-def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> None:
+def test_hits_must_agree_with_the_independent_count() -> None:
     errors = []
     for blocks in (300, 150):
         found = PrefixRecord(capacity_blocks=300)
@@ -92,7 +92,7 @@ def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> 
     assert errors[1] < -0.2
 
 
-def test_hits_of_another_salt_are_seen_and_none_at_all_is_no_proof() -> None:
+def test_cross_salt_hits_are_detected_and_zero_hits_prove_nothing() -> None:
     assert foreign_hits(CachingServer(100), 1) == 0  # type: ignore[arg-type]
     assert foreign_hits(CachingServer(100, salted=False), 1) > 0  # type: ignore[arg-type]
     with pytest.raises(SystemUnavailable, match="has no hits"):

@@ -14,7 +14,7 @@ def test_a_prompt_that_continues_another_hits_its_full_blocks() -> None:
     assert (cache.queries, cache.hits) == (10 + 17, 12)
 
 
-def test_it_counts_as_a_cache_of_whole_beginnings_would() -> None:
+def test_prefix_count_equals_a_reference_cache() -> None:
     """The oracle keeps each beginning as a tuple and looks all of them over."""
     rng = random.Random(3)
     size, blocks = 2, 12

@@ -15,7 +15,7 @@ model name\t: Another
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 sve\n"
 
 
-def test_name_and_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
+def test_name_and_flags_are_read_from_the_first_processor(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(X86)
     found = read_processor(path)

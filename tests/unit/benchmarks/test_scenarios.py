@@ -16,7 +16,7 @@ from tideserve.cli.tiny_model import CONFIG
 REQUESTS_MIN = 200
 
 
-def test_an_unknown_one_is_one_sentence() -> None:
+def test_an_unknown_scenario_is_a_short_error() -> None:
     with pytest.raises(
         BenchError,
         match="unknown scenario 'x'; scenarios are batch, buckets, burst, churn, clients,",
@@ -34,7 +34,7 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     assert sum(len(one.requests) - one.lead_in for one in made) * rounds >= REQUESTS_MIN
 
 
-def test_no_prompt_of_steady_begins_as_another() -> None:
+def test_prompts_of_steady_share_no_prefix() -> None:
     """Or a prefix cache would skip that part, in the load or from one load to the next."""
     scenario = find_scenario("steady")
     choice = LoadChoice(quick=True)
@@ -79,7 +79,7 @@ def test_a_trace_that_does_not_fit_a_round_is_refused(
         find_scenario(name).cases(LoadChoice(quick=True, **choice))
 
 
-def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
+def test_a_burst_uses_synthetic_arrivals_unchanged() -> None:
     choice = LoadChoice(trace="phases:5@2,5@0,5@4", trace_repeat=2)
     workload = find_scenario("burst").cases(choice)[0].workload(0)
     arrivals = [request.arrival_s for request in workload.requests]
@@ -112,7 +112,7 @@ def co_serving(name: str) -> CoServing:
 
 
 @pytest.mark.parametrize("name", ["batch", "coserve", "realtime", "flood"])
-def test_co_serving_repeats_no_prompt_and_promises_its_targets(name: str) -> None:
+def test_co_serving_repeats_no_prompt_and_sets_its_targets(name: str) -> None:
     (case,) = find_scenario(name).cases(QUICK)
     load = co_serving(name).load(QUICK)
     online = [request for turn in range(2) for request in case.workload(turn).requests]
@@ -181,7 +181,7 @@ def test_online_requests_beside_a_batch_have_the_phases_and_lengths_of_llm_d() -
     )
 
 
-def test_a_flood_is_that_of_burst_once_batch_work_has_got_going() -> None:
+def test_a_flood_equals_burst_after_the_start_of_batch_work() -> None:
     (case,) = find_scenario("flood").cases(QUICK)
     burst = find_scenario("burst").cases(replace(QUICK, quick=False, trace_repeat=1))[0]
     flood = burst.workload(0).requests
@@ -190,7 +190,7 @@ def test_a_flood_is_that_of_burst_once_batch_work_has_got_going() -> None:
     assert [one.arrival_s for one in of_flood] == [15 + one.arrival_s for one in flood]
 
 
-def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
+def test_ablation_steps_enable_one_mechanism_each() -> None:
     check_names(find_scenario("ablation").systems)
     off = [set(system.split("-")[1:]) for system in STEPS.values()]
     assert off[0] == {"exchange", "lookahead", "restore"} and not off[-1]

@@ -40,7 +40,7 @@ def record(
     )
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_equal_those_of_numpy() -> None:
     rng = random.Random(1)
     for count in (1, 2, 7, 1000):
         values = [rng.random() for _ in range(count)]
@@ -49,7 +49,7 @@ def test_percentiles_are_numpys() -> None:
     assert percentile([], 0.5) is None
 
 
-def test_latencies_of_one_request() -> None:
+def test_latencies_of_a_request_are_computed() -> None:
     one = record(ttft_s=1.0, tokens=5, due_s=10.0)
     assert one.ttft_s == pytest.approx(1.0)
     assert one.tpot_s == pytest.approx(0.1)
@@ -94,7 +94,7 @@ def test_figures_pool_rounds_and_show_their_spread() -> None:
     assert found["classes"]["standard"]["sent"] == 4
 
 
-def test_the_slowest_of_all_rounds_is_told() -> None:
+def test_the_slowest_of_all_rounds_is_reported() -> None:
     rounds = [Round(records=(record(0.1), record(0.7))), Round(records=(record(0.3),))]
     found = figures(rounds, (), {})
     assert found["ttft_s"]["max"] == pytest.approx(0.7)
@@ -110,7 +110,7 @@ def test_throughput_counts_each_rounds_own_time() -> None:
     assert throughput(rounds) == pytest.approx(10 / 2.0)
 
 
-def test_the_largest_of_few_is_not_compared() -> None:
+def test_percentiles_of_few_samples_are_not_compared() -> None:
     for count, compared in ((999, False), (1000, True)):
         many = figures([Round((record(1.0),) * 1000)], [], {})
         few = figures([Round((record(2.0),) * count)], [], {})
@@ -146,7 +146,7 @@ def test_demand_counts_running_and_queued() -> None:
     assert peak_ratio([running, queued], 56) == pytest.approx(112 / 56)
 
 
-def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
+def test_bubbles_are_reported_for_the_round_and_the_arrivals() -> None:
     """Due at 0 and 10 s; afterwards a lone answer keeps one stage of two idle."""
     records = (record(due_s=0.0, tokens=100), record(due_s=10.0, tokens=300))
     samples = ((0.5, 1.0, 0.0), (5.0, 5.0, 1.0), (10.5, 10.0, 1.0), (40.0, 25.0, 16.0))
@@ -163,7 +163,7 @@ def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
     assert found["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)
 
 
-def test_iterations_against_the_cost_model() -> None:
+def test_iteration_times_are_compared_with_the_cost_model() -> None:
     one = Round((record(),), prefill_s=3.0, prefill_predicted_s=2.0, decode_s=1.0)
     two = Round((record(),), prefill_s=2.0, prefill_predicted_s=2.0)
     assert figures([one, two], [], {})["cost_scale"] == {"prefill": 1.25, "decode": None}

@@ -19,7 +19,7 @@ PARTS = {"apart": loss(), "merged": loss(), "crowded": crowd(), "etcd": outage()
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
 
 
-def test_a_run_in_which_all_holds_has_no_problem() -> None:
+def test_a_valid_run_has_no_problem() -> None:
     verdict = judge(PARTS, audited())
     assert list(verdict.problems) == []
     assert verdict.figures["apart"]["requests"]["completed"] == 24
@@ -57,12 +57,12 @@ def test_logs_of_a_run_with_problems_are_kept_in_place_of_older_ones(
     assert said == ([f"logs: {kept}"] if problems else [])
 
 
-def test_logs_lie_beside_the_file_or_among_temporary_ones(tmp_path: Path) -> None:
+def test_logs_are_stored_beside_the_file_or_in_a_temporary_folder(tmp_path: Path) -> None:
     assert logs_folder("faults", tmp_path / "cells.jsonl") == tmp_path / "cells.logs"
     assert logs_folder("faults").name.startswith("tideserve-faults-")
 
 
-def test_a_cluster_that_does_not_answer_fulfils_nothing(
+def test_an_unresponsive_cluster_fails_every_condition(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def silent(_: str) -> Any:

@@ -172,9 +172,7 @@ def test_every_method_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("role", ALLOWED)
-async def test_a_role_may_call_what_its_row_says_and_nothing_else(
-    certified: Certified, role: str
-) -> None:
+async def test_a_role_may_call_only_the_methods_of_its_row(certified: Certified, role: str) -> None:
     async with dialled(certified, role) as channel:
         answers = {short(name): await answer_of(channel, name) for name in ALL}
     expected = {
@@ -225,7 +223,7 @@ async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
         assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_without_a_certificate_nothing_is_answered(certified: Certified) -> None:
+async def test_calls_without_a_certificate_are_refused(certified: Certified) -> None:
     health = "/grpc.health.v1.Health/Check"
     trusting = grpc.ssl_channel_credentials(certified.ca_file.read_bytes())
     named = (("grpc.ssl_target_name_override", "worker.tideserve.internal"),)
@@ -243,7 +241,7 @@ async def test_a_server_of_another_role_is_not_called(certified: Certified) -> N
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_host_of_that_name_is_no_role(certified: Certified) -> None:
+async def test_a_host_name_equal_to_a_role_grants_nothing(certified: Certified) -> None:
     issued = certified.authority.issue("gateway", ("gateway", "gateway.default.svc"), DAY)
     write_pair(certified.folder, "host", issued)
     async with dialled(certified, "host") as channel:

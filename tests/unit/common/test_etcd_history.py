@@ -44,7 +44,7 @@ def test_another_cluster_is_a_rollback_whatever_its_revision(history: EtcdHistor
     assert note(history, 91, cluster_id=8) == 1
 
 
-def test_concurrent_calls_may_be_answered_in_any_order(history: EtcdHistory) -> None:
+def test_concurrent_calls_may_complete_in_any_order(history: EtcdHistory) -> None:
     note(history, 5)
     both = history.position
     assert history.note_response(both, CLUSTER, 9) == 0
@@ -86,7 +86,7 @@ async def followed(store: Store, count: int) -> list[StoreSnapshot]:
 
 
 @pytest.mark.parametrize("after", [Entry(b"1", 3, 4), Entry(b"2", 3, 5)])
-async def test_a_record_that_goes_back_is_a_rollback(after: Entry) -> None:
+async def test_a_record_with_an_older_revision_is_a_rollback(after: Entry) -> None:
     """The revisions of a restored etcd soon exceed those that it has lost."""
     store = OvertakingStore({"a": Entry(b"1", 3, 5)}, {"a": after})
     first, second, third = await followed(store, 3)
@@ -95,7 +95,7 @@ async def test_a_record_that_goes_back_is_a_rollback(after: Entry) -> None:
     assert store.calls.rollbacks == 1
 
 
-async def test_records_that_change_or_return_are_no_rollback() -> None:
+async def test_changed_and_recreated_records_are_no_rollback() -> None:
     before, later = Entry(b"1", 3, 5), Entry(b"1", 8, 8)
     store = OvertakingStore({"a": before}, {"a": before}, {}, {"a": later})
     assert [snapshot.rollbacks for snapshot in await followed(store, 4)] == [0, 0, 0, 0]

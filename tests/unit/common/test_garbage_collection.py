@@ -7,7 +7,7 @@ import pytest
 from services.common.garbage_collection import freeze_after, gc_paused
 
 
-def test_it_is_paused_and_comes_back() -> None:
+def test_collection_is_paused_and_resumed() -> None:
     assert gc.isenabled()
     with pytest.raises(ValueError, match="failed"), gc_paused():
         assert not gc.isenabled()
@@ -15,7 +15,7 @@ def test_it_is_paused_and_comes_back() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_it_was_off() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     try:
         with gc_paused():
@@ -25,7 +25,7 @@ def test_it_stays_off_where_it_was_off() -> None:
         gc.enable()
 
 
-def test_what_lasts_is_not_looked_at_again() -> None:
+def test_long_lived_objects_are_frozen() -> None:
     kept: list[object] = []
     try:
         with freeze_after():

@@ -29,7 +29,7 @@ def entry(worker_id: str, revision: int, incarnation: str = "i") -> Entry:
     return Entry(encode_record(record), 1, revision)
 
 
-async def test_a_change_of_one_record_reads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_of_a_record_reads_only_that_record(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     real = membership.read_record
 
@@ -55,7 +55,7 @@ class AwayStore:
         raise StoreError("etcd does not answer")
 
 
-async def test_a_lease_counts_as_lost_no_later_than_its_end(
+async def test_a_lease_is_lost_no_later_than_its_expiry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others wait a moment only for whoever is to register again after an outage."""

@@ -47,7 +47,7 @@ def filled(message: Message) -> Any:
     return message
 
 
-def test_every_field_crosses() -> None:
+def test_every_field_round_trips() -> None:
     load = filled(load_pb2.WorkerLoad())
     assert load_message(to_load_report(load)) == load
     memory = filled(memmgr_pb2.WorkerMemory())
@@ -58,13 +58,13 @@ def test_every_field_crosses() -> None:
     assert all(tuple(values[n]) == (12, 13) if n == "pids" else values[n] for n in values)
 
 
-def test_what_is_not_on_the_wire_has_its_default() -> None:
+def test_absent_fields_have_their_default() -> None:
     load = Load(1, 2, 3, 4, preemptions_total=5, kv_blocks_total=6, prompt_tokens_total=7)
     there = to_load_report(load_message(LoadReport("w", "i", 8, 9, load, ("r",))))
     assert there == LoadReport("w", "i", 8, 9, Load(1, 2, 3, 4, kv_blocks_total=6), ("r",))
 
 
-def test_a_message_with_a_field_that_no_report_has() -> None:
+def test_a_message_with_an_unknown_field_is_refused() -> None:
     with pytest.raises(TypeError, match=r"LoadReport has no name, pids, "):
         Codec(LoadReport, process_pb2.GetProcessResponse)
 
@@ -76,7 +76,7 @@ def test_a_message_with_a_field_that_no_report_has() -> None:
         (memmgr_pb2.WorkerMemory, to_memory_report),
     ],
 )
-def test_what_cannot_be_is_no_report(made: type[Message], read: Callable[[Any], object]) -> None:
+def test_impossible_reports_are_refused(made: type[Message], read: Callable[[Any], object]) -> None:
     unnamed = "worker_id and incarnation must be set"
     wrong: list[tuple[str, Any, str]] = [("worker_id", "", unnamed), ("incarnation", "", unnamed)]
     for one in made.DESCRIPTOR.fields:
@@ -92,7 +92,7 @@ def test_what_cannot_be_is_no_report(made: type[Message], read: Callable[[Any], 
             read(message)
 
 
-def test_an_old_worker_does_not_tell_its_blocks() -> None:
+def test_a_report_of_an_old_worker_has_no_total_blocks() -> None:
     untold = load_pb2.WorkerLoad(worker_id="w", incarnation="i", kv_blocks_free=5)
     assert to_load_report(untold).load == Load(0, 0, 5, 0)
     memory = memmgr_pb2.WorkerMemory(worker_id="w", incarnation="i", kv_blocks_free=5)
@@ -100,12 +100,12 @@ def test_an_old_worker_does_not_tell_its_blocks() -> None:
         to_memory_report(memory)
 
 
-def test_the_memory_manager_has_checked_what_is_shown() -> None:
+def test_shown_reports_were_validated_by_the_memory_manager() -> None:
     engine = EngineReport(Load(0, 0, 0, 0), epoch=4)
     assert unchecked_memory_report(memory_message(memory_report("", engine, ""))).engine == engine
 
 
-def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() -> None:
+def test_only_scheduler_fields_are_news_and_blocks_alone_are_minor() -> None:
     told = {one.name for one in load_pb2.WorkerLoad.DESCRIPTOR.fields}
     loads, known = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
@@ -134,7 +134,7 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
 
 
-def test_adapters_of_a_load_are_read_and_checked_each() -> None:
+def test_each_adapter_of_a_load_is_validated() -> None:
     use = AdapterUse((LoadedAdapter(2**64 - 1, True, 3), LoadedAdapter(1, load_s=0.5)), 2)
     report = LoadReport("w", "i", 1, 1, Load(1, 1, 1, 1, kv_blocks_total=1, adapter_use=use))
     message = load_message(report)

@@ -26,7 +26,7 @@ class Example:
     key: str | None = option(None, "A key.", secret=True)
 
 
-def test_rows() -> None:
+def test_settings_become_table_rows() -> None:
     assert [
         (key, one.values_text, one.default_text) for key, one in settings_of(Example).items()
     ] == [
@@ -45,7 +45,7 @@ def test_rows() -> None:
     ]
 
 
-def test_help() -> None:
+def test_settings_become_help_texts() -> None:
     text = help_text(Example)
     assert "  port  (0 to 65535; default: none)\n      A port.\n" in text
     assert "  name  (text; required)\n" in text

@@ -19,14 +19,14 @@ async def never() -> None:
 
 
 @both
-async def test_it_expires_with_a_timeout_error(limit: Timeout) -> None:
+async def test_timeout_raises_timeout_error(limit: Timeout) -> None:
     with pytest.raises(TimeoutError):
         async with limit(0):
             await never()
 
 
 @both
-async def test_it_expires_in_a_task_whose_group_has_failed(limit: Timeout) -> None:
+async def test_timeout_expires_in_a_task_of_a_failed_group(limit: Timeout) -> None:
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fail())
@@ -37,7 +37,7 @@ async def test_it_expires_in_a_task_whose_group_has_failed(limit: Timeout) -> No
 
 @both
 @pytest.mark.parametrize("group_failed", [False, True])
-async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed: bool) -> None:
+async def test_an_outside_cancellation_is_not_a_timeout(limit: Timeout, group_failed: bool) -> None:
     waiting = asyncio.Event()
 
     async def wait() -> None:
@@ -57,7 +57,7 @@ async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed:
 
 
 @both
-async def test_a_cancellation_from_outside_wins_over_the_end_of_time(limit: Timeout) -> None:
+async def test_an_outside_cancellation_takes_precedence_over_expiry(limit: Timeout) -> None:
     async def wait() -> None:
         async with limit(0):
             try:
@@ -72,7 +72,7 @@ async def test_a_cancellation_from_outside_wins_over_the_end_of_time(limit: Time
 
 
 @both
-async def test_other_errors_pass(limit: Timeout) -> None:
+async def test_other_errors_propagate(limit: Timeout) -> None:
     with pytest.raises(ValueError, match="own"):
         async with limit(300):
             raise ValueError("own")

@@ -47,7 +47,7 @@ def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedD
     return LoggedDecision(0, Decision(0.0, "m", action, reason, needed_tokens, group_ids))
 
 
-def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
+def test_only_needed_groups_merge_nearest_first() -> None:
     groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
     used = {name: engine(90) for name in FACTS} | {"w0": engine(0)}
     (change,) = merges(groups, FACTS, used, needed_tokens=100)
@@ -62,12 +62,12 @@ def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
     assert not any("all that can merge" in change.text for change in both)
 
 
-def test_it_says_if_all_merges_together_gain_too_little() -> None:
+def test_insufficient_gain_of_all_merges_is_reported() -> None:
     (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
     assert change.text.endswith("; all possible merges gain 200 of 1000 tokens")
 
 
-def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
+def test_a_flapping_worker_is_not_merged_until_it_stays() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     everybody = dict.fromkeys(FACTS, "i")
     for number in range(3):
@@ -243,7 +243,7 @@ def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
     assert plan.changes == () and "no two of 0 single workers" in plan.reason
 
 
-def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
+def test_tokens_freed_by_running_merges_are_not_requested_again() -> None:
     state = ActionState(1.0, 1.0)
     groups = [alone(name) for name in FACTS]
 
@@ -328,7 +328,7 @@ async def bench(pause_s: float = 100.0) -> AsyncIterator[Bench]:
         await asyncio.wait([task])
 
 
-async def test_a_merge_and_its_outcome() -> None:
+async def test_the_outcome_of_a_merge_is_recorded() -> None:
     async with bench() as one:
         outcome = await one.act(Action.MERGE)
         assert one.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
@@ -336,14 +336,14 @@ async def test_a_merge_and_its_outcome() -> None:
         assert outcome.endswith("stable, all members serve epoch 2")
 
 
-async def test_a_restore() -> None:
+async def test_the_outcome_of_a_restore_is_recorded() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
         await one.act(Action.SPLIT, "group-w2", "group-gone")
         assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
 
 
-async def test_a_restore_is_called_off_and_its_groups_do_not_back_off() -> None:
+async def test_a_cancelled_restore_causes_no_back_off() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
         one.driver.go.clear()
@@ -359,7 +359,7 @@ async def test_a_restore_is_called_off_and_its_groups_do_not_back_off() -> None:
         assert len(one.driver.asked) == 2
 
 
-async def test_groups_that_are_being_changed_are_left_alone() -> None:
+async def test_changing_groups_are_not_changed_again() -> None:
     async with bench(pause_s=0.0) as one:
         one.driver.go.clear()
         await one.act(Action.MERGE)
@@ -374,7 +374,7 @@ async def test_groups_that_are_being_changed_are_left_alone() -> None:
         assert len(one.driver.asked) == 2
 
 
-async def test_after_a_failure_there_is_a_pause() -> None:
+async def test_a_failure_causes_a_back_off() -> None:
     async with bench() as one:
         one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
         assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
@@ -384,7 +384,7 @@ async def test_after_a_failure_there_is_a_pause() -> None:
         assert len(one.driver.asked) == 1
 
 
-async def test_a_group_whose_split_failed_says_when_it_may_change() -> None:
+async def test_a_failed_split_reports_the_end_of_its_back_off() -> None:
     async with bench() as one:
         one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
         one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
@@ -402,7 +402,7 @@ async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
         assert len(one.driver.asked) == 1
 
 
-async def test_an_impossible_split_keeps_no_merge_waiting() -> None:
+async def test_an_impossible_split_does_not_delay_merges() -> None:
     async with bench() as one:
         assert "is in progress" in await one.act(Action.SPLIT, "group-gone")
         await one.act(Action.MERGE)

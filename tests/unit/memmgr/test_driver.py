@@ -48,7 +48,7 @@ class Worker:
         return [(one.incarnation, one.hung) for one in told]
 
 
-def test_that_an_engine_stands_still_is_told_when_it_begins_and_when_it_ends() -> None:
+def test_a_frozen_engine_is_reported_at_start_and_end() -> None:
     worker = Worker()
     assert worker.tell(False) == [("i1", False)]
     assert [worker.tell(hung) for hung in (False, True, True, False, False)] == [
@@ -60,7 +60,7 @@ def test_that_an_engine_stands_still_is_told_when_it_begins_and_when_it_ends() -
     ]
 
 
-def test_a_worker_that_registers_again_tells_anew_how_its_engine_is() -> None:
+def test_a_reregistered_worker_reports_its_engine_again() -> None:
     """Its lease ended while its engine stood still, and the engine has gone on."""
     worker = Worker()
     worker.tell(True)
@@ -69,7 +69,7 @@ def test_a_worker_that_registers_again_tells_anew_how_its_engine_is() -> None:
     assert worker.tell(False) == [("i1", False)]
 
 
-def test_a_report_of_a_worker_that_is_not_registered_tells_nothing(
+def test_a_report_of_an_unregistered_worker_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker = Worker()
@@ -78,7 +78,7 @@ def test_a_report_of_a_worker_that_is_not_registered_tells_nothing(
     assert not caplog.records
 
 
-def test_a_late_report_of_a_former_process_tells_nothing() -> None:
+def test_a_late_report_of_a_former_process_is_ignored() -> None:
     worker = Worker()
     worker.register("i2")
     assert worker.tell(True, "i2") == [("i2", True)]

@@ -27,7 +27,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
 
 
-def test_a_loss_is_warned_of_once_and_all_else_is_told(
+def test_a_loss_is_logged_as_a_single_warning(
     losses: LossLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for worker_id in ("w0", "w2", "w0", "w1"):  # each repeats it with every report
@@ -44,14 +44,14 @@ def test_a_loss_is_warned_of_once_and_all_else_is_told(
     ]
 
 
-def test_another_loss_is_warned_of_again(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_loss_is_a_new_warning(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
     losses.note_trouble("w4", "g4", 4, "the connection to w5 is lost")
     losses.note_trouble("w0", "g0", 5, "the connection to w1 is lost")
     assert len(warnings(caplog)) == 3
 
 
-def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
+def test_attempts_at_an_unannounced_group_are_a_single_warning(
     losses: LossLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that was alone is lost: no member is left to tell of it."""
@@ -64,15 +64,13 @@ def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
     assert warnings(caplog)[1:] == ["attempt 1-4 failed: w4 refused: no room"]
 
 
-def test_an_attempt_of_which_nothing_is_known_is_warned_of(
-    losses: LossLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_attempt_is_a_warning(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_failed("1-1", "w3 has left or was started anew")
     losses.note_failed("1-2", "w3 has left or was started anew")
     assert len(warnings(caplog)) == 2
 
 
-def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_groups_are_forgotten(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
     losses.keep_only(["w0"], ["g0"])
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
@@ -100,7 +98,7 @@ def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFix
         (grpc.StatusCode.INTERNAL, "", "INTERNAL"),
     ],
 )
-def test_a_member_that_does_not_answer_is_told_in_words(
+def test_a_silent_member_is_described_in_words(
     code: grpc.StatusCode, details: str, reason: str
 ) -> None:
     none = grpc.aio.Metadata()

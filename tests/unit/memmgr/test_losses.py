@@ -43,7 +43,7 @@ def test_a_dead_member_is_named_with_the_time_at_which_the_others_noticed() -> N
     assert list(losses) == [GroupLoss("group-w0", epoch, 100, "w1 is gone")]
 
 
-def test_a_worker_that_was_started_anew_is_gone_as_it_was() -> None:
+def test_a_restarted_worker_counts_as_lost() -> None:
     store, losses = merged(), Losses()
     store.workers["w2"] = worker("w2", "b")
     settle(store, losses, 7)
@@ -89,7 +89,7 @@ def test_the_newest_loss_of_a_group_counts_and_is_last(monkeypatch: pytest.Monke
     assert [one.reason for one in losses] == ["w1 is gone"]
 
 
-def test_losses_are_told_over_the_wire() -> None:
+def test_losses_round_trip() -> None:
     (shown,) = to_get_cluster([], [], losses=[GroupLoss("g", 3, 99, "w1 is gone")]).losses
     told = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
     assert told == ("g", 3, 99, "w1 is gone")

@@ -41,7 +41,7 @@ def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
     return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
 
 
-def test_the_leader_tells_of_the_cluster() -> None:
+def test_the_leader_exports_cluster_metrics() -> None:
     found = told(leads=True)
     assert value(found, "tideserve_memmgr_leader") == 1
     assert value(found, "tideserve_memmgr_groups", phase="stable") == 2
@@ -58,7 +58,7 @@ def test_the_leader_tells_of_the_cluster() -> None:
     assert value(found, "tideserve_memmgr_moved_requests_total", cause="draining") == 0
 
 
-def test_a_standby_tells_of_itself_only() -> None:
+def test_a_standby_exports_only_its_own_metrics() -> None:
     found = told(leads=False)
     assert value(found, "tideserve_memmgr_leader") == 0
     cluster = (
@@ -72,11 +72,11 @@ def test_a_standby_tells_of_itself_only() -> None:
     assert [name for name, _ in found if name.endswith(cluster)] == []
 
 
-def test_no_worker_is_told_of_here() -> None:
+def test_worker_metrics_are_not_exported() -> None:
     assert [name for name, labels in told(leads=True) if "worker" in dict(labels)] == []
 
 
-def test_changes_are_counted_by_how_they_end() -> None:
+def test_changes_are_counted_by_outcome() -> None:
     changes = ChangeCount()
     for phase, elapsed_s in (
         (ChangePhase.PREPARING, 0.0),

@@ -76,7 +76,7 @@ def test_batch_requests_that_yield_do_not_count_as_running() -> None:
         assert use.running == running
 
 
-def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
+def test_groups_without_current_reports_have_no_numbers() -> None:
     reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
     found = group_uses(groups, reports, FACTS)
@@ -139,7 +139,7 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
     assert len(watched.watch.decisions) == DECISIONS_MAX
 
 
-def test_merged_groups_without_current_reports_say_why_they_do_not_split() -> None:
+def test_merged_groups_without_reports_have_a_reason_not_to_split() -> None:
     watched = Watched()
     watched.groups = [group("w0", "w2"), group("w1"), group("w3")]
     watched.watch.evaluate()
@@ -153,7 +153,7 @@ def test_merged_groups_without_current_reports_say_why_they_do_not_split() -> No
     assert watched.watch.split_obstacles == watched.busy
 
 
-def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
+def test_impossible_decisions_are_kept_but_not_acted_on() -> None:
     watched = Watched()
     watched.groups = watched.groups[:1]
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_merges_that_gain_too_little_are_a_decision_of_their_own() -> None:
     assert watched.watch.shortfalls == {"m": watched.acted[0].decision.needed_tokens}
 
 
-def test_by_hand() -> None:
+def test_manual_changes_are_recorded() -> None:
     watched = Watched()
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
@@ -202,7 +202,7 @@ def test_the_outcome_of_many_changes_is_short() -> None:
     assert logged.outcome == "g0 stable; g1 stable; g2 stable; and 2 more"
 
 
-async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
+async def test_a_calm_cluster_is_evaluated_seldom_and_a_report_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(overload_watch, "PAUSE_S", 0.001)

@@ -45,7 +45,7 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
     assert view.fresh(now_s + REPORT_FRESH_S + 1) == {} and view.workers() == [MEMORY]
 
 
-def test_since_when_an_epoch_is_served_and_settled() -> None:
+def test_times_of_serving_and_settling_an_epoch_are_kept() -> None:
     view = MemoryView(asyncio.Event())
     view.set_registered({"w0": "a"})
     assert view.latest("w0") is None

@@ -11,7 +11,7 @@ from services.scheduler.demand_reporter import DemandReporter
 from tests.support.waiting import DEADLINE_S, eventually
 
 
-async def test_news_is_told_at_once_and_all_else_with_the_heartbeat(
+async def test_urgent_changes_are_reported_at_once_and_others_with_the_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(demand_reporter, "INTERVAL_S", 10 * DEADLINE_S)

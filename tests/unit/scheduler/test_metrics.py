@@ -27,7 +27,7 @@ def waiting(found: Samples) -> dict[str, float]:
     return {dict(labels)["model_name"]: count for (n, labels), count in found.items() if n == name}
 
 
-def test_the_leader_tells_of_its_queue_by_model() -> None:
+def test_the_leader_exports_its_queue_by_model() -> None:
     state = SchedulerState(8, 120.0)
     state.handle(GroupJoined(0.0, GROUP))
     state.handle(asked("secret-id", "m"))
@@ -51,14 +51,14 @@ def test_the_leader_tells_of_its_queue_by_model() -> None:
     assert "secret-id" not in str(found)
 
 
-def test_a_model_that_is_served_has_a_queue_of_none() -> None:
+def test_a_served_model_exports_an_empty_queue() -> None:
     state = SchedulerState(8, 120.0)
     assert waiting(told(state, leads=True)) == {}
     state.handle(GroupJoined(0.0, GROUP))
     assert waiting(told(state, leads=True)) == {"m": 0}
 
 
-def test_sums_over_a_leader_and_a_standby_are_right() -> None:
+def test_sums_over_leader_and_standby_count_once() -> None:
     leader, standby = SchedulerState(8, 120.0), SchedulerState(8, 120.0)
     for state in (leader, standby):
         state.handle(GroupJoined(0.0, GROUP))

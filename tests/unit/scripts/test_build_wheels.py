@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 STUBS = build_wheels.ROOT / "tideserve" / "worker" / "v1"
 
 
-def test_the_stubs_need_what_their_generators_say() -> None:
+def test_stub_requirements_match_their_generators() -> None:
     project = tomllib.loads(build_wheels.API.read_text())["project"]
     needed = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
     code = (STUBS / "worker_pb2.py").read_text()
@@ -35,7 +35,9 @@ def test_every_package_that_ships_has_type_information(tmp_path: Path) -> None:
         assert [one.name for one in tops if not (one / "py.typed").exists()] == []
 
 
-def test_all_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_distributions_have_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert build_wheels.version()
     text = (build_wheels.ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace("\nversion = ", "\nversion = '9.9' #"))

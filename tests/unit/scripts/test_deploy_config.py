@@ -47,11 +47,11 @@ def variable(objects, service, name):
     return next(row for row in container(objects, service)["env"] if row["name"] == name)
 
 
-def test_the_manifests_are_right(objects):
+def test_the_manifests_have_no_faults(objects):
     assert check_objects(objects, VERSION) == []
 
 
-def test_a_worker_tells_its_zone_and_node(objects):
+def test_workers_get_zone_and_node_variables(objects):
     rows = container(objects, "worker")["env"]
     names = [row["name"] for row in rows]
     location = variable(objects, "worker", "TIDESERVE__LOCATION")["value"]
@@ -62,7 +62,7 @@ def test_a_worker_tells_its_zone_and_node(objects):
         assert names.index(name) < names.index("TIDESERVE__LOCATION"), "or it is not expanded"
 
 
-def test_scheduler_and_workers_are_told_one_scheduling(objects):
+def test_scheduler_and_workers_get_the_same_scheduling(objects):
     known = {identity(one): one for one in objects}
     known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
     for service in ("scheduler", "worker"):
@@ -83,7 +83,7 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
         ("worker", "TIDESERVE__MEMORY_BYTES", "4GiB", "leaves nothing"),
     ],
 )
-def test_a_wrong_variable_is_found(objects, service, name, value, problem):
+def test_an_unknown_variable_is_reported(objects, service, name, value, problem):
     rows = container(objects, service)["env"]
     rows[:] = [row for row in rows if row["name"] != name] + [{"name": name, "value": value}]
     assert any(problem in line for line in check_objects(objects, VERSION))
@@ -112,7 +112,7 @@ def test_a_wrong_variable_is_found(objects, service, name, value, problem):
         ),
     ],
 )
-def test_a_wrong_field_is_found(objects, changed, path, value, problem):
+def test_an_unknown_field_is_reported(objects, changed, path, value, problem):
     part = next(each for each in objects if identity(each) == changed)
     *parents, last = path.split("/")
     for key in parents:
@@ -138,7 +138,7 @@ def test_further_deployments_of_workers_are_checked(objects):
     assert any(line.startswith(selects) and line.endswith("worker-2") for line in problems)
 
 
-def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
+def test_unmounted_and_never_updated_files_are_reported(objects):
     mounts = container(objects, "gateway")["volumeMounts"]
     mount = next(one for one in mounts if one["name"] == "api-key")
     mount["subPath"] = "api_key"
@@ -147,7 +147,7 @@ def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
     assert "in no mount" in check_objects(objects, VERSION)[0]
 
 
-def test_the_component_of_keys_mounts_them_in_place_of_the_one_key(objects):
+def test_the_keys_component_replaces_the_single_key(objects):
     with_keys = build_variant(Variant(features=frozenset({"api-keys"})))
     pod = deployment(with_keys, "gateway")["spec"]["template"]["spec"]
     secrets = {one["name"]: one["secret"] for one in pod["volumes"] if "secret" in one}
@@ -209,7 +209,7 @@ def test_secret_files_need_not_exist_here():
 @pytest.mark.parametrize(
     "path", [*ROOT.glob("compose*.yaml"), ROOT / "docker" / "compose.test.yaml"], ids=str
 )
-def test_compose_files_say_what_services_understand(path):
+def test_compose_files_use_known_settings(path):
     whole = dict(compose_services(yaml.safe_load((ROOT / "compose.yaml").read_text())))
     for service, environment in compose_services(yaml.safe_load(path.read_text())):
         assert read_config(service, whole.get(service, {}) | environment)

@@ -18,7 +18,7 @@ def run(command: list[str], log: Path) -> None:
         run_step("Working", command, log, os.environ, lock.fileno(), "Try harder.")
 
 
-def test_a_step_that_fails_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> None:
+def test_a_failed_step_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StepFailed, match=r"(?s)no route.*Working: failed.*Try harder"):
         run(["sh", "-c", "echo no route; exit 3"], tmp_path / "log")
 

@@ -85,7 +85,7 @@ def test_there_is_no_page_without_an_alert() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RUNBOOK.glob("*.md")), ids=lambda path: path.stem)
-def test_pages_name_only_what_there_is(path: Path) -> None:
+def test_pages_name_only_existing_metrics_and_commands(path: Path) -> None:
     text = path.read_text()
     for command in commands_in(text):
         assert missing_of(command) is None, command
@@ -113,14 +113,14 @@ def codes() -> set[str]:
     )
 
 
-def test_a_command_that_there_is_not_is_found() -> None:
+def test_an_unknown_command_is_reported() -> None:
     assert missing_of("tideserve statsu") == "statsu"
     assert missing_of("kubectl scale deployment/worker --replicas=4") == "worker"
     assert missing_of("tidesrve status") == "tidesrve"
     assert missing_of("kubectl scale deployment/tideserve-worker --replicas=4") is None
 
 
-def test_alerts_ask_for_metrics_that_there_are() -> None:
+def test_alerts_query_existing_metrics() -> None:
     known = sample_names()
     for name, rule in ALERTS.items():
         asked = names_in(rule["expr"])
@@ -147,7 +147,7 @@ def test_the_autoscaler_adds_workers_before_merges_are_exhausted() -> None:
     assert "max_over_time(tideserve_memmgr_demand_rising[1m])" in queries["rising"]
 
 
-def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
+def test_every_alert_has_a_firing_and_a_silent_case(
     tmp_path: Path,
 ) -> None:
     assert check_rules.untested() == []
@@ -162,14 +162,14 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_boards_ask_for_metrics_that_there_are(path: Path) -> None:
+def test_dashboards_query_existing_metrics(path: Path) -> None:
     known = sample_names()
     for query in queries(path):
         asked = names_in(query)
         assert asked and asked <= known, (query, asked - known)
 
 
-def test_what_has_a_class_is_summed_over_no_classes_but_those_that_are_named() -> None:
+def test_queries_of_class_metrics_name_their_classes() -> None:
     """A sum over all would show the times of batch work, for which nobody waits."""
     classed = re.compile(
         r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"

@@ -66,7 +66,7 @@ def test_the_page_of_clients_has_the_versions_that_are_tested(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [*FILES, *CLIENTS, "nodeps"])
-def test_nothing_brings_another_torch(name: str) -> None:
+def test_no_requirement_replaces_torch(name: str) -> None:
     assert not {"torchvision", "torchaudio", "llama-cpp-python"} & pins(name).keys()
     assert (TORCH in pins(name)) == (name == "torch")
 

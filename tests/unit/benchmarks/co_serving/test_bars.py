@@ -137,7 +137,7 @@ def failing(verdict: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_all_hold(name: str) -> None:
+def test_all_bars_hold(name: str) -> None:
     verdict = judged(name)
     assert {one["verdict"] for one in verdict["bars"]} == {Judgement.HOLDS}
     assert failures(verdict) == failures(None) == []
@@ -182,7 +182,9 @@ def test_all_hold(name: str) -> None:
         ("flood", "slo", online(sent=199), "online requests in the windows"),
     ],
 )
-def test_each_fails_by_itself(name: str, system: str, change: dict[str, Any], what: str) -> None:
+def test_each_bar_fails_independently(
+    name: str, system: str, change: dict[str, Any], what: str
+) -> None:
     verdict = judged(name, system, change)
     assert failing(verdict) == [(system, what)]
     (sentence,) = failures(verdict)
@@ -222,7 +224,7 @@ def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
     ("base", "remedy"),
     [(850.0, "give a --rate 1.06 times as high"), (950.0, "0.95 times as high"), (930.0, None)],
 )
-def test_another_load_fails_first_and_says_the_rate(base: float, remedy: str | None) -> None:
+def test_a_mismatched_rate_fails_before_the_bars(base: float, remedy: str | None) -> None:
     _, systems = GOOD["coserve"]
     changed = systems | {"online-only": merged(systems["online-only"], tokens(base))}
     changed["slo"] = merged(systems["slo"], tokens(1200.0))
@@ -253,7 +255,7 @@ def test_ten_times_as_many_first_tokens_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_did_not_run_is_not_measured(name: str) -> None:
+def test_bars_of_absent_runs_are_not_measured(name: str) -> None:
     rules, systems = GOOD[name]
     label = "slo-api" if name == "batch" else "slo"
     figures = systems[label] if name != "flood" else system(**p99(0.6))
@@ -266,7 +268,7 @@ def test_what_did_not_run_is_not_measured(name: str) -> None:
     assert nothing["notes"] == []
 
 
-def test_files_are_judged_only_if_they_were_measured() -> None:
+def test_only_measured_files_are_judged() -> None:
     rules, systems = GOOD["coserve"]
     without = {name: own for name, own in systems.items() if name != "slo-api"}
     whats = [
@@ -279,13 +281,13 @@ def test_files_are_judged_only_if_they_were_measured() -> None:
     }
 
 
-def test_bars_of_unpaced_runs() -> None:
+def test_unpaced_runs_have_their_own_bars() -> None:
     whats = {one["what"] for one in judged("coserve", paced=False)["bars"]}
     assert "processed tokens" in whats and "P99 TTFT" not in whats
     assert judged("realtime", paced=False)["bars"] == []
 
 
-def test_shares_of_the_tokens_of_eager() -> None:
+def test_token_shares_are_relative_to_eager() -> None:
     verdict = judged("coserve")
     assert verdict["online_share_of_eager"] == pytest.approx(0.45)
     assert verdict["harvested_share"]["slo"] == pytest.approx(540 / 1100)
@@ -301,7 +303,7 @@ def test_shares_of_the_tokens_of_eager() -> None:
         ("realtime", "slo", {}, True, None),
     ],
 )
-def test_figures_that_are_not_what_they_seem_are_noted(
+def test_misleading_figures_are_annotated(
     name: str, system: str, change: dict[str, Any], paced: bool, begins: str | None
 ) -> None:
     notes = judged(name, system, change, paced)["notes"]

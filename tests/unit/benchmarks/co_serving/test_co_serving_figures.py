@@ -151,7 +151,7 @@ def test_processed_tokens_are_those_that_workers_count_in_the_windows() -> None:
     assert of_rounds == pytest.approx([200.0, 100.0])
 
 
-def test_servers_that_count_no_classes_tell_the_sum() -> None:
+def test_servers_without_class_counters_report_the_sum() -> None:
     samples = tuple(TokenSample(FROM_S + time_s, 10.0 * time_s) for time_s in (0.0, 30.0))
     rounds = [Round((record(0.0), record(25.0)), token_samples=samples)]
     found = co_serving_figures(rounds, (), {}, PROMISED)
@@ -160,7 +160,7 @@ def test_servers_that_count_no_classes_tell_the_sum() -> None:
     assert found["classes"]["batch"]["processed_tokens_per_s"] is None
 
 
-def test_counters_that_began_anew_and_rounds_without_a_window_tell_nothing() -> None:
+def test_reset_counters_and_rounds_without_a_window_are_ignored() -> None:
     restarted = (sample(0.0, 500.0, 0.0), sample(20.0, 10.0, 0.0), sample(30.0, 20.0, 0.0))
     found = co_serving_figures(
         [Round((record(0.0), record(25.0)), token_samples=restarted)], (), {}, PROMISED
@@ -171,7 +171,7 @@ def test_counters_that_began_anew_and_rounds_without_a_window_tell_nothing() -> 
     assert empty["classes"]["online"]["ttft_s"]["p99"] is None
 
 
-def test_what_was_promised_is_counted_over_all_online_requests_of_the_windows() -> None:
+def test_attainment_covers_all_online_requests_of_the_windows() -> None:
     refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
     slow_first, slow_tokens = record(20.0, first_s=2.1), record(21.0, gap_s=0.6)
     records = (record(0.0, first_s=9.0), slow_first, slow_tokens, record(22.0), refused)
@@ -199,7 +199,7 @@ def test_batch_requests_count_where_they_end() -> None:
     assert batch["throughput_tokens_per_s"] == pytest.approx(9 / 40)
 
 
-def test_a_request_that_was_cut_off_counts_by_what_it_had_got() -> None:
+def test_a_cut_off_request_counts_its_received_tokens() -> None:
     def cut_off(end_s: float, *tokens_s: float) -> SentRequest:
         one = without_token(20.0, end_s, RequestOutcome.FAILED, UNFINISHED)
         return replace(one, token_times_s=tuple(FROM_S + time_s for time_s in tokens_s))

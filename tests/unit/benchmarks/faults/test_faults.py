@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield names
 
 
-def test_a_cell_that_fails_says_where_its_logs_are(
+def test_a_failed_cell_names_its_log_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_cell(_: Deployment, cell: FaultCell, __: int, ___: Any, kept: Path, ____: Any) -> Any:
@@ -59,7 +59,7 @@ def figures(choice: LoadChoice) -> Any:
     return verdict.figures | {"problems": list(verdict.problems), "said": said}
 
 
-def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -> None:
+def test_completed_cells_are_not_run_again(run: list[str], tmp_path: Path) -> None:
     choice = LoadChoice(quick=True, cells=KILLS, append=tmp_path / "cells.jsonl")
     first = figures(replace(choice, minutes=1.5))
     assert len(run) == 2, "the one that passes a minute and a half is the last"
@@ -79,13 +79,13 @@ def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
     assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= found.keys()
 
 
-def test_no_cell_at_all_is_a_problem(run: list[str]) -> None:
+def test_a_selection_without_cells_is_an_error(run: list[str]) -> None:
     found = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
     assert run == []
     assert found["problems"] == ["no cell was run"]
 
 
-def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:
+def test_minutes_select_random_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:
     verdict = TrialVerdict({"drawn": True}, (), ())
     drawn: list[float] = []
     monkeypatch.setattr(
@@ -96,7 +96,7 @@ def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[st
     assert (drawn, run) == ([2.0], [])
 
 
-def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> None:
+def test_a_result_file_of_another_command_is_refused(run: list[str], tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     for content in (b"no json\n", b"[1]\n", b'{"size": 2}\n'):
         file.write_bytes(content)

@@ -81,7 +81,7 @@ def cut(count: int, failure: str = "the server closed the connection") -> Stream
         (replace(cut(2), text="ab", stuck=True), "different", ""),
     ],
 )
-def test_how_a_request_ended(outcome: StreamOutcome, kind: str, why: str) -> None:
+def test_requests_are_classified_by_their_end(outcome: StreamOutcome, kind: str, why: str) -> None:
     ending, reason = ending_of(outcome, WANTED)
     assert ending == kind and why in reason
     verdict = judge_cell(seen([outcome]))
@@ -103,7 +103,7 @@ def test_a_request_without_a_token_at_the_fault_is_silent_from_then_on() -> None
     assert judge_cell(seen([ended])).silence_s == 2.0, "it had ended before the fault"
 
 
-def test_a_run_in_which_all_holds_has_no_problem() -> None:
+def test_a_valid_run_has_no_problem() -> None:
     verdict = judge_cell(seen())
     assert verdict.problems == []
     assert (verdict.hit, verdict.streams) == (True, STREAMS_MIN)
@@ -154,7 +154,7 @@ def test_a_failure_counts_even_where_the_cell_does_not() -> None:
         ({"probed": [replace(GOOD, token_ids=(5, 6, 7, 9))]}, "request 0 after the fault is diff"),
     ],
 )
-def test_what_is_wrong_with_the_cluster_is_a_problem(changes: Any, problem: str) -> None:
+def test_cluster_violations_are_problems(changes: Any, problem: str) -> None:
     verdict = judge_cell(seen(**changes))
     assert len(verdict.problems) == 1
     assert verdict.problems[0].startswith(problem)
@@ -174,7 +174,7 @@ def test_clients_of_a_killed_gateway_are_cut_off_and_its_blocks_are_free_soon() 
     assert ended.requests["lost"] == 1, "the gateway itself has ended it, too early"
 
 
-def test_only_some_of_many_problems_are_told() -> None:
+def test_the_list_of_problems_is_bounded() -> None:
     verdict = judge_cell(seen([cut(1)] * 20))
     assert verdict.requests["lost"] == 20
     assert len(verdict.problems) == 13

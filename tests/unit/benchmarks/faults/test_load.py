@@ -16,7 +16,7 @@ def requests_of(*first_tokens: int) -> list[PlannedRequest]:
     return [PlannedRequest(0.0, (first,), 3, first, temperature=0.8) for first in first_tokens]
 
 
-def test_requests_are_made_of_their_seed() -> None:
+def test_requests_are_derived_from_their_seed() -> None:
     requests = stream_requests(60, 3, (5, 9))
     assert requests == stream_requests(60, 3, (5, 9)) != stream_requests(60, 4, (5, 9))
     assert len({one.seed for one in requests}) == 60
@@ -49,7 +49,7 @@ def test_each_stream_ends_as_its_client_sees_it() -> None:
     assert not any(one.stuck for one in (good, broken, failed, refused))
 
 
-def test_only_so_many_run_at_a_time() -> None:
+def test_concurrent_requests_are_bounded() -> None:
     with fake_openai() as server:
         streams = Streams(server.url, "fake", requests_of(*range(6, 12)), "salt", at_once=2)
         streams.start()
@@ -74,7 +74,7 @@ def test_batch_work_begins_before_the_others() -> None:
     assert all(one.finished for one in outcomes) and max(firsts[:2]) <= min(firsts[2:])
 
 
-def test_a_stream_without_tokens_for_long_is_given_up() -> None:
+def test_a_silent_stream_times_out() -> None:
     with fake_openai() as server:
         server.behaviour = {6: "silent"}
         streams = Streams(server.url, "fake", requests_of(6), "salt")
@@ -118,7 +118,7 @@ async def test_an_impatient_client_hangs_up() -> None:
         ({"prompt_tokens": 2}, "different"),
     ],
 )
-async def test_a_steady_load_compares_answers(changes: dict[str, Any], kind: str) -> None:
+async def test_a_steady_load_compares_outputs(changes: dict[str, Any], kind: str) -> None:
     wanted = replace(Undisturbed((0, 1, 2, 3), "0 1 2 3 ", "length", 1), **changes)
     shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=2)
     with fake_openai() as server, SteadyLoad(server.url, "fake", shape, [wanted] * 2) as load:
@@ -131,9 +131,7 @@ async def test_a_steady_load_compares_answers(changes: dict[str, Any], kind: str
     ("ids", "told", "kind"),
     [((0, 1, 2), 4, "lost"), ((0, 1, 2, 3), 4, "completed"), ((0, 1, 2, 3, 4), 4, "duplicated")],
 )
-def test_tokens_that_came_count_and_not_what_usage_says(
-    ids: tuple[int, ...], told: int, kind: str
-) -> None:
+def test_received_tokens_count_instead_of_usage(ids: tuple[int, ...], told: int, kind: str) -> None:
     tally = Tally()
     outcome = StreamOutcome(ids, (1.0,) * len(ids), 2.0, True, told)
     tally.note(0, outcome, 4, Undisturbed((0, 1, 2, 3)))

@@ -9,7 +9,7 @@ from benchmarks.faults.survival import Crowd, Loss, Outage
 from tests.support.survived import CUT, GROUP, WANTED, crowd, loss, outage, stream
 
 
-def test_throughput_is_compared_with_the_share_that_lives() -> None:
+def test_throughput_is_compared_with_the_surviving_share() -> None:
     figures = loss().figures()
     assert figures["share_alive"] == 0.75
     assert figures["tokens_per_s"]["before"] == pytest.approx(10.0, rel=0.15)
@@ -23,7 +23,7 @@ def test_throughput_is_compared_with_the_share_that_lives() -> None:
     assert loss().problems() == []
 
 
-def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
+def test_excess_requests_wait_for_earlier_ones_to_end() -> None:
     """Four requests hold 90 + 7 tokens each at the death, and end 1, 2, 3 and 4 s after it."""
     streams = [stream(5.0, 8.0 + number) for number in range(4)]
     seen = Crowd(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4, [90] * 4, 2400, 300)
@@ -34,7 +34,7 @@ def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
     assert replace(seen, survivors_tokens=300).figures()["ideal_wait_s"] == pytest.approx(1.0)
 
 
-def test_a_crowd_may_wait_and_must_not_fail() -> None:
+def test_excess_requests_may_wait_but_not_fail() -> None:
     assert crowd().problems() == []
     assert crowd([CUT]).problems() == [
         "request 24 is lost after 3 of 10 tokens: the server hung up"
@@ -42,7 +42,7 @@ def test_a_crowd_may_wait_and_must_not_fail() -> None:
     assert crowd(demand_tokens=299).problems() == ["the survivors have enough KV for all requests"]
 
 
-def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is_back() -> None:
+def test_throughput_after_a_death_ends_with_the_last_request_or_the_return() -> None:
     """Fewer run at a time then, or more workers serve."""
     assert loss().before == (4.0, 12.0)
     assert loss(whole_s=None).after == (12.5, 22.0)
@@ -52,7 +52,7 @@ def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is
     assert loss(alone_s=None).after == (12.0, 12.0)
 
 
-def test_tokens_count_in_the_window_that_they_came_in() -> None:
+def test_tokens_count_in_the_window_of_their_arrival() -> None:
     one = loss()
     assert one.tokens_per_s((0.0, 4.0)) == pytest.approx(9.0)  # the last four come at 4.0
     assert one.tokens_per_s((4.0, 8.0)) == pytest.approx(10.0)
@@ -78,11 +78,11 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
         (loss(workers=20), "throughput was 84% of the survivors' share of that before the death"),
     ],
 )
-def test_whatever_a_death_must_not_do_is_a_problem(seen: Loss, problem: str) -> None:
+def test_each_forbidden_effect_of_a_death_is_a_problem(seen: Loss, problem: str) -> None:
     assert problem in seen.problems()
 
 
-def test_of_many_lost_requests_the_first_are_told() -> None:
+def test_the_first_of_many_lost_requests_are_listed() -> None:
     problems = loss([CUT] * (PROBLEMS_MAX + 3)).problems()
     assert problems[PROBLEMS_MAX - 1].startswith(f"request {24 + PROBLEMS_MAX - 1} is lost")
     assert problems[PROBLEMS_MAX:] == ["and 3 more"]
@@ -99,7 +99,7 @@ def test_an_outage_without_an_effect_has_no_problem() -> None:
     assert "errors" not in figures["requests"]
 
 
-def test_order_is_no_change_and_an_epoch_is() -> None:
+def test_a_new_epoch_is_a_change_and_a_new_order_is_not() -> None:
     other = {"id": "g1", "epoch": 5, "members": ["worker-2"]}
     assert outage([[GROUP, other], [other, GROUP]]).changes == 0
     assert outage([[GROUP], [GROUP | {"epoch": 5}], [GROUP]]).changes == 2
@@ -117,5 +117,5 @@ def test_order_is_no_change_and_an_epoch_is() -> None:
         (outage(tally={"completed": 8, "refused": 1}), "1 requests were refused"),
     ],
 )
-def test_whatever_an_outage_must_not_do_is_a_problem(seen: Outage, problem: str) -> None:
+def test_each_forbidden_effect_of_an_outage_is_a_problem(seen: Outage, problem: str) -> None:
     assert seen.problems() == [problem]

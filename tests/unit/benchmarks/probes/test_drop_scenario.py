@@ -15,7 +15,7 @@ print(json.dumps({"said": sys.argv[1]}))
 """
 
 
-def test_a_probe_that_fails_does_not_hide_the_other(
+def test_a_failed_probe_does_not_hide_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "probe_for_test.py").write_text(MODULE)

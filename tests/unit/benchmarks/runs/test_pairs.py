@@ -70,7 +70,7 @@ def test_a_peer_that_is_faster_in_another_dtype_than_the_rule_chose_is_compared_
     ]
 
 
-def test_bytes_of_weights_are_told_where_reading_them_takes_most_of_the_time(
+def test_weight_bytes_are_reported_if_reading_them_dominates(
     plan: BenchPlan,
 ) -> None:
     loads = pairs(plan, of_run(peer=80.0, peer_float32=50.0))["tables"]["fastest"]["loads"]
@@ -79,6 +79,6 @@ def test_bytes_of_weights_are_told_where_reading_them_takes_most_of_the_time(
     assert "weight_bytes_per_s" not in loads["steady/mixed"]
 
 
-def test_one_system_makes_no_pair(plan: BenchPlan) -> None:
+def test_a_single_system_has_no_pair(plan: BenchPlan) -> None:
     alone = {"steady/mixed": {"tideserve": figures(1.0), "tideserve-float32": figures(1.0)}}
     assert pairs(plan, alone) == {}

@@ -76,7 +76,9 @@ def plan(tmp_path: Path) -> BenchPlan:
     return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
 
 
-def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_outputs_shorter_than_requested_are_reported(
+    plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
     """A server that does not force lengths had less to do."""
     short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
     for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
@@ -85,7 +87,7 @@ def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: Run
         assert ("shorter than asked for" in text) is expected
 
 
-def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_a_reference_system_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
     result = result_of(plan, outcomes)
     assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
@@ -93,7 +95,7 @@ def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> N
     assert not is_reference("recompute") and not is_reference("vllm")
 
 
-def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_the_best_system_has_the_same_pacing(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """What another device does in its own time says nothing of a paced one."""
     outcomes.rounds["burst"]["fast"] = [measured(0.01)]
     outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
@@ -101,14 +103,12 @@ def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes
     assert paced["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
 
 
-def test_the_table_names_paced_systems_and_what_failed(
-    plan: BenchPlan, outcomes: RunOutcomes
-) -> None:
+def test_the_table_marks_paced_systems_and_failures(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     text = shown(result_of(plan, outcomes))
     assert "@A100-14B is paced" in text and "other could not run: it said [nothing]" in text
 
 
-def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_a_load_below_capacity_is_reported(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     outcomes.rounds["burst"] = {
         "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
         "drop@A100-14B": [measured(20.0, capacity=100)],
@@ -126,7 +126,7 @@ def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcom
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"])
-def test_a_senseless_target_is_refused(text: str) -> None:
+def test_an_invalid_target_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match="is not a target"):
         read_target(text)
 
@@ -155,7 +155,7 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
     assert first["value"] == attained["realtime"]["ttft"]
 
 
-def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
+def test_a_flood_is_judged_by_its_event_logs(plan: BenchPlan) -> None:
     """A change of groups that has never settled fails, and the result can be written."""
     plan = replace(plan, scenario=find_scenario("flood"), choice=LoadChoice(paced=True))
     found = RunOutcomes()

@@ -94,7 +94,7 @@ def run(
     return outcomes
 
 
-def test_only_the_measured_system_uses_processors(
+def test_systems_rest_while_another_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     notes: list[str] = []
@@ -111,7 +111,7 @@ def test_only_the_measured_system_uses_processors(
     ]
 
 
-def test_vllm_rehearses_before_its_first_round(
+def test_vllm_warms_up_before_its_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     """What it compiles for a batch size that it has not met is not its speed."""
@@ -181,7 +181,7 @@ def test_a_load_that_overflows_paced_systems_only_has_no_others(
     assert [system for system, job in sent if job.requests == LOAD.requests] == measured
 
 
-def test_the_number_of_rounds_may_be_given(
+def test_the_number_of_rounds_is_configurable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))

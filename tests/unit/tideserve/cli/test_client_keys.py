@@ -39,7 +39,7 @@ def url() -> Iterator[str]:
         (AdminClient, "other", "rejects this admin key; set TIDESERVE_ADMIN_KEY"),
     ],
 )
-def test_a_key_that_is_missing_or_wrong(
+def test_missing_and_wrong_keys_are_explained(
     url: str, kind: type[HttpClient], key: str | None, words: str
 ) -> None:
     with kind(url, key) as client, pytest.raises(CommandError, match=words):

@@ -63,7 +63,7 @@ def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> N
     assert one.death().endswith("worker-0 died (signal SIGKILL)")
 
 
-def test_its_log_tells_of_its_death_and_what_follows(
+def test_a_death_and_its_consequences_are_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
@@ -77,13 +77,13 @@ def test_its_log_tells_of_its_death_and_what_follows(
     assert again.endswith(" warning worker-0 will be restarted in 0.5 s")
 
 
-def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+def test_the_output_of_an_exited_process_is_quoted(tmp_path: Path) -> None:
     one = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
     one.processes.mark_ready()
     assert one.death().endswith("(exit code 1); its last line: the port is in use")
 
 
-def test_one_that_is_always_killed_at_its_start_names_the_signal(
+def test_a_process_killed_at_every_start_names_the_signal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cluster, "BACKOFF_FIRST_S", 0.0)

@@ -80,7 +80,7 @@ def drawn(*renderables: Any, width: int = 100) -> str:
     return text
 
 
-def test_memory_of_a_worker_is_what_its_row_tells() -> None:
+def test_a_row_shows_the_memory_of_its_worker() -> None:
     alone, merged = snapshot_of(ALONE), snapshot_of(MERGED)
     assert [one.kv_used_bytes for one in alone.workers] == [8 * MIB, 4 * MIB]
     assert [one.kv_used_bytes for one in merged.workers] == [12 * MIB, 16 * MIB]
@@ -89,7 +89,7 @@ def test_memory_of_a_worker_is_what_its_row_tells() -> None:
     assert merged.preemptions == 4
 
 
-def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
+def test_the_screen_shows_shrinking_parameters_and_growing_kv() -> None:
     scores = [Score("recompute", 3), Score("drop", 3)]
     scores[1].note(snapshot_of(ALONE), [])
     before = drawn(screen("PACED", FloodProgress(1.0, 3, 2, 0), snapshot_of(ALONE), scores))
@@ -114,7 +114,7 @@ def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     assert "4,096" in after, "the room for tokens in KV"
 
 
-def test_it_fits_on_a_small_terminal() -> None:
+def test_the_screen_fits_a_small_terminal() -> None:
     scores = [Score("recompute", 56), Score("drop", 56)]
     for score in scores:
         score.note(snapshot_of(ALONE), [record(0.5), record(0, RequestOutcome.FAILED)])
@@ -133,7 +133,7 @@ def test_it_fits_on_a_small_terminal() -> None:
     assert sum(line.startswith("worker-") for line in lines) == 2, "a bar is one line"
 
 
-def test_the_conclusion_is_what_the_figures_say() -> None:
+def test_the_conclusion_follows_the_figures() -> None:
     slow = Score("recompute", 1, ttft_p50_s=4.0, ttft_p99_s=6.0)
     fast = Score("drop", 1, ttft_p50_s=1.0, ttft_p99_s=1.5)
     said = conclusion([slow, fast])
@@ -172,9 +172,7 @@ def test_merges_are_counted_once() -> None:
         ((0, 0, 0), 0, [0, 0, 0, 10]),
     ],
 )
-def test_a_bar_has_always_the_same_length(
-    parts: tuple[int, ...], whole: int, cells: list[int]
-) -> None:
+def test_a_bar_has_a_fixed_length(parts: tuple[int, ...], whole: int, cells: list[int]) -> None:
     found = bar_cells(parts, whole, 10)
     assert found == cells and sum(found) == 10
 

@@ -22,7 +22,7 @@ def service(name: str, scheduling: str = "", incarnation: str = "a") -> record_p
         (["", "slo"], ["slo"], None),
     ],
 )
-def test_scheduler_and_workers_are_to_agree(
+def test_different_scheduling_settings_are_reported(
     schedulers: list[str], workers: list[str], told: str | None
 ) -> None:
     records = RegisteredRecords(

@@ -45,7 +45,7 @@ def http_error(kind: type[Exception]) -> Exception:
     return error
 
 
-def test_only_data_files_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_data_files_are_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, tmp_path)
     assert download("org/name", quiet) == tmp_path
     assert (calls[0]["hub_id"], calls[0]["revision"]) == ("org/name", None)
@@ -80,7 +80,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
         (OSError("disk full"), "network"),
     ],
 )
-def test_each_failure_says_its_remedy(
+def test_each_failure_has_a_remedy(
     monkeypatch: pytest.MonkeyPatch, answer: Exception, words: str
 ) -> None:
     fake_hub(monkeypatch, answer)

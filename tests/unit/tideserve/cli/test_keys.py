@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.jsonl"
 
 
-def test_a_new_key_is_told_once_and_opens_the_door(path: Path) -> None:
+def test_a_new_key_is_printed_once_and_accepted(path: Path) -> None:
     key = made("--owner", "alice", "--model", "m", "--requests-per-minute", 60, path)
     (entry,) = read_keys(path)
     assert key.startswith("tsk_") and key not in path.read_text()
@@ -109,7 +109,7 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
         (("revoke", "FILE.none", "012345678901"), "No such file"),
     ],
 )
-def test_what_cannot_be_done_is_told_and_changes_nothing(
+def test_invalid_commands_are_refused_without_a_change(
     path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     made("--owner", "alice", path)
@@ -119,13 +119,13 @@ def test_what_cannot_be_done_is_told_and_changes_nothing(
     assert path.read_bytes() == before
 
 
-def test_a_file_that_others_may_write_gets_no_key(path: Path) -> None:
+def test_a_file_writable_by_others_is_refused(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
     assert "writable by other users" in str(run("new", "--owner", "alice", path).exception)
 
 
-def test_commands_at_once_lose_nothing(path: Path) -> None:
+def test_concurrent_commands_lose_no_key(path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         tasks = [(path, f"owner-{n}", False, None, QuotaLimits()) for n in range(40)]
         keys = pool.starmap(add_key, tasks, chunksize=5)

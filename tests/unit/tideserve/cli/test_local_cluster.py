@@ -30,7 +30,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "server.log"
 
 
-def test_it_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> None:
+def test_a_process_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> None:
     server = ServerProcess([sys.executable, "-c", PARENT], log, {})
     server.wait_until(lambda: log.read_text().endswith("\n"), timeout_s=60)
     child = psutil.Process(int(log.read_text()))

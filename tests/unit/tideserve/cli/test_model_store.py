@@ -65,7 +65,9 @@ def test_the_default_model_is_converted_once(cache: Path, conversion: FakeConver
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", MANIFEST_NAME])
-def test_a_damaged_folder_is_made_again(cache: Path, conversion: FakeConversion, name: str) -> None:
+def test_a_damaged_folder_is_converted_again(
+    cache: Path, conversion: FakeConversion, name: str
+) -> None:
     folder = prepare_default_model(cache, quiet)
     (folder / name).write_bytes(b"")
     prepare_default_model(cache, quiet)
@@ -73,9 +75,7 @@ def test_a_damaged_folder_is_made_again(cache: Path, conversion: FakeConversion,
     assert damaged_files(folder, thorough=True) == []
 
 
-def test_a_conversion_cut_short_leaves_no_model_and_the_next_one_no_trace(
-    cache: Path, conversion: FakeConversion
-) -> None:
+def test_an_interrupted_conversion_leaves_no_model(cache: Path, conversion: FakeConversion) -> None:
     conversion.fails = True
     with pytest.raises(ModelUnavailable):
         prepare_default_model(cache, quiet)
@@ -86,9 +86,7 @@ def test_a_conversion_cut_short_leaves_no_model_and_the_next_one_no_trace(
     assert left == {".lock", model_store.DEFAULT_MODEL_NAME}
 
 
-def test_callers_at_the_same_time_share_one_conversion(
-    cache: Path, conversion: FakeConversion
-) -> None:
+def test_concurrent_callers_share_a_conversion(cache: Path, conversion: FakeConversion) -> None:
     found: Counter[Path] = Counter()
     threads = [
         threading.Thread(target=lambda: found.update([prepare_default_model(cache, quiet)]))
@@ -102,7 +100,7 @@ def test_callers_at_the_same_time_share_one_conversion(
     assert conversion.count == 1
 
 
-def test_too_little_space_is_said_before_converting(
+def test_too_little_space_is_reported_before_converting(
     cache: Path, conversion: FakeConversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_store, "CONVERSION_BYTES", 1 << 62)
@@ -176,12 +174,12 @@ def test_no_argument_means_the_default_model(
     assert resolve_model(argument, cache, quiet) == default_model_dir(cache)
 
 
-def test_a_local_folder_is_itself(cache: Path, conversion: FakeConversion) -> None:
+def test_a_local_folder_is_used_directly(cache: Path, conversion: FakeConversion) -> None:
     folder = prepare_default_model(cache, quiet)
     assert resolve_model(str(folder), cache, quiet) == folder
 
 
-def test_a_folder_beside_us_comes_before_the_hub(
+def test_a_local_folder_takes_precedence_over_the_hub(
     cache: Path, conversion: FakeConversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_default_model(cache, quiet)
@@ -193,7 +191,7 @@ def test_a_folder_beside_us_comes_before_the_hub(
 @pytest.mark.parametrize(
     "argument", ["gpt2", "/no/such/folder", "./no/folder", "a/b/c", "https://host/model", "../x/y"]
 )
-def test_anything_else_is_refused(cache: Path, argument: str) -> None:
+def test_other_names_are_refused(cache: Path, argument: str) -> None:
     with pytest.raises(ModelUnavailable, match="neither a folder"):
         resolve_model(argument, cache, quiet)
 

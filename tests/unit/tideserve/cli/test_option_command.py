@@ -46,14 +46,14 @@ def run(flags: Flags, arguments: list[str]) -> tuple[dict[str, Any], bool]:
     return found[0]
 
 
-def test_a_command_finds_what_was_given_and_none_for_the_rest() -> None:
+def test_absent_options_are_none() -> None:
     flags = Flags(("memory", "workers", "dtype", "queue_deadline"))
     arguments = ["--quick", "--memory", "2GiB", "--workers", "3", "--queue-deadline", "1.5"]
     given = {"memory": "2GiB", "workers": 3, "dtype": None, "queue_deadline": 1.5}
     assert run(flags, arguments) == (given, True)
 
 
-def test_wordings_replace_what_the_field_says() -> None:
+def test_wordings_replace_the_description_of_the_field() -> None:
     one = typer.Typer(add_completion=False)
     wordings = {"workers": Wording("How many.", "as many as you like")}
 
@@ -84,13 +84,13 @@ def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
 
 
 @pytest.mark.parametrize("command", ["bench", "profile"])
-def test_other_commands_say_the_same_about_the_same_option(command: str) -> None:
+def test_commands_share_the_help_of_an_option(command: str) -> None:
     text = help_of(command)
     assert OPTIONS["dtype"].help in text
     assert OPTIONS["memory"].help in text
 
 
-def test_bench_names_every_scenario_and_what_it_measures() -> None:
+def test_bench_help_describes_every_scenario() -> None:
     text = help_of("bench")
     for name, summary in SUMMARIES.items():
         assert find_scenario(name).name == name
@@ -132,7 +132,7 @@ def test_every_parameter_is_read_by_some_scenario() -> None:
     assert command.cls is not None and read == named | set(FLAGS.names)
 
 
-def test_to_install_an_engine_says_how_large_it_is() -> None:
+def test_help_of_engine_install_names_the_size() -> None:
     text = help_of("engine install")
     assert CPU_BUILD.size in text and GPU_BUILD.size in text
 
@@ -144,7 +144,7 @@ def test_bench_names_every_suffix_of_a_system() -> None:
 
 
 @pytest.mark.parametrize(("command", "loaded"), [("up", True), ("bench", True), ("status", False)])
-def test_what_help_loads(command: str, loaded: bool) -> None:
+def test_help_imports_little(command: str, loaded: bool) -> None:
     code = (
         "import sys\nfrom tideserve.cli.commands.main import app\n"
         f"try: app(['{command}', '--help'])\n"
@@ -156,7 +156,7 @@ def test_what_help_loads(command: str, loaded: bool) -> None:
     assert done.stdout.splitlines()[-1] == f"[] {loaded}"
 
 
-def test_an_option_that_a_service_has_is_the_services() -> None:
+def test_shared_options_use_the_definition_of_the_service() -> None:
     """Same type, same checks; only the port of a cluster must be known beforehand."""
     checks = ("range", "multiple_of", "options", "pattern", "size", "secret")
     passed = 0

@@ -25,14 +25,14 @@ SigIgn:\t0000000001001004
 """
 
 
-def test_interrupts_blocked_by_the_handler_show() -> None:
+def test_blocked_interrupts_are_detected() -> None:
     waiting = parse_status(STATUS.format(blocked="0000000000010000"))
     assert (waiting.command, waiting.state, waiting.parent_pid) == ("make", "S", 7)
     assert not waiting.sigint_blocked
     assert parse_status(STATUS.format(blocked="0000000000010002")).sigint_blocked
 
 
-def test_a_living_process_has_a_status_and_a_gone_one_has_none() -> None:
+def test_only_a_living_process_has_a_status() -> None:
     own = read_status(os.getpid())
     assert own is not None
     assert own.parent_pid == os.getppid()
@@ -45,7 +45,7 @@ def test_a_living_process_has_a_status_and_a_gone_one_has_none() -> None:
     assert read_status(child) is None
 
 
-def test_there_is_no_reason_to_stop_while_the_parent_lives() -> None:
+def test_no_stop_is_requested_while_the_parent_lives() -> None:
     assert ParentWatch().reason_to_stop() is None
 
 

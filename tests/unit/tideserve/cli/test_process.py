@@ -40,7 +40,7 @@ def wait_for_output(folder: Path) -> list[str]:
     return lines
 
 
-def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_path: Path) -> None:
+def test_the_return_code_is_reported_once_with_lines_of_the_last_start(tmp_path: Path) -> None:
     one = child(tmp_path, "import sys; print('first'); sys.exit(3)")
     assert wait(one) == 3
     assert (one.poll(), one.pid) == (None, None)
@@ -52,14 +52,14 @@ def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_
     assert again.last_lines(5) == []
 
 
-def test_it_does_not_share_the_terminal_nor_standard_input(tmp_path: Path) -> None:
+def test_a_process_has_no_terminal_and_no_standard_input(tmp_path: Path) -> None:
     one = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
     pid = one.pid
     wait(one)
     assert one.last_lines(1) == [f"{pid} ''"]
 
 
-def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_end_with_their_process(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
@@ -84,7 +84,7 @@ DEAF = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf')\nt
 
 
 @pytest.mark.parametrize(("grace_s", "hurry"), [(0.1, False), (600.0, True)])
-def test_a_process_that_ignores_signals_is_killed_after_its_grace_or_in_a_hurry(
+def test_a_process_that_ignores_signals_is_killed_after_the_grace_period(
     tmp_path: Path, grace_s: float, hurry: bool
 ) -> None:
     one = child(tmp_path, DEAF, grace_s)
@@ -103,7 +103,7 @@ def test_a_process_that_drains_is_not_killed(tmp_path: Path) -> None:
     assert wait(one) == 0
 
 
-def test_tails(tmp_path: Path) -> None:
+def test_log_tails_are_returned(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert tail_lines(path, 3) == []
     path.write_text("".join(f"{number}\n" for number in range(100_000)) + "\n")
@@ -121,7 +121,9 @@ def test_tails(tmp_path: Path) -> None:
         "HUGGING_FACE_HUB_TOKEN",
     ],
 )
-def test_a_secret_stays_where_it_belongs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_passed_only_to_their_service(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "secret")
     environment = child_environment({"OMP_NUM_THREADS": "3"})
     assert "secret" not in environment.values()
@@ -153,7 +155,7 @@ def started_again(folder: Path, code: str) -> ServiceProcess:
     return process
 
 
-def test_a_log_that_cannot_be_opened_again_goes_on(tmp_path: Path) -> None:
+def test_logging_continues_if_the_log_cannot_be_reopened(tmp_path: Path) -> None:
     process = started_again(tmp_path, "print('line')")
     process.start()
     assert wait(process) == 0

@@ -24,7 +24,7 @@ class Recorder(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_reader_of_the_log_who_finds_the_title_of_a_box_finds_its_rows(terminal: bool) -> None:
+def test_a_box_logs_its_title_before_its_rows(terminal: bool) -> None:
     stream = Recorder(terminal)
     Report(stream).box("it is ready", [("URL", "http://here"), ("Stop", "Ctrl-C")])
     [write] = [text for text in stream.writes if "it is ready" in text]

@@ -89,7 +89,7 @@ def test_systems_are_compared_by_class(tmp_path: Path, capsys: pytest.CaptureFix
     assert "recomputed; first token p50" in said
 
 
-def test_systems_serve_one_load_after_the_other(
+def test_systems_run_the_same_load_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loads = "loads: {calm: {rate_per_s: 1}, lively: {rate_per_s: 4, cv: 2}}\n"
@@ -162,7 +162,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_one_sentence(tmp_path: Path, line: str) -> None:
+def test_invalid_input_is_a_short_error(tmp_path: Path, line: str) -> None:
     text = SMALL + (line if line.startswith("workload") else WORKLOAD)
     key = line.split(":")[0]
     kept = [one for one in text.splitlines() if not one.startswith(f"{key}:")]
@@ -172,7 +172,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, line: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
+def test_missing_files_and_sizes_are_short_errors(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot read"):
         run_simulation(tmp_path / "none.yaml", None, None)
     with pytest.raises(CommandError, match="set 'kv_blocks'"):
@@ -187,7 +187,7 @@ def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
         run_simulation(write(tmp_path, little), None, None)
 
 
-def test_malformed_rows_of_a_trace_are_told(
+def test_malformed_trace_rows_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,9,4\nx,y,z\n"

@@ -17,7 +17,7 @@ def models(*ids: str, **fields: Any) -> dict[str, Any]:
     return {"data": [{"id": name, **fields} for name in ids]}
 
 
-def test_the_model_of_the_first_server_that_answers() -> None:
+def test_the_model_comes_from_the_first_responding_server() -> None:
     with fake_openai() as server:
         server.pages["/v1/models"] = models("org/a", root="/models/a")
         absent = f"http://127.0.0.1:{free_port()}"
@@ -64,19 +64,19 @@ def test_malformed_urls_are_refused_before_any_is_called(url: str) -> None:
         upstream_model(["http://127.0.0.1:9", url], None, None)
 
 
-def test_models_without_a_name_are_none() -> None:
+def test_models_without_a_name_are_ignored() -> None:
     with fake_openai() as server, pytest.raises(CommandError, match="serves no model"):
         server.pages["/v1/models"] = {"data": [{"name": "x"}, 5]}
         upstream_model([server.url], None, None)
 
 
-def test_servers_that_do_not_answer() -> None:
+def test_unresponsive_servers_are_an_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(CommandError, match=f"no upstream server answers at {url}; start one"):
         upstream_model([url], None, None)
 
 
-def test_the_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_folder_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     found = model_folder(UpstreamModel("m", (str(tmp_path), "m")), print)

@@ -147,7 +147,7 @@ def test_overload_queues_then_refuses_and_recovers() -> None:
     assert all(record.ttft_s < 0.5 for record in outcomes.records[-10:]), "the burst is over"
 
 
-def test_kv_overflow_preempts_and_completes_all_the_same() -> None:
+def test_kv_overflow_preempts_and_all_requests_complete() -> None:
     iteration = replace(make_spec().iteration, num_blocks=120)
     spec = make_spec(instances=2, iteration=iteration, scheduler=PATIENT)
     cluster, outcomes = run(spec, poisson(3, 6, 30, prompt=60, output=300))
@@ -165,7 +165,7 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
         assert len(meanwhile) <= 5
 
 
-def test_a_client_that_asks_again_finds_its_worker_idle_however_late_reports_are() -> None:
+def test_late_reports_do_not_hide_an_idle_worker_from_a_retry() -> None:
     requests = iter([Arrival(0.0, 64, 20 + 7 * (number % 5)) for number in range(60)])
     spec = make_spec(instances=2, delays=Delays(report_s=0.05))
     _, outcomes = run(spec, ClosedLoop(requests, 2))
@@ -174,7 +174,7 @@ def test_a_client_that_asks_again_finds_its_worker_idle_however_late_reports_are
     assert waits_s == pytest.approx([min(waits_s)] * 58)
 
 
-def test_what_no_instance_can_hold_is_refused_at_once() -> None:
+def test_a_request_too_large_for_every_instance_is_refused_at_once() -> None:
     _, outcomes = run(make_spec(max_model_len=512), OpenLoop([Arrival(0.0, 600, 10)]))
     assert outcomes.records[0].reason == "too_large"
 
@@ -196,7 +196,7 @@ def test_gamma_arrivals_have_their_rate_and_spread() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 17])
-def test_a_run_takes_as_long_as_its_iterations(count: int) -> None:
+def test_run_time_is_the_sum_of_iterations(count: int) -> None:
     one_by_one_s = sum(
         DEVICE.iteration_s(IterationShape(7, 900 + 7 * step, ())) for step in range(count)
     )

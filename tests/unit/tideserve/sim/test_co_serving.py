@@ -117,7 +117,7 @@ def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
     assert online["slo"]["ttft_s"]["p99"] < alone["ttft_s"]["p99"] + 2 * INTERACTIVE.tpot_s
 
 
-def test_some_groups_may_be_for_batch_work_alone() -> None:
+def test_groups_can_be_reserved_for_batch_work() -> None:
     workload = load(8, 8)
     rules = ClassRules(Scheduling.PRIORITY, batch_groups=1)
     plain = spec("priority")
@@ -164,7 +164,7 @@ def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: Pre
     assert kept > 0.9 if work is PreemptedWork.RESUME else kept > 0.6
 
 
-def test_what_changes_groups_interrupts_batch_work_at_the_next_safepoint() -> None:
+def test_a_group_change_interrupts_batch_work_at_the_next_safepoint() -> None:
     longest_s = {}
     for preempt in (Preempt.OFF, Preempt.ALWAYS):
         online = OpenLoop([Arrival(8.0, 300, 1, service=INTERACTIVE)])
@@ -187,7 +187,7 @@ def test_what_changes_groups_interrupts_batch_work_at_the_next_safepoint() -> No
     assert longest_s[Preempt.ALWAYS] < 0.1
 
 
-def test_a_request_that_can_wait_interrupts_nothing() -> None:
+def test_a_request_with_slack_interrupts_nothing() -> None:
     patient = Service(ServiceClass.INTERACTIVE, ttft_s=60.0)
     online = OpenLoop([Arrival(0.7 * one, 300, 1, service=patient) for one in range(40)])
     workload = CoServed(online, ClosedLoop(repeat(Arrival(0.0, 4000, 2, service=BATCH)), 8))
@@ -200,7 +200,7 @@ def test_a_request_that_can_wait_interrupts_nothing() -> None:
     assert not any(one.state.preempted_iterations_total for one in cluster.instances.values())
 
 
-def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
+def test_a_higher_fill_level_speeds_up_batch_work_and_delays_online_tokens() -> None:
     found = [run("slo", load(9, 60), harvest=fill) for fill in (0.1, 0.5, 1.0)]
     tokens = [one["classes"]["batch"]["processed_tokens_per_s"] for one in found]
     gaps_s = [one["classes"]["online"]["inter_token_s"]["p50"] for one in found]
@@ -208,7 +208,7 @@ def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
     assert gaps_s == sorted(gaps_s) and gaps_s[0] < 0.7 * gaps_s[2]
 
 
-def test_what_was_promised_is_told_of_requests_of_the_window() -> None:
+def test_attainment_covers_requests_of_the_window() -> None:
     grouped = replace(INTERACTIVE, token_group=4)
     workload = load(11, 60)
     online = OpenLoop([one._replace(service=grouped) for one in workload.online.arrivals])

@@ -10,7 +10,7 @@ def load(running: int) -> Load:
     return Load(running, 0, 10, 0, 0, 10)
 
 
-def test_a_change_is_told_at_once_and_those_soon_after_it_together() -> None:
+def test_a_change_is_reported_at_once_and_close_successors_together() -> None:
     simulation, told = Simulation(), []
 
     def note(report: LoadReport) -> None:

@@ -97,7 +97,7 @@ def run(seed: int, roles: RoleSetting) -> tuple[_Roles, Outcomes]:
     return cluster, outcomes
 
 
-def test_requests_end_whatever_roles_workers_have() -> None:
+def test_requests_complete_with_any_roles() -> None:
     """Hand-overs, moves, merges, splits, overloads and changes of roles under load."""
     moved = changes = 0
     for seed in SEEDS:
@@ -152,7 +152,7 @@ def test_answers_do_not_wait_for_prompts_of_other_workers() -> None:
         assert result["classes"]["online"]["slo_attainment"]["ttft"] > 0.97
 
 
-def test_auto_takes_the_better_of_both() -> None:
+def test_auto_matches_the_better_setting() -> None:
     """Roles where whole prompts delay answers; mixed where chunks keep the targets."""
     chunked = apart(roles="auto", max_batch_tokens=256)
     assert chunked["changes"]["moved_requests"] == 0
@@ -161,7 +161,7 @@ def test_auto_takes_the_better_of_both() -> None:
     assert p99_gap(whole) <= 0.5 * p99_gap(apart())
 
 
-def test_off_is_off() -> None:
+def test_off_equals_mixed_workers() -> None:
     """Without roles, nothing that belongs to them has an effect."""
     rng = random.Random(3)
     spec = spec_of(rng, RoleSetting())

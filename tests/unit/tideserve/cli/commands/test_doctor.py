@@ -41,7 +41,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTar
         (["--url", LOCAL, "--etcd", "http://127.0.0.1:2"], None, False, LOCAL),
     ],
 )
-def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
+def test_a_local_cluster_is_checked_completely(
     looked_at: list[DoctorTarget | None],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -59,7 +59,7 @@ def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
     assert (target.here, target.url) == (whole, url)
 
 
-def test_nothing_runs_on_another_port(
+def test_a_port_without_a_cluster_is_reported(
     looked_at: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_URL", LOCAL)
