@@ -37,14 +37,14 @@ def test_leaves_far_apart_do_not_count_together() -> None:
     assert not seen.is_flapping("w0", 0.0)
 
 
-def test_one_absence_is_one_leave_however_often_it_is_told() -> None:
+def test_a_repeated_absence_counts_as_a_single_leave() -> None:
     seen = FlapDamping()
     for at_s in range(10):
         seen.note_departure("w0", float(at_s))
     assert not seen.is_flapping("w0", 10.0)
 
 
-def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
+def test_history_is_bounded_by_number_and_age() -> None:
     seen = FlapDamping()
     for number in range(WORKERS_MAX + 10):
         seen.note_departure(f"w{number}", 0.0)
@@ -54,7 +54,7 @@ def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_judges_as_the_whole_history_would(seed: int) -> None:
+def test_bounded_history_decides_like_the_whole_history(seed: int) -> None:
     rng, seen, now_s = random.Random(seed), FlapDamping(), 0.0
     left_s: dict[str, list[float]] = {name: [] for name in ("a", "b", "c")}
     away = set[str]()

@@ -506,7 +506,7 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
 @pytest.mark.parametrize(
     ("invariant", "break_it", "sentence"), BREAKS, ids=[one[1].__name__ for one in BREAKS]
 )
-def test_a_broken_invariant_is_told_in_a_sentence(
+def test_a_violated_invariant_is_described(
     run: Run, invariant: str, break_it: Callable[[Run], None], sentence: str
 ) -> None:
     break_it(run)
@@ -516,7 +516,7 @@ def test_a_broken_invariant_is_told_in_a_sentence(
     )
 
 
-def test_a_worker_that_stood_still_settles_in_time_from_then(run: Run) -> None:
+def test_a_stopped_worker_must_settle_in_time_after_it_resumes(run: Run) -> None:
     settled_late(run)
     assert not run.audit(a=END_S - 30.0).violations, "it has settled by the end"
     assert run.audit(b=END_S - 30.0).violations, "another one has no such excuse"
@@ -524,7 +524,7 @@ def test_a_worker_that_stood_still_settles_in_time_from_then(run: Run) -> None:
     assert "a had not settled in group-a at epoch 3" in broken
 
 
-def test_a_request_that_goes_on_after_a_loss_is_sound(run: Run) -> None:
+def test_a_request_resumed_after_a_loss_is_valid(run: Run) -> None:
     resume(run)
     assert not run.audit().violations
     # Where rounding may decide, the token that was lost need not come again.
@@ -559,7 +559,7 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> No
     assert run.audit().violations == []
 
 
-def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_parted(
+def test_two_engines_may_continue_a_request_handed_over_during_a_split(
     run: Run,
 ) -> None:
     """The new leader has it; the old one never hears so, and takes it back."""
@@ -573,19 +573,19 @@ def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_pa
     assert broken.startswith("I5: token 2 of s was emitted as")
 
 
-def test_a_token_that_was_adopted_counts_as_the_new_workers(run: Run) -> None:
+def test_an_adopted_token_belongs_to_the_new_worker(run: Run) -> None:
     change(run.gateway, SegmentRead, 2, first_index=0)
     assert not run.audit().violations
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == ["I5: s received 20 as token 0, but a emitted none"]
 
 
-def test_tokens_lost_on_the_way_are_noticed(run: Run) -> None:
+def test_tokens_lost_in_transit_are_detected(run: Run) -> None:
     change(run.gateway, TokensForwarded, 2, token_ids=(11,))
     assert run.audit().violations == ["I8: r ended (length) with 2 of 3 tokens"]
 
 
-def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing(run: Run) -> None:
+def test_aborted_refused_and_dead_engine_requests_have_ended(run: Run) -> None:
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
         Line(EVENT, RequestAborted(41.0, "t")),
@@ -616,7 +616,7 @@ def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only(run: R
     assert run.audit().violations == []
 
 
-def test_an_invariant_broken_very_often_is_told_a_hundred_times() -> None:
+def test_violations_are_listed_up_to_100_times() -> None:
     findings = Findings()
     for number in range(VIOLATIONS_MAX + 50):
         findings.check("I8", False, "number {}", number)
@@ -634,7 +634,7 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end(run: Run) -> None:
     assert killed.violations == ["I5: s received 99 as token 1, but a or b emitted 21"]
 
 
-def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted(
+def test_tokens_of_a_killed_gateway_are_checked_without_its_assignments(
     run: Run,
 ) -> None:
     """It notes the workers at the end of a request, which does not come."""

@@ -93,7 +93,7 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
         ),
     ],
 )
-def test_a_planner_that_breaks_the_order_is_found(
+def test_a_planner_that_breaks_the_order_is_detected(
     monkeypatch: pytest.MonkeyPatch, precedence: Precedence, sentence: str
 ) -> None:
     """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
@@ -104,7 +104,7 @@ def test_a_planner_that_breaks_the_order_is_found(
     assert any(sentence in one for one in found)
 
 
-def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
+def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grow = SequenceTable.grow

@@ -64,7 +64,7 @@ def test_a_merge_and_a_split_take_until_their_last_member_has_settled() -> None:
     assert split == SettledChange(False, 2, pytest.approx(1.0), pytest.approx(2.0))
 
 
-def test_a_change_that_was_given_up_is_none_and_one_that_never_settles_has_no_end() -> None:
+def test_abandoned_changes_are_skipped_and_unsettled_ones_have_no_end() -> None:
     given_up = ChangePlanned(10.0, ("group-a", "group-b"), (MERGED,), "merge")
     assert changes([Line(FACT, given_up)], engine("a"), engine("b")) == []
     memmgr = [Line(FACT, replace(given_up, now_s=20.0)), *committed(1, 21.0, group(2, MERGED))]

@@ -24,7 +24,7 @@ def test_owners_get_equal_tokens_however_many_batches_they_have() -> None:
     assert max(own) - min(own) <= 100
 
 
-def test_a_newcomer_neither_waits_nor_catches_up() -> None:
+def test_a_new_owner_neither_waits_nor_catches_up() -> None:
     turns = BatchTurns()
     turns.keep({"alice": ["a1"]})
     turns.serve("alice", "a1", 10_000)

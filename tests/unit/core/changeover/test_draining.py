@@ -104,7 +104,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_leader_waits_for_what_is_in_flight(pair: Pair) -> None:
+def test_a_leader_waits_for_microbatches_in_flight(pair: Pair) -> None:
     pair.part()
     pair.a.turn()
     pair.b.turn()
@@ -161,7 +161,7 @@ def test_a_stage_switches_without_its_leader_after_a_deadline(pair: Pair) -> Non
     assert pair.b.switches == 2
 
 
-def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way(pair: Pair) -> None:
+def test_a_stage_does_not_wait_for_a_lost_leader_of_another_group(pair: Pair) -> None:
     pair.part()
     assert pair.b.switched() == 1
     pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
@@ -182,7 +182,7 @@ def test_a_lost_member_is_not_waited_for(pair: Pair) -> None:
     assert pair.b.machine.planner.pool.taken_count == 0
 
 
-def test_nothing_runs_after_its_leader_has_said_that_it_leaves(pair: Pair) -> None:
+def test_nothing_runs_after_the_departure_of_its_leader(pair: Pair) -> None:
     pair.part()
     pair.bring(vocabulary.SendFrame("b", Drained(())), "a")
     frame = Activations(pair.number + 1, (), ())

@@ -59,14 +59,14 @@ def take_own(machine: Changeover, commands: list[vocabulary.Command]) -> None:
         take_own(machine, received(machine, "a", frame))
 
 
-def test_a_member_that_still_expects_requests_says_that_it_leaves() -> None:
+def test_a_member_that_expects_requests_announces_its_departure() -> None:
     b = member("b")
     enter(b, APART)
     assert not b.settled, "a has not said that it hands over no more"
     assert frames_to("a", enter(b, LOST)) == [EpochAbandoned()]
 
 
-def test_a_settled_member_does_not_say_that_it_leaves() -> None:
+def test_a_settled_member_does_not_announce_its_departure() -> None:
     b = member("b")
     enter(b, APART)
     received(b, "c", Joined(16, 0))

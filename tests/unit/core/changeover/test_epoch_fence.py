@@ -7,7 +7,7 @@ import pytest
 from services.core.changeover.epoch_fence import EpochFence
 
 
-def test_a_frame_counts_in_its_own_epoch_only() -> None:
+def test_a_frame_is_valid_in_its_own_epoch_only() -> None:
     fence: EpochFence[str] = EpochFence(epoch=3)
     assert fence.admits(3, "now")
     assert not fence.admits(2, "stale")

@@ -70,7 +70,7 @@ def test_an_aborted_sequence_ends_with_the_change() -> None:
     assert script.names_at("a") == ["r"]
 
 
-def test_what_comes_back_to_a_stage_goes_to_its_leader() -> None:
+def test_a_sequence_returned_to_a_stage_goes_to_its_leader() -> None:
     """ "a" leads no more; "b" never enters the change in which it was to lead "s"."""
     script = pipeline("r", "s")
     script.hear(groups(2, "ca", "b"))
@@ -116,7 +116,7 @@ def test_kv_of_a_superseded_sequence_is_freed() -> None:
     assert script.taken_at("b") == 0
 
 
-def test_a_member_that_leads_no_more_adopts_nothing() -> None:
+def test_a_former_leader_adopts_no_sequence() -> None:
     script = pipeline("r", "s")
     part(script)
     adopt = handed(script)
@@ -127,7 +127,7 @@ def test_a_member_that_leads_no_more_adopts_nothing() -> None:
 
 
 @pytest.mark.parametrize("adopted", [True, False])
-def test_a_request_is_begun_anew_only_if_its_sequence_was_adopted(adopted: bool) -> None:
+def test_a_request_restarts_only_if_its_sequence_was_adopted(adopted: bool) -> None:
     """Its gateway has lost the worker where it began, and does not know where it is now."""
     script = pipeline("r#g.1", "s#g.1")
     part(script)
@@ -139,7 +139,7 @@ def test_a_request_is_begun_anew_only_if_its_sequence_was_adopted(adopted: bool)
     assert script.names_at(leader) == [f"{name}#g.{2 if adopted else 1}"]
 
 
-def test_what_comes_to_a_stage_late_goes_to_its_leader() -> None:
+def test_a_late_sequence_at_a_stage_goes_to_its_leader() -> None:
     script = pipeline("r")
     script.ask("b", "late", 8)
     assert script.names_at("b") == ["late"]
@@ -147,7 +147,7 @@ def test_what_comes_to_a_stage_late_goes_to_its_leader() -> None:
     assert script.names_at("b") == [] and script.names_at("a") == ["r", "late"]
 
 
-def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
+def test_kv_left_to_lost_leaders_is_freed() -> None:
     """ "b" holds KV of "r", which "a" leads now; nobody can fetch it when "a" is gone."""
     script = pipeline("r")
     script.transfers_run = False
@@ -158,7 +158,7 @@ def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
     assert script.taken_at("b") == 0 and script.members["b"].settled
 
 
-def test_a_transfer_that_fails_is_computed_again() -> None:
+def test_a_failed_transfer_is_recomputed() -> None:
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -170,7 +170,7 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     assert script.taken_at("b") == 0
 
 
-def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> None:
+def test_a_returned_sequence_does_not_wait_for_a_lost_stage() -> None:
     script = Script("abc").change(groups(1, "abc"))
     for name in "rst":
         script.ask("a", name, 8)
@@ -189,14 +189,14 @@ def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> 
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
+def test_a_stale_configuration_is_ignored(epoch: int) -> None:
     script = Script("ab").change(groups(2, "ab"))
     script.hear(groups(epoch, "a", "b"))
     assert all(member.settled for member in script.members.values())
     assert not any(script.ways.values())
 
 
-def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
+def test_a_lost_connection_to_a_new_leader_keeps_its_sequences() -> None:
     """Both live, and "c" is a stage of "b" now."""
     script = Script("abc").change(groups(1, "abc"))
     for name in ("r", "s"):
@@ -211,7 +211,7 @@ def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
     assert script.names_at("b")
 
 
-def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
+def test_a_hand_over_from_a_lost_peer_is_ignored() -> None:
     """One lane between the two is lost, and frames still come over the other one."""
     script = pipeline(waiting=("r", "s"))
     script.advance("a")
@@ -229,7 +229,7 @@ def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
     assert all(member.settled for member in script.members.values())
 
 
-def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
+def test_a_stage_frees_everything_of_an_abandoned_leader() -> None:
     """The leader lives, and hears of the change so late that its stage has left."""
     script = pipeline(waiting=("r",))
     script.stopped = {("b", "a")}

@@ -47,7 +47,7 @@ def leaving(epoch: int, name: str) -> Groups:
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
-def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Scheduling) -> None:
+def test_batch_work_is_parked_without_kv_and_online_work_moves(scheduling: Scheduling) -> None:
     script = merged(scheduling)
     assert script.names_at("a") == ["o"] and sorted(script.names_at("b")) == ["m", "n", "w"]
     follower = script.members["b"]
@@ -62,16 +62,16 @@ def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Schedulin
     assert script.names_at("a") == [] and len(script.names_at("b")) == 3
 
 
-def test_first_come_first_served_deals_everything() -> None:
+def test_fcfs_parks_no_batch_work() -> None:
     script = merged(Scheduling.FCFS)
     assert sorted(script.names_at("a")) == ["m", "n", "o", "w"] and not script.names_at("b")
 
 
-def test_without_time_to_rest_the_leader_gets_it_at_once() -> None:
+def test_without_parking_time_batch_work_moves_at_once() -> None:
     assert sorted(merged(shelf_max_s=0.0).names_at("a")) == ["m", "n", "o", "w"]
 
 
-def test_it_goes_on_when_its_worker_leads_again() -> None:
+def test_parked_work_resumes_when_its_worker_leads_again() -> None:
     script = merged()
     script.change(SPLIT)
     assert sorted(script.names_at("b")) == ["m", "n", "w"]
@@ -79,7 +79,7 @@ def test_it_goes_on_when_its_worker_leads_again() -> None:
     assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
 
 
-def test_a_group_that_stays_merged_gets_it() -> None:
+def test_a_group_that_stays_merged_takes_parked_work() -> None:
     script = merged()
     due_s = script.members["b"].parked_due_s
     assert due_s == pytest.approx(60.0, abs=1.0)
@@ -99,7 +99,7 @@ def test_a_group_that_stays_merged_gets_it() -> None:
     assert script.names_at("a") == []
 
 
-def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
+def test_parking_time_continues_through_a_change_of_the_same_leader() -> None:
     script = Script("abc", scheduling=Scheduling.PRIORITY).change(groups(1, "a", "b", "c"))
     script.ask("b", "m", 8, service=BATCH)
     script.change(groups(2, "ab"))
@@ -109,7 +109,7 @@ def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
     assert script.names_at("b") == ["m"] and script.members["b"].parked_due_s == due_s
 
 
-def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_split() -> None:
+def test_a_continuing_leader_keeps_batch_work_until_a_split() -> None:
     script = Script("ab", scheduling=Scheduling.PRIORITY).change(APART)
     for name in "mn":
         script.ask("a", name, 8, service=BATCH)
@@ -119,13 +119,13 @@ def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_sp
     assert (script.names_at("a"), script.names_at("b")) == (["m"], ["n"])
 
 
-def test_a_worker_that_is_leaving_hands_it_over() -> None:
+def test_a_leaving_worker_hands_over_parked_work() -> None:
     script = merged()
     script.change(leaving(3, "b"))
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "n", "o", "w"]
 
 
-def test_it_can_be_aborted_while_it_rests() -> None:
+def test_parked_work_can_be_aborted() -> None:
     script = merged()
     script.do("b", RequestAborted(1.0, "m"))
     assert sorted(script.names_at("b")) == ["n", "w"]
@@ -147,7 +147,7 @@ def rest_returnable() -> Script:
     return script
 
 
-def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
+def test_unstarted_work_returns_to_the_scheduler() -> None:
     """There is room at its worker, which plans nothing; another group may have time for it."""
     script = rest_returnable()
     member = script.members["b"]
@@ -162,7 +162,7 @@ def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
     assert script.names_at("b") == []
 
 
-def test_what_the_leader_has_got_does_not_go_back() -> None:
+def test_work_taken_by_the_leader_is_not_returned() -> None:
     script = rest_returnable()
     script.now_s = script.members["b"].parked_due_s
     script.settle()
@@ -171,7 +171,7 @@ def test_what_the_leader_has_got_does_not_go_back() -> None:
         assert script.members[name].requeue_due_s is None
 
 
-def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:
+def test_parked_work_resumes_at_its_worker_when_the_leader_is_lost() -> None:
     script = merged()
     script.lose("a")
     script.hear(groups(3, "b"))

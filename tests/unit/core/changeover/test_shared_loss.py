@@ -39,7 +39,9 @@ def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
     ("workers", "end", "back"),
     [("abcd", 1, ["r2", "r3"]), ("abc", 1, ["r2", "r3"]), ("ab", 2, [])],
 )
-def test_it_keeps_its_share_among_the_living(workers: str, end: int, back: list[str]) -> None:
+def test_a_leader_keeps_its_share_among_living_members(
+    workers: str, end: int, back: list[str]
+) -> None:
     script = merged(workers, 4)
     script.lose(workers[-1])
     assert divided(script, "a", end) == back
@@ -51,26 +53,26 @@ def test_it_keeps_its_share_among_the_living(workers: str, end: int, back: list[
     assert script.taken_at("a") == 0
 
 
-def test_it_counts_members_as_living_until_it_hears_of_their_loss() -> None:
+def test_members_count_as_living_until_their_loss_is_known() -> None:
     script = merged("abcd", 4)
     assert divided(script, "a", 1) == ["r1", "r2", "r3"]
 
 
-def test_it_keeps_what_no_gateway_would_go_on_with() -> None:
+def test_non_resumable_requests_stay_at_the_leader() -> None:
     script = merged("abcd", 4, resumable=False)
     script.lose("d")
     assert divided(script, "a", 1) == []
     assert len(script.names_at("a")) == 4
 
 
-def test_a_request_that_its_client_has_aborted_is_not_given_back() -> None:
+def test_an_aborted_request_is_not_returned() -> None:
     script = merged("abcd", 4)
     script.lose("d")
     script.do("a", RequestAborted(script.now_s, "r3"))
     assert divided(script, "a", 1) == ["r1", "r2"]
 
 
-def test_a_change_without_a_loss_gives_nothing_back() -> None:
+def test_a_change_without_a_loss_returns_no_request() -> None:
     script = merged("abcd", 4)
     script.change(groups(3, "ab", "cd"))
     assert sorted(script.names_at("a") + script.names_at("c")) == ["r0", "r1", "r2", "r3"]
@@ -91,7 +93,7 @@ def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
     return script, [one.request_id for one in refused]
 
 
-def test_the_leader_of_a_split_that_reaches_nobody_keeps_its_share_of_what_comes_back() -> None:
+def test_an_isolated_split_leader_keeps_its_share_of_returned_requests() -> None:
     script, back = cut_off()
     kept = [name for name in script.names_at("a") if name not in back]
     assert (len(kept), len(back)) == (4, 4), "two that were its own, and two of six"
@@ -101,12 +103,12 @@ def test_the_leader_of_a_split_that_reaches_nobody_keeps_its_share_of_what_comes
     assert script.members["a"].settled
 
 
-def test_what_comes_back_stays_if_no_gateway_would_go_on_with_it() -> None:
+def test_non_resumable_returned_requests_stay() -> None:
     script, back = cut_off(resumable=False)
     assert back == [] and len(script.names_at("a")) == 8
 
 
-def test_a_former_leader_that_serves_under_another_hands_on_what_comes_back() -> None:
+def test_a_former_leader_forwards_returned_requests() -> None:
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.hear(groups(3, "ba", "cd"))
@@ -128,7 +130,7 @@ def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
     assert sum(isinstance(one, RefuseRequest) for one in commands) == back
 
 
-def test_what_comes_back_from_leaders_that_have_gone_on_is_shared_with_them() -> None:
+def test_returned_requests_are_shared_with_living_leaders() -> None:
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.change(groups(3, *"abcd"))

@@ -28,12 +28,12 @@ def next_of(slabs: SlabSources, *, intact: bool) -> SlabSource:
     return source
 
 
-def test_each_source_follows_one_that_failed() -> None:
+def test_sources_are_tried_in_order_after_failures() -> None:
     slabs = SlabSources(SLABS[:1], frozenset(SLABS), {"b": ALL, "c": ALL})
     assert [next_of(slabs, intact=False) for _ in range(4)] == [COPY, B, C, FOLDER]
 
 
-def test_a_holder_that_fails_often_is_not_asked_again() -> None:
+def test_a_holder_that_fails_often_is_excluded() -> None:
     slabs = SlabSources(SLABS[:], holders={"b": ALL})
     found = []
     while not slabs.all_restored:
@@ -60,12 +60,12 @@ def test_the_folder_is_read_beside_a_busy_holder() -> None:
     assert list(slabs.start()) == [(SLABS[0], B), (SLABS[1], B), (SLABS[2], FOLDER)]
 
 
-def test_an_unknown_slab_ends_nothing() -> None:
+def test_an_unknown_slab_is_ignored() -> None:
     slabs = SlabSources(SLABS[:1])
     assert not slabs.end(SLABS[0], True) and not slabs.all_restored
 
 
-def test_whatever_fails_all_slabs_are_restored() -> None:
+def test_all_slabs_are_restored_despite_failures() -> None:
     for seed in range(500):
         rng = random.Random(seed)
         copied = frozenset(rng.sample(SLABS, rng.randint(0, 6)))
@@ -132,10 +132,10 @@ RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]
         _is_always_intact,
         test_a_damaged_slab_is_restored_again_before_the_change,
     ),
-    "another source follows": (_is_always_intact, test_each_source_follows_one_that_failed),
+    "another source follows": (_is_always_intact, test_sources_are_tried_in_order_after_failures),
     "a holder has a limit of failures": (
         lambda patch: patch.setattr(slab_sources, "FAILURES_MAX", len(SLABS) + 1),
-        test_a_holder_that_fails_often_is_not_asked_again,
+        test_a_holder_that_fails_often_is_excluded,
     ),
 }
 

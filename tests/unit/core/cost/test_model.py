@@ -52,7 +52,7 @@ def bent(model: CostModel) -> CostModel:
 
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 5), (7, 1), (7, 5)])
-def test_pairs_are_those_of_causal_attention(prefix: int, new: int) -> None:
+def test_attention_pairs_are_causal(prefix: int, new: int) -> None:
     visited = sum(1 for row in range(new) for key in range(prefix + new) if key <= prefix + row)
     assert pairs(prefix, new) == visited
 
@@ -64,7 +64,7 @@ def test_a_batch_shares_what_is_loaded_once() -> None:
     assert MODEL.batch_s([(0, 64), (400, 1)]) == pytest.approx(two)
 
 
-def test_what_is_beyond_the_knee_costs_more() -> None:
+def test_tokens_beyond_the_knee_cost_more() -> None:
     model = replace(MODEL, knee=10, mu=0.5)
     assert model.batch_s([(0, 6), (9, 4)]) == MODEL.batch_s([(0, 6), (9, 4)])
     assert model.batch_s([(0, 6), (9, 1), (7, 5)]) == pytest.approx(
@@ -85,7 +85,7 @@ def test_a_fit_finds_the_knee(seed: int, apart: bool) -> None:
     assert found.knee == 64 and found.mu == pytest.approx(model.mu, rel=1e-3)
 
 
-def test_decode_has_its_own_coefficients_if_any() -> None:
+def test_decode_uses_its_own_coefficients_if_present() -> None:
     model = CostModel(1.0, 2.0, 3.0, 0.0, Coefficients(0.1, 0.2, 0.3))
     assert model.chunk_s(9, 1) == pytest.approx(0.1 * 10 + 0.2 + 0.3)
     assert model.chunk_s(9, 2) == pytest.approx(1.0 * 21 + 2.0 * 2 + 3.0)
@@ -108,7 +108,7 @@ def test_a_fit_recovers_the_model(seed: int, apart: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_noisy_samples_give_a_model_that_makes_sense(seed: int) -> None:
+def test_noisy_samples_fit_a_plausible_model(seed: int) -> None:
     rng = Random(seed)
     model = random_model(rng, apart=seed % 2 == 0)
     samples = random_samples(model, rng, 60, noise=0.1)
@@ -122,7 +122,7 @@ def test_noisy_samples_give_a_model_that_makes_sense(seed: int) -> None:
     assert mean_relative_error(fit(samples), random_samples(model, rng, 50)) < 0.1
 
 
-def test_a_few_batches_that_fit_no_line_do_not_move_the_others() -> None:
+def test_outlier_batches_do_not_change_the_fit() -> None:
     true = CostModel(1e-6, 1e-3, 0.02, 0.015, kappa=1e-5)
     points = [((p, c),) for p in (0, 100, 500, 2000) for c in (2, 10, 40, 80, 160)]
     points += [((p, c), (p, c)) for p in (0, 500) for c in (4, 16)]
@@ -131,13 +131,13 @@ def test_a_few_batches_that_fit_no_line_do_not_move_the_others() -> None:
     assert mean_relative_error(fit_together([*samples, *odd]), samples) < 0.005
 
 
-def test_without_decodes_there_is_one_set() -> None:
+def test_a_fit_without_decodes_has_a_single_set_of_coefficients() -> None:
     samples = [Sample(((0, c),), MODEL.chunk_s(0, c)) for c in (2, 8, 32, 128, 256) * 3]
     assert fit(samples).decode is None
 
 
 @pytest.mark.parametrize("samples", [[], [Sample((), 1.0)], [Sample(((0, 1),), 0.0)]])
-def test_nothing_to_fit_is_an_error(samples: list[Sample]) -> None:
+def test_a_fit_without_samples_is_an_error(samples: list[Sample]) -> None:
     with pytest.raises(ValueError, match="a fit needs samples"):
         fit(samples)
 
@@ -160,7 +160,7 @@ def test_non_negative_least_squares_is_optimal(seed: int) -> None:
         assert x[column] == 0 or abs(slope) < 1e-8
 
 
-def test_columns_that_say_the_same_do_no_harm() -> None:
+def test_collinear_columns_are_handled() -> None:
     rows = [[1.0, 2.0, 0.0], [2.0, 4.0, 0.0], [3.0, 6.0, 0.0]]
     x = solve_nonnegative(rows, [1.0, 2.0, 3.0])
     assert x[0] + 2 * x[1] == pytest.approx(1.0)

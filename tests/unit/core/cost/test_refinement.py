@@ -69,7 +69,7 @@ def test_a_wrong_sketch_is_corrected(seed: int, factor: float) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("factor", [0.02, 0.1, 10.0, 50.0])
-def test_a_base_that_is_far_off_is_corrected_as_soon(factor: float, seed: int) -> None:
+def test_a_base_that_is_far_off_is_corrected_as_fast(factor: float, seed: int) -> None:
     rng = Random(seed)
     refiner = CostRefiner(TRUE.slowed(factor))
     learn(refiner, rng, 400, noise=0.05)
@@ -80,7 +80,7 @@ def test_a_base_that_is_far_off_is_corrected_as_soon(factor: float, seed: int) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("pauses", "instant"), [(0.05, 0.0), (0.0, 0.01), (0.05, 0.01)])
-def test_outliers_hardly_move_it(pauses: float, instant: float, seed: int) -> None:
+def test_outliers_hardly_change_the_model(pauses: float, instant: float, seed: int) -> None:
     """One of 20 iterations takes up to some hundred times as long, or one of 100 a 1000th."""
     rng = Random(seed)
     refiner = CostRefiner(TRUE)
@@ -89,7 +89,7 @@ def test_outliers_hardly_move_it(pauses: float, instant: float, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_follows_a_device_that_becomes_slower(seed: int) -> None:
+def test_the_model_follows_a_device_that_slows_down(seed: int) -> None:
     rng = Random(seed)
     refiner = CostRefiner(TRUE.slowed(0.5))
     learn(refiner, rng, 3000)
@@ -126,7 +126,7 @@ def test_prompts_and_decodes_in_turn_keep_what_was_learned_of_both(factor: float
     assert sorted(errors[2000:])[1800] < 0.05
 
 
-def test_what_the_load_does_not_show_stays_as_the_base_says() -> None:
+def test_coefficients_without_samples_keep_the_base_value() -> None:
     """Decodes alone, twice as slow: prompts keep about their predicted time."""
     refiner, rng = CostRefiner(TRUE), Random(1)
     for _ in range(2000):
@@ -140,7 +140,7 @@ def test_what_the_load_does_not_show_stays_as_the_base_says() -> None:
     assert refiner.model.batch_s(decodes) == pytest.approx(2 * TRUE.batch_s(decodes), rel=0.1)
 
 
-def test_a_model_that_predicts_well_stays() -> None:
+def test_an_accurate_model_is_unchanged() -> None:
     refiner, rng = CostRefiner(TRUE), Random(2)
     for _ in range(FIRST_REFIT):
         batch = served(rng)
@@ -174,14 +174,14 @@ def test_a_refinement_begins_again_from_a_new_profile() -> None:
     assert not differ(refiner.model, TRUE, 0.05)
 
 
-def test_changes_are_seen_in_any_batch() -> None:
+def test_changes_are_detected_in_any_batch() -> None:
     assert not differ(TRUE, TRUE.slowed(1.02), 0.03)
     assert differ(TRUE, TRUE.slowed(1.04), 0.03)
     assert differ(TRUE, replace(TRUE, beta=2 * TRUE.beta), 0.2), "prompts only"
     assert all(TRUE.batch_s(batch) > 0 for batch in PRIOR_BATCHES)
 
 
-def test_an_iteration_costs_few_microseconds() -> None:
+def test_the_update_takes_few_microseconds() -> None:
     """Its refits included. The bound is generous: tests run on busy machines."""
     refiner, rng = CostRefiner(TRUE), Random(4)
     batches = [served(rng) for _ in range(512)]

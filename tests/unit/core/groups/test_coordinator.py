@@ -179,7 +179,7 @@ def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -
     assert merging.looks == []
 
 
-def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other(cluster: Cluster) -> None:
+def test_only_waiting_and_preparing_changes_can_be_cancelled(cluster: Cluster) -> None:
     for number, names in enumerate((("w0", "w1"), ("w2", "w3"), ("w4", "w5"))):
         cluster.ask(f"c{number}", merge(*names))
     cluster.write_all()
@@ -195,7 +195,7 @@ def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other(cluster:
     assert len(cluster.store.groups["group-w0"].group.members) == 1
 
 
-def test_what_cannot_be_has_failed_at_once(cluster: Cluster) -> None:
+def test_an_impossible_change_fails_at_once(cluster: Cluster) -> None:
     cluster.ask("c", merge("w0", "unknown"))
     assert cluster.steps["c"] == [FAILED]
     assert "unknown is not registered" in cluster.messages["c"]
@@ -220,7 +220,7 @@ def test_a_member_that_does_not_change_over_fails_the_change_but_not_the_commit(
     assert len(merging.store.groups["group-w0"].group.members) == 2
 
 
-def test_kv_that_moves_for_too_long_is_left_to_its_members(merging: Cluster) -> None:
+def test_a_slow_kv_move_is_left_to_the_members(merging: Cluster) -> None:
     merging.commit_all()
     merging.serve()
     merging.unsettled.add("w0")
@@ -245,7 +245,7 @@ def test_a_change_waits_for_a_write_that_is_under_way(merging: Cluster) -> None:
     assert merging.steps["d"] == [PREPARING]
 
 
-def test_it_does_not_wait_for_ever(merging: Cluster) -> None:
+def test_waiting_for_a_write_times_out(merging: Cluster) -> None:
     merging.ask("d", merge("w0", "w2"))
     for _ in range(30):
         merging.pass_time(0.2)
@@ -253,7 +253,7 @@ def test_it_does_not_wait_for_ever(merging: Cluster) -> None:
     assert merging.messages["d"] == "the groups are being changed; try again in a moment"
 
 
-def test_without_an_answer_of_the_store_the_change_ends(merging: Cluster) -> None:
+def test_a_change_ends_without_an_answer_of_the_store(merging: Cluster) -> None:
     for _ in range(41):
         merging.pass_time(1.0)
     assert merging.steps["c"] == [PREPARING, FAILED]
@@ -262,7 +262,7 @@ def test_without_an_answer_of_the_store_the_change_ends(merging: Cluster) -> Non
     assert merging.steps["c"] == [PREPARING, FAILED], "its attempt was committed late"
 
 
-def test_changes_wait_for_their_turn_but_not_those_by_hand(cluster: Cluster) -> None:
+def test_automatic_changes_are_queued_and_manual_ones_are_not(cluster: Cluster) -> None:
     pairs = [("w0", "w1"), ("w2", "w3"), ("w4", "w5")]
     for pair in pairs:
         cluster.ask("+".join(pair), merge(*pair))
@@ -369,7 +369,9 @@ class Chaos(Cluster):
             self.pass_time(1.0)
 
 
-def test_every_change_ends_once_and_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_ends_once_and_follows_the_state_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: set[tuple[ChangePhase, ChangePhase]] = set()
     enter = coordinator._Change.enter
 

@@ -94,7 +94,7 @@ def store() -> Store:
     return Store()
 
 
-def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(
+def test_a_long_departed_worker_is_forgotten_above_all_its_epochs(
     store: Store,
 ) -> None:
     store.left_behind("w0", epoch=41)
@@ -113,7 +113,7 @@ def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_ep
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(
+def test_a_returning_worker_gets_an_epoch_above_all_it_has_seen(
     store: Store, restarted: bool
 ) -> None:
     store.left_behind("w0", epoch=41)
@@ -128,7 +128,7 @@ def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(
     assert [one.epoch for one in settlement.assignments] == [42]
 
 
-def test_a_worker_that_comes_back_in_time_keeps_its_records(store: Store) -> None:
+def test_a_worker_that_returns_in_time_keeps_its_records(store: Store) -> None:
     store.left_behind("w0", epoch=3)
     store.read(0.0)
     store.register("w0", "w0-b")
@@ -156,7 +156,7 @@ def test_a_floor_never_sinks(store: Store) -> None:
     assert settlement.groups[0].epoch == 100
 
 
-def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
+def test_remaining_members_are_settled_first(store: Store) -> None:
     members = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
     store.groups["group-w0"] = StoredGroup(Group("group-w0", 5, GroupPhase.STABLE, members, "m"), 9)
     for member in members:
@@ -172,7 +172,7 @@ def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
     assert removal.group_revisions == {"group-w0": store.revision, "group-w1": 0}
 
 
-def test_many_are_forgotten_some_at_a_time(store: Store) -> None:
+def test_departed_workers_are_forgotten_in_batches(store: Store) -> None:
     for number in range(REMOVED_MAX + 3):
         store.left_behind(f"w{number:02}", epoch=number + 1)
     store.read(0.0)

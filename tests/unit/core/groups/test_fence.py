@@ -43,7 +43,7 @@ def prepare(state: MemberState, call: PrepareCall = ASKED) -> None:
     assert state.judge(call) == Answer(Verdict.ACCEPTED)
 
 
-def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -> None:
+def test_a_prepared_attempt_is_applied_once_committed(state: MemberState) -> None:
     prepare(state)
     assert state.observe([MARKED]) == []
     assert state.judge(ASKED).verdict is Verdict.REPLAYED
@@ -65,7 +65,7 @@ def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -
         ({"mod_revision": 10}, Verdict.STALE),
     ],
 )
-def test_what_is_stale_or_foreign_has_no_effect(
+def test_stale_and_foreign_records_are_ignored(
     state: MemberState, changes: dict[str, object], verdict: Verdict
 ) -> None:
     before = replace(state)
@@ -227,7 +227,9 @@ def test_an_attempt_id_that_is_assigned_again_is_another_attempt(state: MemberSt
         (replace(OWN, epoch=6, incarnation="z"), False),
     ],
 )
-def test_which_assignments_agree(merged: MemberState, stored: Assignment, agrees: bool) -> None:
+def test_assignments_agree_with_epoch_and_layers(
+    merged: MemberState, stored: Assignment, agrees: bool
+) -> None:
     assert merged.agrees(stored) == agrees
 
 

@@ -95,7 +95,7 @@ def survivors_of(known: Records, *holders: Member, suspects: Iterable[str] = ())
     return [member.worker_id for member in found]
 
 
-def test_survivors_send_what_no_holder_has() -> None:
+def test_survivors_send_layers_without_a_holder() -> None:
     """Their restore, which may be in progress, drops nothing."""
     others = [group(("b", 4, 6), attempt="u"), group(("c", 6, 8))]
     assert survivors_of(records([SURVIVOR, *others])) == ["b", "c"]
@@ -139,7 +139,7 @@ def test_each_layer_has_a_second_holder_and_the_least_busy_come_first() -> None:
     assert names_of(known, SURVIVOR, busy={"c", "d"}) == ["e", "f"]
 
 
-def test_holders_cover_what_can_be_covered() -> None:
+def test_holders_cover_all_available_layers() -> None:
     """Random clusters, in which some groups change: a layer without a holder has no candidate."""
     covered = 0
     for seed in range(300):
@@ -172,7 +172,7 @@ def test_holders_cover_what_can_be_covered() -> None:
     [
         ("_keeps_layers", test_a_group_that_changes_sends_no_layers),
         ("_keeps_layers", test_a_survivor_is_no_holder),
-        ("_keeps_layers", test_holders_cover_what_can_be_covered),
+        ("_keeps_layers", test_holders_cover_all_available_layers),
         ("_is_alike", test_workers_with_other_weights_or_code_are_left_out),
     ],
 )

@@ -198,7 +198,7 @@ class Merged:
         return self.monitor.rising["m"]
 
 
-def test_it_is_reported_before_merges_are_exhausted() -> None:
+def test_the_trend_is_reported_before_merges_are_exhausted() -> None:
     group, first_s = Merged(), dict[str, float]()
     for tick in range(600):
         demand = 1.1 * UNDROPPED + 0.015 * UNDROPPED * tick * TICK_S
@@ -227,7 +227,7 @@ def test_the_trend_goes_on_over_a_change_of_groups() -> None:
     assert seen[-1], "reports of a change-over are left out"
 
 
-def test_it_ends_when_the_groups_split_or_fall_silent() -> None:
+def test_the_trend_ends_when_groups_split_or_fall_silent() -> None:
     for end in ({"members": 1}, {"status": ReportStatus.SILENT}):
         group = Merged()
         rising = [group.see(11_000 + 20 * tick, capacity=40_000) for tick in range(300)]

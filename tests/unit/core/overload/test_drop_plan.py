@@ -139,7 +139,7 @@ def common(one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> tuple[st
     return prefix
 
 
-def test_the_fast_plan_is_that_of_the_plain_algorithm() -> None:
+def test_the_fast_plan_equals_the_reference_plan() -> None:
     """Without equal KV there is one answer."""
     rng = Random(5)
     shares = set()
@@ -176,7 +176,7 @@ def check(plan: DropPlan, groups: list[PlanGroup], needed: int) -> None:
     assert plan.sufficient == (plan.freed_bytes >= needed)
 
 
-def test_it_frees_enough_or_says_that_it_cannot() -> None:
+def test_a_plan_frees_enough_or_reports_a_shortfall() -> None:
     rng = Random(2)
     outcomes = set()
     for _ in range(1500):
@@ -191,7 +191,7 @@ def test_it_frees_enough_or_says_that_it_cannot() -> None:
     assert len(outcomes) == 4
 
 
-def test_it_merges_no_more_than_figure_6() -> None:
+def test_a_plan_merges_no_more_than_figure_6() -> None:
     rng = Random(3)
     for _ in range(500):
         groups = [one for one in random_groups(rng) if one.key == KEYS[0]]
@@ -202,14 +202,14 @@ def test_it_merges_no_more_than_figure_6() -> None:
         assert plan.freed_bytes == expected
 
 
-def test_small_groups_first() -> None:
+def test_small_groups_merge_first() -> None:
     groups = [group("g0", KEYS[0], 2), group("g1", KEYS[0]), group("g2", KEYS[0], 2)]
     groups.append(group("g3", KEYS[0]))
     (merge,) = plan_drop(groups, SHAPES, 1).merges
     assert merge.group_ids == ("g1", "g3")
 
 
-def test_near_before_little_kv_before_far() -> None:
+def test_distance_precedes_kv_use() -> None:
     groups = [
         group("g0", KEYS[0], place="xp1", kv=9),
         group("g1", KEYS[0], place="xp2", kv=0),
@@ -274,13 +274,13 @@ def test_no_group_gets_longer_than_a_change_may_be() -> None:
 
 
 @pytest.mark.parametrize("needed", [0, -5])
-def test_nothing_is_needed(needed: int) -> None:
+def test_no_plan_is_needed_without_demand(needed: int) -> None:
     plan = plan_drop([group("g0", KEYS[0]), group("g1", KEYS[0])], SHAPES, needed)
     assert plan == DropPlan((), 0, needed, True)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-def test_ten_thousand_instances(share: float) -> None:
+def test_planning_scales_to_10000_instances(share: float) -> None:
     """Racks and hosts as clusters have them; how long it takes, `tideserve plan` tells."""
     rng = Random(1)
     groups = [

@@ -48,7 +48,7 @@ def test_a_member_with_less_memory_runs_fewer_layers() -> None:
     assert counts(stages) == [("w0", 8), ("w1", 4)]
 
 
-def test_a_leaving_worker_merges_with_nobody() -> None:
+def test_a_leaving_worker_does_not_merge() -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], draining=True)}
     with pytest.raises(InvalidChange, match="w1 is leaving; name other groups"):
         merge_of(ALONE, [], facts)
@@ -80,7 +80,7 @@ def test_a_merged_group_merges_again() -> None:
         ([ALONE[0], group(("w1", 0, LAYERS), model="n")], [], "different models"),
     ],
 )
-def test_what_cannot_merge_is_one_sentence(
+def test_an_impossible_merge_is_a_short_error(
     groups: Sequence[Group], names: Sequence[str], said: str
 ) -> None:
     with pytest.raises(InvalidChange, match=said):
@@ -108,7 +108,7 @@ def test_a_group_splits_into_its_members() -> None:
         assert change.text == "group-w0 splits into 2"
 
 
-def test_what_cannot_split_is_one_sentence() -> None:
+def test_an_impossible_split_is_a_short_error() -> None:
     merged = [group(("w0", 0, 5), ("w1", 5, LAYERS)), group(("w2", 0, 5), ("w3", 5, LAYERS))]
     with pytest.raises(
         InvalidChange, match="several merged groups; name one of group-w0, group-w2"

@@ -104,7 +104,7 @@ def world() -> World:
     return made
 
 
-def test_overload_has_to_last(world: World) -> None:
+def test_a_short_overload_is_ignored(world: World) -> None:
     world.used, world.queued_tokens = 1900, 300
     assert world.tick(2) == []
     world.queued_tokens = 0
@@ -284,7 +284,7 @@ def test_demand_beyond_all_groups_merges_at_once(mode: Rebalance) -> None:
     assert Action.MERGE in {decision.action for decision in decisions}
 
 
-def test_room_is_made_for_a_large_request_with_all_only() -> None:
+def test_a_large_request_moves_others_only_with_rebalance_all() -> None:
     groups = full_beside_roomy(400, 0)
     demand = {"queued": 1, "queued_tokens": 950, "first_queued_tokens": 950}
     assert Moving(rebalance=Rebalance.STUCK).tick(groups, 10, **demand) == []
@@ -320,12 +320,12 @@ def test_a_group_with_a_leaving_member_does_not_hold_up_other_groups() -> None:
     assert found[0].group_ids == ("g0",)
 
 
-def test_refusals_count(world: World) -> None:
+def test_refusals_count_as_overload(world: World) -> None:
     world.used, world.refused_tokens = 1900, 300
     assert [decision.action for decision in world.tick(5)] == [Action.MERGE]
 
 
-def test_waiting_at_workers_counts(world: World) -> None:
+def test_requests_waiting_at_workers_count_as_overload(world: World) -> None:
     members = (MemberUse("w0", UNMERGED, 900, UNMERGED),)
     groups = tuple(GroupUse(f"g{n}", MODEL, members, 1, 200) for n in range(2))
     for tick in range(20):
@@ -335,7 +335,7 @@ def test_waiting_at_workers_counts(world: World) -> None:
     assert found[0].reason.load.waiting_tokens == 400
 
 
-def test_it_does_not_decide_again_before_it_shows() -> None:
+def test_no_second_decision_precedes_the_effect_of_the_first() -> None:
     world = World(delay_s=1e9)
     world.tick(20)
     world.used, world.queued_tokens = 1900, 300
@@ -367,7 +367,7 @@ def test_a_split_needs_room_in_each_member() -> None:
     assert [one.action for decisions in found for one in decisions] == [Action.SPLIT]
 
 
-def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
+def test_a_lack_of_partners_is_reported_once_per_overload(world: World) -> None:
     world.used, world.queued_tokens = 1900, 300
     world.tick(20)
     world.used = 1700
@@ -383,7 +383,7 @@ def test_nothing_to_merge_is_said_once_per_overload(world: World) -> None:
     assert [decision.action for decision in world.tick(50)] == [Action.EXHAUSTED]
 
 
-def test_a_shortfall_ends_though_nobody_reports() -> None:
+def test_a_shortfall_ends_without_reports() -> None:
     monitor, now_s = OverloadMonitor(), 0.0
     full = GroupUse("g0", MODEL, (MemberUse("w0", 1000, 1000, 1000),), 9, 9000)
     silent = GroupUse("g0", MODEL, (), report_status=ReportStatus.SILENT, silent_ids=("w0",))
@@ -406,7 +406,7 @@ def test_a_shortfall_ends_though_nobody_reports() -> None:
     assert monitor.shortfalls == {MODEL: 0}
 
 
-def test_merges_that_gain_too_little_are_told_once_per_overload() -> None:
+def test_insufficient_merges_are_reported_once_per_overload() -> None:
     world = World(delay_s=1e9)
     world.tick(20)
     monitor = world.monitor
@@ -434,7 +434,7 @@ def test_a_model_without_reported_groups_has_no_load() -> None:
     assert OverloadMonitor().load(MODEL) == ModelLoad(*[0] * len(fields(ModelLoad)))
 
 
-def test_silent_groups_hold_nothing() -> None:
+def test_silent_groups_have_no_load() -> None:
     """The free KV of a frozen worker must not hide an overload of the others."""
     groups = tuple(
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, used, 1000),))
@@ -458,7 +458,7 @@ def test_kv_of_a_leaving_worker_is_no_capacity() -> None:
     assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 800)
 
 
-def test_a_group_that_changes_over_for_ever_holds_nobody_up_for_ever() -> None:
+def test_an_endless_changeover_delays_decisions_for_a_limited_time() -> None:
     full = tuple(
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
     )
@@ -482,7 +482,7 @@ def test_a_worker_that_falls_silent_now_and_then_does_not_restart_the_dwell_time
     assert [one.action for one in found] == [Action.SPLIT]
 
 
-def test_nothing_is_decided_while_a_group_changes_over() -> None:
+def test_no_decision_is_made_during_a_changeover() -> None:
     full = tuple(
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1000, 1000, 1000),), 4, 400) for n in (1, 2)
     )
@@ -504,7 +504,7 @@ def test_recompute_and_swap_never_merge(policy: OverloadPolicy) -> None:
     assert [decision.action for decision in world.tick(200)] == [Action.EXHAUSTED]
 
 
-def test_by_hand(world: World) -> None:
+def test_manual_changes_are_planned(world: World) -> None:
     merge = world.change(Action.MERGE)
     assert (merge.reason.cause, merge.action) == (Cause.MANUAL, Action.MERGE)
     assert merge.group_ids == ("g0",)
@@ -518,11 +518,11 @@ def test_by_hand(world: World) -> None:
     assert world.tick(150)[0].action is Action.MERGE
 
 
-def test_unknown_models_by_hand(world: World) -> None:
+def test_manual_changes_of_unknown_models_are_refused(world: World) -> None:
     assert world.monitor.handle(ManualChange(0.0, "other", Action.MERGE)) == []
 
 
-def test_models_are_apart() -> None:
+def test_models_are_independent() -> None:
     monitor = OverloadMonitor()
     groups = tuple(
         GroupUse(f"{name}{n}", name, (MemberUse(f"{name}{n}", 1000, used, 1000),))
@@ -615,7 +615,7 @@ def preparing_to_split(**config: object) -> World:
     return world
 
 
-def test_a_split_that_is_prepared_is_called_off_when_load_returns() -> None:
+def test_a_prepared_split_is_cancelled_when_load_returns() -> None:
     world = preparing_to_split()
     world.used, world.queued_tokens = 1000, 400
     (decision,) = world.tick(20)
@@ -636,7 +636,7 @@ def test_a_split_goes_on_while_its_requests_fit() -> None:
     assert {one.action for one in world.tick(100)} <= {Action.SPLIT}
 
 
-def test_after_a_split_there_is_nothing_to_call_off() -> None:
+def test_a_completed_split_is_not_cancelled() -> None:
     world = preparing_to_split()
     world.tick(170)
     assert not world.merged
@@ -644,7 +644,7 @@ def test_after_a_split_there_is_nothing_to_call_off() -> None:
     assert [one.action for one in world.tick(20)] == [Action.MERGE]
 
 
-def test_a_split_because_a_member_leaves_is_not_called_off() -> None:
+def test_a_split_for_a_leaving_member_is_not_cancelled() -> None:
     world = preparing_to_split()
     world.leaving = True
     world.used, world.queued_tokens = 1000, 400

@@ -79,12 +79,12 @@ def test_nothing_moves_where_it_cannot_run(other: GroupUse) -> None:
     assert not rebalancer.may_help(groups, 5.0, 0.0)
 
 
-def test_a_merged_group_gives_nothing_away() -> None:
+def test_a_merged_group_moves_no_requests() -> None:
     groups = [use("a", 9900, waiting_tokens=800, layout=""), use("b", 2000)]
     assert moves(Rebalancer(), groups, 0.0) == []
 
 
-def test_one_move_at_a_time_then_a_rest() -> None:
+def test_moves_are_sequential_with_a_pause() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000)]
     assert len(moves(rebalancer, groups, 0.0)) == 1
@@ -145,7 +145,7 @@ def test_a_move_that_was_not_tried_causes_no_back_off() -> None:
         now_s += REST_S
 
 
-def test_moves_help_until_they_have_not_for_long() -> None:
+def test_moves_are_useful_until_they_fail_for_long() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000)]
     rebalancer.note_groups(groups, 0.0)
@@ -172,7 +172,7 @@ def test_room_for_a_large_request_is_made_where_most_is_free() -> None:
     assert moves(Rebalancer(), groups, 0.0, first_queued_tokens=9000) == []  # no room for so much
 
 
-def test_the_policy_migrate_evens_out() -> None:
+def test_the_policy_migrate_balances_load() -> None:
     groups = [use("a", 8000, running=20), use("b", 1000, running=2), use("c", 1000, running=2)]
     assert moves(Rebalancer(), groups, 0.0) == []
     (move,) = moves(Rebalancer(), groups, 0.0, evenly=True)

@@ -46,7 +46,7 @@ def test_each_prefill_worker_is_connected_to_each_decode_worker() -> None:
     }
 
 
-def test_without_roles_nobody_is_connected() -> None:
+def test_no_workers_are_connected_without_roles() -> None:
     groups = [alone(name) for name in ROLES]
     assert peers(groups, {}) == {}
     assert peers(groups, dict.fromkeys(ROLES, Role.MIXED)) == {}

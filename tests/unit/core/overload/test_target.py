@@ -25,5 +25,5 @@ def test_each_merge_gets_its_share_and_matches_the_split() -> None:
         assert target.tokens_after > before
 
 
-def test_without_merges() -> None:
+def test_a_plan_without_merges_has_no_targets() -> None:
     assert targets_of(plan_drop([], {}, 1), {}, {}) == ()

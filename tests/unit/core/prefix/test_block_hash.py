@@ -19,19 +19,19 @@ def _hashes(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
     return list(block_hashes(root, tokens, 4))
 
 
-def test_prompts_that_begin_alike_share_the_hashes_of_their_first_blocks() -> None:
+def test_prompts_with_a_common_prefix_share_hashes() -> None:
     first, second = _hashes([1, 2, 3, 4, 5, 6, 7, 8]), _hashes([1, 2, 3, 4, 5, 6, 7, 9])
     assert first[0] == second[0]
     assert first[1] != second[1]
     assert {len(one) for one in first} == {HASH_BYTES}
 
 
-def test_a_block_that_is_not_full_has_no_hash() -> None:
+def test_a_partial_block_has_no_hash() -> None:
     assert _hashes([1, 2, 3]) == []
     assert _hashes([1, 2, 3, 4, 5, 6, 7]) == _hashes([1, 2, 3, 4])
 
 
-def test_the_same_tokens_after_others_have_another_hash() -> None:
+def test_a_hash_depends_on_the_preceding_tokens() -> None:
     assert len(set(_hashes([7] * 16))) == 4
 
 

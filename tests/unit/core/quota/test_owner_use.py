@@ -32,7 +32,7 @@ def exceeded(result: Reservation | Exceeded | None) -> Exceeded:
     return result
 
 
-def test_without_limits_everything_has_room() -> None:
+def test_all_requests_are_admitted_without_limits() -> None:
     free = use()
     assert all(free.enter(0.0) is None for _ in range(1000))
     assert reserved(free.reserve(10**9, (10**9,), 0.0))
@@ -40,7 +40,7 @@ def test_without_limits_everything_has_room() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 30)), max_size=60), st.integers(1, 3000))
-def test_never_more_than_the_limit_and_a_bucket(
+def test_use_never_exceeds_limit_plus_bucket(
     asks: list[tuple[float, int]], per_minute: int
 ) -> None:
     one, now_s, taken = SharedRate(REQUESTS_BURST_MIN, 1), 0.0, 0
@@ -54,7 +54,7 @@ def test_never_more_than_the_limit_and_a_bucket(
 
 
 @given(st.floats(0.01, 100), st.integers(1, 5000), st.integers(1, 20_000))
-def test_an_owner_that_waits_as_long_as_told_has_room(
+def test_an_owner_that_waits_for_retry_after_is_admitted(
     first: float, per_minute: int, amount: int
 ) -> None:
     one = SharedRate(TOKENS_BURST_MIN, 1)
@@ -67,14 +67,14 @@ def test_an_owner_that_waits_as_long_as_told_has_room(
         assert one.take(amount, per_minute, 1.001 + 1.001 * wait_s) is None
 
 
-def test_a_lower_limit_leaves_nothing_of_a_higher_one() -> None:
+def test_a_lowered_limit_applies_at_once() -> None:
     one = use(requests=1_000_000)
     assert one.enter(0.0) is None
     one.limits = QuotaLimits(requests_per_minute=10)
     assert sum(one.enter(0.0) is None for _ in range(1000)) <= 2 * REQUESTS_BURST_MIN
 
 
-def test_what_is_given_back_never_piles_up() -> None:
+def test_returned_tokens_do_not_exceed_the_bucket() -> None:
     one = use(tokens=60_000)
     for second in range(120):
         for _ in range(10):
@@ -85,7 +85,7 @@ def test_what_is_given_back_never_piles_up() -> None:
     assert standing.remaining <= 2 * BURST * 60_000
 
 
-def test_places_and_how_long_they_take() -> None:
+def test_concurrent_places_and_their_retry_times() -> None:
     one = use(places=2)
     assert one.enter(0.0) is None and one.enter(0.0) is None
     refused = exceeded(one.enter(0.0))
@@ -106,7 +106,7 @@ def test_a_refused_request_takes_nothing() -> None:
     assert one.running == 1
 
 
-def test_what_was_not_served_is_given_back() -> None:
+def test_unserved_requests_are_refunded() -> None:
     one = use(requests=60)
     for _ in range(100):
         assert one.enter(0.0) is None
@@ -140,7 +140,7 @@ def test_tokens_are_reserved_and_settled() -> None:
     assert reserved(one.reserve(0, (20,), 0.0)).charged == 20
 
 
-def test_an_owner_in_debt_is_refused_before_anything_is_read() -> None:
+def test_an_owner_in_debt_is_refused_before_parsing() -> None:
     one = use(tokens=6000)
     one.settle(reserved(one.reserve(100, (10_000,), 0.0)), 5000, True, 0.0)
     refused = exceeded(one.enter(0.0))
@@ -149,7 +149,7 @@ def test_an_owner_in_debt_is_refused_before_anything_is_read() -> None:
     assert one.enter(refused.retry_after_s) is None
 
 
-def test_a_prompt_that_never_has_room_is_not_told_to_come_again() -> None:
+def test_a_prompt_beyond_the_limit_has_no_retry_after() -> None:
     one = use(tokens=6000)
     refused = exceeded(one.reserve(6001, (1,), 0.0))
     assert refused.retry_after_s is None and refused.asked == 6001
@@ -159,7 +159,7 @@ def test_a_prompt_that_never_has_room_is_not_told_to_come_again() -> None:
     assert wait_s is not None and 35 < wait_s < 45
 
 
-def test_standings_come_back() -> None:
+def test_standings_round_trip() -> None:
     one = use(requests=60, tokens=6000)
     for _ in range(REQUESTS_BURST_MIN):
         assert one.enter(0.0) is None

@@ -101,7 +101,7 @@ def test_the_worker_with_the_adapter_runs_it() -> None:
     assert placed(scheduler.ask("r3", adapter=C)).worker_id == first
 
 
-def test_it_waits_as_long_as_a_load_takes_before_another_worker_loads_it() -> None:
+def test_a_request_waits_for_a_load_time_before_a_second_load() -> None:
     scheduler = serving(use(ready(A, running=1, load_s=2.0)), use(free=1))
     scheduler.report("w0", free=1, adapter_use=use(ready(A, running=1)))
     assert not assigned(scheduler.ask("r0", adapter=A))
@@ -121,7 +121,7 @@ def test_a_busy_worker_with_the_adapter_competes_with_an_idle_one_that_loads_it(
     assert placed(scheduler.ask("r0", adapter=A)).worker_id == worker
 
 
-def test_only_an_idle_adapter_gives_its_slot_away() -> None:
+def test_only_an_idle_adapter_is_evicted() -> None:
     scheduler = serving(use(ready(A, running=1), ready(B)))
     assert placed(scheduler.ask("r0", adapter=C)).worker_id == "w0"
     # The slot of B is reserved, and A is in use.
@@ -141,7 +141,7 @@ def test_a_reservation_that_expires_frees_the_slot() -> None:
     assert assigned(scheduler.report(now_s=later, adapter_use=use(free=1))) == ["r1"]
 
 
-def test_adapters_that_cannot_be_placed_hold_nobody_up() -> None:
+def test_unplaceable_adapters_block_no_other_request() -> None:
     scheduler = serving(use(ready(A, running=1)), overtaken_max=0, queue_limit=100)
     # More than the choice of the next request examines.
     for number in range(40):
@@ -168,7 +168,7 @@ def test_an_overtaken_adapter_holds_only_groups_that_take_it() -> None:
     assert assigned(scheduler.report("full", adapter_use=use(free=1))) == ["large"]
 
 
-def test_a_request_that_may_crash_an_engine_needs_its_adapter_too() -> None:
+def test_an_isolated_request_needs_its_adapter() -> None:
     scheduler = Scheduler()
     scheduler.serve("old")
     scheduler.join("new", adapter_rank_max=16)
@@ -257,7 +257,7 @@ def test_each_request_starts_where_its_adapter_has_a_slot(seed: int) -> None:
     assert workers.started == workers.asked.keys()
 
 
-def test_a_rare_adapter_is_not_starved_by_one_in_steady_use() -> None:
+def test_a_rare_adapter_is_not_starved_by_a_busy_adapter() -> None:
     workers = Workers(1)
     workers.slots["w1"] = 0
     workers.slots["w0"] = 1

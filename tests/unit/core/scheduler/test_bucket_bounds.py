@@ -120,7 +120,7 @@ def test_mass_in_the_upper_half_is_split() -> None:
     assert bounds == (4096,)
 
 
-def test_the_papers_bisection_splits_once_per_pass_where_more_than_half_are_shorter() -> None:
+def test_the_bisection_of_the_paper_splits_once_per_pass() -> None:
     lengths = [3500] * 10 + [100] * 30 + [900] * 2
     first = bisected_bounds((), lengths, 7_000, 4095)
     assert first == (2047, 4095)
@@ -131,7 +131,7 @@ def test_the_papers_bisection_splits_once_per_pass_where_more_than_half_are_shor
     assert bisected_bounds(third, lengths, 10**6, 4095) == (4095,), "less than a batch waits"
 
 
-def test_the_papers_bisection_is_bounded_here() -> None:
+def test_the_bisection_of_the_paper_is_bounded() -> None:
     bounds: tuple[int, ...] = ()
     for _ in range(40):
         bounds = bisected_bounds(bounds, [1] * 50 + [2, 5, 9, 17, 40, 100], 1.0, 2**20)
@@ -139,7 +139,7 @@ def test_the_papers_bisection_is_bounded_here() -> None:
     assert len(bounds) == BUCKETS_MAX
 
 
-def test_a_batch_has_as_many_requests_as_fit_in_order() -> None:
+def test_a_batch_takes_fitting_requests_in_order() -> None:
     assert batch_size([5, 5, 5], 10) == 2
     assert batch_size([50, 1, 1], 10) == 0
     assert batch_size([1, 2], inf) == 2

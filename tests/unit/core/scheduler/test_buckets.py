@@ -116,7 +116,7 @@ def runs(lengths: list[int]) -> int:
 
 @pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.PRIORITY, Scheduling.FCFS])
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_alike_start_one_after_another(mode: Bucketing, scheduling: Scheduling) -> None:
+def test_similar_requests_start_consecutively(mode: Bucketing, scheduling: Scheduling) -> None:
     mixed = [16, 300] * 100
     # Without overtaking, which groups the short ones while a long one does not fit.
     plain = line(Bucketing.OFF, scheduling=scheduling, overtaken_max=0)
@@ -233,7 +233,7 @@ def test_a_request_of_the_wrong_length_starts_although_others_never_end(order: B
 
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.SLO])
 @pytest.mark.parametrize("seed", range(6))
-def test_off_is_the_order_without_buckets(seed: int, scheduling: Scheduling) -> None:
+def test_off_keeps_the_order_without_buckets(seed: int, scheduling: Scheduling) -> None:
     events = random_events(seed, services=True)
     plain = decide(ClassRules(scheduling), events)
     for order in BucketSort:
@@ -253,7 +253,7 @@ def test_invariants_hold_with_any_policy(
     assert len(starts) > 20
 
 
-def test_the_snapshot_has_the_buckets() -> None:
+def test_the_snapshot_lists_the_buckets() -> None:
     requests = line()
     for tokens in [20] * 60 + [300] * 40:
         requests.ask(tokens)

@@ -46,7 +46,7 @@ def test_a_retry_within_the_window_uses_its_booking() -> None:
     assert calendar.ended == {BookingEnd.USED: 1} and len(calendar) == 0
 
 
-def test_a_client_that_comes_early_keeps_its_booking() -> None:
+def test_an_early_client_keeps_its_booking() -> None:
     calendar = Calendar()
     booking = booked(calendar, 0.0, 1, earliest_s=5.0)
     assert booked(calendar, 0.5, 1, earliest_s=6.0) is booking
@@ -124,7 +124,7 @@ def test_a_full_calendar_makes_no_booking() -> None:
     assert calendar.book(0.3, "a", (-1,), 1, math.inf, RATE) is None
 
 
-def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
+def test_the_shape_falls_back_to_known_fields() -> None:
     ask = Ask("r", "m", 30, 7, prefix=ThinHashes(8, (1, 2)))
     assert shape_of(ask) == (30, 7, 2)
     assert shape_of(Ask("r", "m", 30, 7)) == (30, 7)
@@ -138,7 +138,7 @@ def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Boo
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None:
+def test_identical_requests_get_different_return_times(seed: int) -> None:
     """Of many identical requests, as many are served per second as of different ones."""
     rng = random.Random(seed)
     calendar, returns = Calendar(), list[float]()
@@ -161,7 +161,7 @@ def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None
     assert max(per_s.values()) <= 10
 
 
-def test_of_bookings_that_are_alike_the_first_is_released() -> None:
+def test_the_first_of_identical_bookings_is_released() -> None:
     calendar = Calendar()
     bookings = {refuse(calendar, 0.0, 1) for _ in range(30)}
     first, *others = sorted(booking.due_s for booking in bookings if booking is not None)
@@ -180,7 +180,7 @@ def test_of_bookings_that_are_alike_the_first_is_released() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_refusals_and_retries(seed: int) -> None:
+def test_random_refusals_and_retries_keep_the_invariants(seed: int) -> None:
     """No request has two bookings, no slot more time than it has, no owner that of another."""
     rng = random.Random(seed)
     calendar, now_s = Calendar(), rng.uniform(0, 1000)
@@ -238,7 +238,7 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_owner_that_comes_late_has_its_share(seed: int) -> None:
+def test_a_late_owner_gets_its_share(seed: int) -> None:
     """An owner that has booked all time delays another no longer than equal shares would."""
     rng = random.Random(seed)
     calendar, due = Calendar(), defaultdict[str, list[float]](list)
@@ -286,7 +286,7 @@ def test_a_single_owner_has_all_slots() -> None:
     assert max(due) <= 900 / 9 + 5
 
 
-def test_many_refusals_cost_little() -> None:
+def test_cost_of_many_refusals_is_bounded() -> None:
     """A refusal costs a small part of handling its ask, however full the calendar is."""
     calendar = Calendar()
     began_s = time.perf_counter()

@@ -77,7 +77,7 @@ def decide(rules: ClassRules, events: list[Event], **settings: object) -> list[l
 @pytest.mark.parametrize("settings", [{}, {"ttft": TOKEN_COSTS}, {"overtaken_max": 0}])
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PREFILL_FIRST])
 @pytest.mark.parametrize("seed", range(8))
-def test_under_fcfs_a_class_decides_nothing(
+def test_fcfs_ignores_classes(
     seed: int, scheduling: Scheduling, settings: dict[str, object]
 ) -> None:
     alike, mixed = (random_events(seed, services) for services in (False, True))
@@ -89,7 +89,7 @@ def test_under_fcfs_a_class_decides_nothing(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", range(8))
-def test_requests_of_one_class_are_served_as_under_fcfs(seed: int, order: Order) -> None:
+def test_requests_of_a_single_class_are_served_as_under_fcfs(seed: int, order: Order) -> None:
     events = random_events(seed, services=False)
     found = decide(ClassRules(Scheduling.PRIORITY, order), events)
     assert found == decide(NO_CLASSES, events)

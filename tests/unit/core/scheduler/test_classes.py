@@ -58,7 +58,7 @@ def groups(commands: list[Command]) -> list[str]:
         (Service(ServiceClass.BATCH, rank=2), 5.0, (1.0, 2.0, 5.0)),
     ],
 )
-def test_a_deadline_is_the_arrival_and_the_target(
+def test_a_deadline_is_arrival_plus_target(
     service: Service, arrival_s: float, key: tuple[float, ...]
 ) -> None:
     assert by_deadline(service, arrival_s) == key
@@ -74,7 +74,7 @@ def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
     assert found == ["soon", "none", "late", "batch"]
 
 
-def test_class_goes_before_class_by_rank_and_batch_is_last() -> None:
+def test_classes_are_ordered_by_rank_with_batch_last() -> None:
     scheduler = joined()
     for name, service in [("b", BATCH), ("s", Service()), ("i", URGENT)]:
         scheduler.ask(name, service=service)
@@ -105,7 +105,7 @@ def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
     assert found == ["online", *(f"b{number}" for number in range(20)), "b"]
 
 
-def test_tenants_take_turns_by_what_they_have_got() -> None:
+def test_tenants_are_ordered_by_received_service() -> None:
     scheduler = joined(100)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"), prompt_tokens=16)
@@ -116,7 +116,7 @@ def test_tenants_take_turns_by_what_they_have_got() -> None:
     assert found == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "a5", "b2"]
 
 
-def test_a_tenant_that_comes_late_owes_and_is_owed_nothing() -> None:
+def test_a_late_tenant_starts_without_credit_or_debt() -> None:
     scheduler = joined(100, growth_blocks=0)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"))
@@ -192,7 +192,7 @@ def test_online_load_decides_before_batch_load_for_online_requests(
     assert groups(scheduler.ask("online")) == ["w1"]
 
 
-def test_of_groups_with_the_same_room_that_with_fewer_online_sequences_is_taken() -> None:
+def test_ties_in_room_go_to_the_group_with_fewer_online_sequences() -> None:
     scheduler = make(growth_blocks=0)
     scheduler.join("w0")
     scheduler.join("w1")
@@ -262,7 +262,7 @@ def test_an_owner_that_floods_the_queue_leaves_others_their_places() -> None:
     assert refusal(scheduler.ask("a4", service=of("a"), now_s=9.0)).request_id == "a4"
 
 
-def test_batch_places_are_shared_by_owners_and_given_to_whoever_is_online() -> None:
+def test_batch_places_are_shared_by_owners_and_yielded_to_online_requests() -> None:
     scheduler = make(4, rules={"batch_queue_limit": 3})
     for number in range(3):
         scheduler.ask(f"a{number}", service=of("a", BATCH), now_s=1.0 + number)
@@ -276,14 +276,14 @@ def test_batch_places_are_shared_by_owners_and_given_to_whoever_is_online() -> N
     assert gone == ["a1", "b0", "a0", "s4"]
 
 
-def test_under_fcfs_owners_have_no_places() -> None:
+def test_fcfs_has_no_places_by_owner() -> None:
     scheduler = Scheduler(2)
     scheduler.ask("a0", service=of("a"))
     scheduler.ask("a1", service=of("a"))
     assert refusal(scheduler.ask("b", service=of("b", URGENT))).request_id == "b"
 
 
-def test_one_that_was_assigned_before_keeps_its_place() -> None:
+def test_a_previously_assigned_request_keeps_its_place() -> None:
     scheduler = make(1)
     scheduler.ask("b", service=BATCH, resumed=True)
     assert refusal(scheduler.ask("online")).request_id == "online"
@@ -302,7 +302,7 @@ def test_batch_requests_have_places_and_a_deadline_of_their_own() -> None:
     assert late.request_id == "b0" and "within 500 s" in late.message
 
 
-def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
+def test_retry_after_follows_the_progress_of_the_class() -> None:
     scheduler = make(100, growth_blocks=0, rules={"batch_queue_limit": 10})
     scheduler.serve(free=1000, total=1000)
     for number in range(20):
@@ -329,9 +329,7 @@ def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
 
 
 @pytest.mark.parametrize(("order", "starts"), [(Order.CLASS, True), (Order.DEADLINE, False)])
-def test_a_place_comes_too_late_behind_those_that_may_stand_before(
-    order: Order, starts: bool
-) -> None:
+def test_expiry_counts_requests_that_may_still_overtake(order: Order, starts: bool) -> None:
     scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"class_order": order})
     scheduler(ShortfallsReported(0.0, {"m": 1}))
     for number in range(70):
@@ -358,7 +356,7 @@ def test_batch_requests_are_no_demand() -> None:
     assert demand.arriving_tokens_per_s > 0 and demand.batch_queued == 1
 
 
-def test_under_fcfs_every_class_is_demand() -> None:
+def test_fcfs_counts_every_class_as_demand() -> None:
     scheduler = Scheduler()
     scheduler.join()
     scheduler.ask("b", service=BATCH, now_s=100.0)
@@ -366,7 +364,7 @@ def test_under_fcfs_every_class_is_demand() -> None:
     assert (demand.queued, demand.batch_queued) == (1, 0)
 
 
-def test_numbers_are_told_by_class() -> None:
+def test_numbers_are_reported_by_class() -> None:
     scheduler = make(2)
     scheduler.ask("b0", service=BATCH, now_s=1.0)
     scheduler.ask("s0", now_s=2.0)
@@ -378,7 +376,7 @@ def test_numbers_are_told_by_class() -> None:
     assert (now.queued, now.oldest_wait_s) == (2, 3.0)
 
 
-def test_a_log_holds_the_rules_of_classes() -> None:
+def test_an_event_log_records_the_class_rules() -> None:
     new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
     assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
 
@@ -386,7 +384,7 @@ def test_a_log_holds_the_rules_of_classes() -> None:
 # --- what batch work does not take from others
 
 
-def test_a_backlog_of_batch_requests_says_nothing_about_the_pace_of_online_ones() -> None:
+def test_a_batch_backlog_does_not_determine_the_online_rate() -> None:
     """The workers were hardly asked before: they could do more than that."""
     scheduler = make(1024, queue_deadline_s=120.0)
     scheduler.join(capacity_blocks=4000)
@@ -431,7 +429,7 @@ def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("batch_groups", [1, 5])
-def test_the_only_group_that_is_left_takes_all(batch_groups: int) -> None:
+def test_the_last_group_gets_all_requests(batch_groups: int) -> None:
     scheduler = make(100, rules={"batch_groups": batch_groups})
     scheduler.join("w0")
     scheduler.join("w1")

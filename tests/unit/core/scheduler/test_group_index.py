@@ -61,7 +61,7 @@ def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadRepo
 
 @pytest.mark.parametrize("groups", [1, 5, DIRECT_MAX // 2, 3 * DIRECT_MAX])
 @pytest.mark.parametrize("seed", range(8))
-def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
+def test_the_index_equals_a_linear_scan(seed: int, groups: int) -> None:
     rng, now_s = random.Random(seed), 10.0
     index = GroupIndex(kv_share)
     for number in range(groups):

@@ -44,7 +44,7 @@ class Line:
                 self.assigned[one.request_id] = one.group_id
 
 
-def test_short_requests_run_where_a_large_one_never_could() -> None:
+def test_short_requests_pass_a_large_request_that_cannot_run_there() -> None:
     line = Line()
     line.ask("large", 20_000)
     for number in range(50):
@@ -56,7 +56,7 @@ def test_short_requests_run_where_a_large_one_never_could() -> None:
     assert line.assigned["large"] == "merged"
 
 
-def test_one_that_every_group_could_run_holds_them_all() -> None:
+def test_a_request_that_fits_every_group_holds_the_queue() -> None:
     line = Line()
     line.free = 10
     line.report("alone", line.free, SMALL)

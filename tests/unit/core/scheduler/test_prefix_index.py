@@ -40,7 +40,7 @@ def chat(rng: random.Random) -> ThinHashes:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
+def test_the_index_equals_a_full_scan(seed: int) -> None:
     rng = random.Random(seed)
     index, plain = PrefixIndex(), PlainIndex()
     matched = 0
@@ -75,7 +75,7 @@ def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
     assert matched > 300
 
 
-def test_of_equals_the_latest_comes_first() -> None:
+def test_ties_go_to_the_latest_group() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     for group_id in ("b", "a", "c"):
         index.join(group_id, 100)
@@ -83,7 +83,7 @@ def test_of_equals_the_latest_comes_first() -> None:
     assert list(index.by_longest_match(ThinHashes(8, (1, 2, 3)))) == ["c", "a", "b"]
 
 
-def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round() -> None:
+def test_long_and_short_prompts_share_prefixes() -> None:
     index = PrefixIndex()
     index.join("a", 1000)
     index.insert("a", ThinHashes(8, (1, 2, 3, 4)))  # blocks 8, 16, 24, 32
@@ -92,7 +92,7 @@ def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round()
     assert index.matched_blocks("a", ThinHashes(8, (1, 2, 3, 4, 5, 6))) == 48
 
 
-def test_a_group_that_comes_back_has_nothing() -> None:
+def test_a_returning_group_has_no_prefixes() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     index.join("a", 100)
     index.insert("a", prefix)

@@ -325,7 +325,7 @@ def test_every_ask_ends_exactly_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_replay_by_what_is_cached_decides_the_same_again(seed: int) -> None:
+def test_a_replay_with_prefixes_repeats_the_decisions(seed: int) -> None:
     world = World(seed, 8, TOKEN_COSTS)
     for _ in range(400):
         world.step()

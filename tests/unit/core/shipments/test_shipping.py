@@ -13,7 +13,7 @@ def prompt(world: ShippingWorld, tokens: int) -> tuple[int, ...]:
     return tuple(world.rng.randrange(VOCABULARY) for _ in range(tokens))
 
 
-def test_a_request_moves_and_runs_at_most_a_block_and_a_token_again() -> None:
+def test_a_move_recomputes_at_most_a_block_and_a_token() -> None:
     world = ShippingWorld(1)
     client = world.start("a", prompt(world, 40), 60, "w0")
     world.run_until(lambda: len(client.tokens) > 10)
@@ -58,7 +58,7 @@ def test_no_kv_is_shared_between_salts() -> None:
     assert other.tokens == output_of(other.request)
 
 
-def test_another_layout_is_refused_and_the_request_runs_on() -> None:
+def test_a_mismatched_layout_is_refused_and_the_request_continues() -> None:
     world = ShippingWorld(4, layouts=("one", "other"))
     client = world.start("a", prompt(world, 40), 60, "w0")
     world.run_until(lambda: len(client.tokens) > 2)
@@ -70,7 +70,7 @@ def test_another_layout_is_refused_and_the_request_runs_on() -> None:
     assert client.worker == "w0" and client.tokens == output_of(client.request)
 
 
-def test_a_full_target_takes_none() -> None:
+def test_a_full_target_accepts_no_request() -> None:
     world = ShippingWorld(5, num_blocks=40)
     world.start("there", prompt(world, 100), 50, "w1")
     client = world.start("a", prompt(world, 60), 60, "w0")
@@ -256,7 +256,7 @@ def test_random_moves_losses_aborts_and_pressure(seed: int) -> None:
     world.finish()
 
 
-def test_random_worlds_do_move_requests() -> None:
+def test_random_worlds_move_requests() -> None:
     """The property test above is about something."""
     world = ShippingWorld(11, workers=3, num_blocks=120)
     for number in range(10):
