@@ -17,14 +17,14 @@ def cost(engine_s: float, gateway_s: float, ttft_s: float) -> LoadCost:
 
 def record(gateway_s: float, ttft_s: float, p99_s: float) -> FrontRecord:
     """One pair of each load, and one round of each kind of lengths."""
-    found = FrontRecord()
-    for by in (found.alone, found.together):
+    front = FrontRecord()
+    for by in (front.alone, front.together):
         by[FRONT].append(cost(10.0, gateway_s, ttft_s))
         by[PLAIN].append(cost(10.0, 0.5, 0.1))
     for lengths in ("lengths of the trace", "equal lengths"):
-        found.dispatch.rates_per_s[lengths] = 2.0
-        found.dispatch.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
-    return found
+        front.dispatch.rates_per_s[lengths] = 2.0
+        front.dispatch.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
+    return front
 
 
 def test_bounds_cover_cpu_share_first_token_and_tail() -> None:

@@ -60,7 +60,7 @@ def test_exact_servers_agree_with_the_counts() -> None:
 def test_a_tier_of_half_the_size_misses_the_bars() -> None:
     record = talked(host_blocks=100)
     assert record.hits[WITH] < 0.85 * record.counted[WITH]
-    assert any("of the independent count" in one for one in problems_of(record))
+    assert any("of the independent count" in problem for problem in problems_of(record))
 
 
 def test_each_bar_that_is_missed_is_a_problem() -> None:

@@ -26,7 +26,7 @@ def test_prefix_count_equals_a_reference_cache() -> None:
             if beginning not in kept:
                 break
             hits += size
-        kept = [one for one in kept if one not in begun] + begun[::-1]
+        kept = [prefix for prefix in kept if prefix not in begun] + begun[::-1]
         kept = kept[-blocks:]
         cache.request(prompt)
         assert cache.hits == hits

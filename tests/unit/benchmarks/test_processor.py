@@ -18,9 +18,9 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 sve\n"
 def test_name_and_flags_are_read_from_the_first_processor(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(X86)
-    found = read_processor(path)
-    assert found.name == "Some Processor 9"
-    assert found.flags == ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+    processor = read_processor(path)
+    assert processor.name == "Some Processor 9"
+    assert processor.flags == ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
     path.write_text(ARM)
     assert read_processor(path).flags == ("asimd", "sve", "bf16")
     assert read_processor(path).name

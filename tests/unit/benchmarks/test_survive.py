@@ -36,7 +36,7 @@ def test_a_problem_names_its_part() -> None:
         "crowded: the survivors have enough KV for all requests",
         "etcd: the cluster did not settle after the outage",
     ]
-    assert problems[4:] == [f"no log entry checks {one}" for one in INVARIANTS]
+    assert problems[4:] == [f"no log entry checks {invariant}" for invariant in INVARIANTS]
 
 
 @pytest.mark.parametrize("problems", [[], ["a request is lost"]])
@@ -46,15 +46,15 @@ def test_logs_of_a_run_with_problems_are_kept_in_place_of_older_ones(
     disturbed = FaultCluster(DEPLOYMENT, 2, tmp_path / "run", {})
     state = property(lambda _: {"logs": tmp_path / "logs"})
     monkeypatch.setattr(FaultCluster, "state", state)
-    kept, said = tmp_path / "kept", list[str]()
+    kept, lines = tmp_path / "kept", list[str]()
     monkeypatch.setattr(cluster, "logs_folder", lambda _: kept)
     for file in ("run/events/worker-0.jsonl", "logs/worker-0.log", "kept/old"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(file)
-    disturbed.keep_if(problems, "survive", said.append)
+    disturbed.keep_if(problems, "survive", lines.append)
     names = {path.name for path in kept.rglob("*") if path.is_file()}
     assert names == ({"worker-0.jsonl", "worker-0.log"} if problems else {"old"})
-    assert said == ([f"logs: {kept}"] if problems else [])
+    assert lines == ([f"logs: {kept}"] if problems else [])
 
 
 def test_logs_are_stored_beside_the_file_or_in_a_temporary_folder(tmp_path: Path) -> None:

@@ -220,9 +220,9 @@ def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
         system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
         with refusing_address() as address:
             system.urls = (f"http://{address}",)
-            told = str(system.describe())
-        assert str(deployment.model_dir) not in told
-        assert deployment.model_name in told
+            description = str(system.describe())
+        assert str(deployment.model_dir) not in description
+        assert deployment.model_name in description
 
 
 def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:

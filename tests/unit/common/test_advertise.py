@@ -144,6 +144,8 @@ async def test_a_loopback_service_warns_if_it_listens_everywhere(
 ) -> None:
     config = ServiceConfig(etcd_url="http://127.0.0.1:2379", advertise=advertise)
     await advertised(config, host, 50051)
-    told = [one.getMessage() for one in caplog.records]
-    assert len(told) == warns
-    assert all("127.0.0.1:50051" in one and "set 'advertise'" in one for one in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warns
+    assert all(
+        "127.0.0.1:50051" in message and "set 'advertise'" in message for message in messages
+    )

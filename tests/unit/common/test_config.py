@@ -49,7 +49,7 @@ def test_defaults_and_values_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "messages"),
     [
         ({"prot": 1}, ("unknown configuration key 'prot'", "the test", "did you mean 'port'?")),
         ({"zzzzzz": 1}, ("'zzzzzz'", "known keys: name, port")),
@@ -80,10 +80,10 @@ def test_defaults_and_values_are_read() -> None:
         ({"key": ""}, ("'key' in the test is empty", "give the secret")),
     ],
 )
-def test_invalid_values_are_refused(data: dict[str, object], words: tuple[str, ...]) -> None:
+def test_invalid_values_are_refused(data: dict[str, object], messages: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(**data)
-    for word in words:
+    for word in messages:
         assert word in str(caught.value)
 
 
@@ -147,7 +147,7 @@ def test_invalid_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("key: hidden: x", "at line 1, column 12: mapping values are not allowed here"),
         ("a: 1\nkey: @hidden", "at line 2, column 6: found character '@' that cannot start"),
@@ -161,10 +161,10 @@ def test_invalid_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
         ("key: !!timestamp hidden", "it contains an invalid value or character"),
     ],
 )
-def test_invalid_yaml_is_not_quoted_in_the_error(text: str, told: str) -> None:
+def test_invalid_yaml_is_not_quoted_in_the_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match="it is not valid YAML") as caught:
         parse_yaml(text, "it")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     shown = "".join(traceback.format_exception(caught.value))
     assert "hidden" not in shown
 
@@ -218,13 +218,13 @@ def test_a_field_can_copy_another_field() -> None:
         "three",
         1,
     )
-    for data, said in (
+    for data, message in (
         ({"port": -1}, "0 to 65535"),
         ({"limit": 10}, "1 to 9"),
         ({"mode": "x"}, "fast, slow"),
         ({"key": " "}, "is empty"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             from_mapping(Other, data, "the test")
     assert "hidden" not in repr(Other(key="hidden"))
 

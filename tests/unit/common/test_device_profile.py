@@ -125,7 +125,7 @@ GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: x\nsource: y\n", "'cost' is missing"),
         ("name: x\nsource: y\ncost: {alpha_s: 1.0}\n", "'beta_s' is missing"),
@@ -135,10 +135,10 @@ GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.
         ("a: [", "not valid YAML"),
     ],
 )
-def test_an_invalid_file_is_a_short_error(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_a_short_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_profile(path)
 
 

@@ -46,7 +46,7 @@ def passes(spec: str, file: Path, parent: int = 0) -> tuple[int, int]:
 
 
 def names(file: Path) -> list[str]:
-    return [one["name"] for one in failpoint.read_hits(file)]
+    return [hit["name"] for hit in failpoint.read_hits(file)]
 
 
 def test_an_unarmed_failpoint_does_nothing(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ def test_a_held_process_waits_for_the_reader_of_the_file(tmp_path: Path) -> None
     try:
         while psutil.Process(held.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        assert [one["pid"] for one in failpoint.read_hits(file)] == [held.pid]
+        assert [hit["pid"] for hit in failpoint.read_hits(file)] == [held.pid]
         held.send_signal(signal.SIGCONT)
-        told, _ = held.communicate()
-        assert (held.returncode, told.count("passed")) == (0, 3)
+        output, _ = held.communicate()
+        assert (held.returncode, output.count("passed")) == (0, 3)
     finally:
         held.kill()
         held.wait()

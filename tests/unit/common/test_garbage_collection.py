@@ -32,6 +32,6 @@ def test_long_lived_objects_are_frozen() -> None:
             assert not gc.isenabled()
             kept.append([])
         assert gc.isenabled()
-        assert all(one is not kept[0] for one in gc.get_objects())
+        assert all(tracked is not kept[0] for tracked in gc.get_objects())
     finally:
         gc.unfreeze()

@@ -69,7 +69,7 @@ async def test_an_unknown_service_name_is_not_found() -> None:
             await status(stub, "a.B")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         listed = await stub.List(health_pb2.HealthListRequest(), timeout=DEADLINE_S)
-        assert {name: one.status for name, one in listed.statuses.items()} == {
+        assert {name: status.status for name, status in listed.statuses.items()} == {
             "": SERVING,
             NAME: NOT_SERVING,
             "another.Name": NOT_SERVING,

@@ -125,9 +125,11 @@ def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines:
     variables = {"ETCD_URL": "http://none:1", "LOG_LEVEL": level, "LOG_FORMAT": form}
     given = {f"TIDESERVE__{k}": v for k, v in variables.items()}
     done = run_python("-c", SPEAKING, env=python_environment() | given)
-    told = done.stderr.splitlines()
-    assert len(told) == len(lines)
-    assert all(re.fullmatch(line, said) for line, said in zip(lines, told, strict=True)), told
+    stderr_lines = done.stderr.splitlines()
+    assert len(stderr_lines) == len(lines)
+    assert all(
+        re.fullmatch(line, expected) for line, expected in zip(lines, stderr_lines, strict=True)
+    ), stderr_lines
 
 
 HANDSHAKE = """

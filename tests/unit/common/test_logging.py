@@ -91,17 +91,17 @@ def test_messages_of_request_exceptions_are_not_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exceptions quote what they meet, and that may be what the client said."""
-    words = "low" + "tide"
+    secret = "low" + "tide"
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:
         for form in ("json", "text"):
             set_up_logging("warning", form)
             try:
                 try:
-                    raise KeyError(words)
+                    raise KeyError(secret)
                 except KeyError as error:
-                    inner = [OSError(words), ValueError(words)]
-                    raise ExceptionGroup(words, inner) from error
+                    inner = [OSError(secret), ValueError(secret)]
+                    raise ExceptionGroup(secret, inner) from error
             except ExceptionGroup:
                 with request_ids("mine", ""):
                     logging.getLogger("x").exception("it failed")
@@ -110,7 +110,7 @@ def test_messages_of_request_exceptions_are_not_logged(
             for kind in ("KeyError", "OSError", "ValueError", "ExceptionGroup"):
                 assert f"builtins.{kind}" in shown
             assert "test_of_an_exception_in_a_request" in shown, "where it was"
-            assert words not in shown
+            assert secret not in shown
     finally:
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
 

@@ -40,12 +40,15 @@ async def test_a_change_of_a_record_reads_only_that_record(monkeypatch: pytest.M
     monkeypatch.setattr(membership, "read_record", noting)
     first = {"a": entry("a", 2), "b": entry("b", 3), "bad": Entry(b"\xff", 1, 4)}
     second = first | {"b": entry("b", 5, "later"), "c": entry("c", 6)}
-    third = {name: one for name, one in second.items() if name != "a"}
+    third = {name: entry for name, entry in second.items() if name != "a"}
     store = cast(Store, Listings(first, second, third, first))
     directory = Directory(store, WORKERS, record_pb2.WorkerRecord)
     await directory.run()
     assert read == ["a", "b", "bad", "b", "c", "a", "b"]
-    assert {key: one.incarnation for key, one in directory.records.items()} == {"a": "i", "b": "i"}
+    assert {key: record.incarnation for key, record in directory.records.items()} == {
+        "a": "i",
+        "b": "i",
+    }
 
 
 class AwayStore:

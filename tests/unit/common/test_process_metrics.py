@@ -36,15 +36,15 @@ def make_certificate(folder: Path) -> Path:
 
 def test_the_certificate_expiry_equals_that_of_openssl(tmp_path: Path) -> None:
     path = make_certificate(tmp_path)
-    told = subprocess.run(
+    output = subprocess.run(
         ["openssl", "x509", "-in", str(path), "-noout", "-enddate", "-dateopt", "iso_8601"],
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     ).stdout
-    told = told.strip().removeprefix("notAfter=")
-    expected = datetime.strptime(told, "%Y-%m-%d %H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    output = output.strip().removeprefix("notAfter=")
+    expected = datetime.strptime(output, "%Y-%m-%d %H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     assert expiry_unix_s(path) == expected
 
 

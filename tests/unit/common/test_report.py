@@ -29,17 +29,17 @@ from tideserve.memmgr.v1 import memmgr_pb2
 
 def filled(message: Message) -> Any:
     """The message with another value in each field."""
-    for one, number in zip(message.DESCRIPTOR.fields, count(1)):
-        if one.message_type is not None:
-            getattr(message, one.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)
-        elif one.is_repeated:
-            value: Any = ["a", "b"] if one.type == one.TYPE_STRING else [number, number + 1]
-            getattr(message, one.name).extend(value)
-        elif one.type == one.TYPE_BOOL:
-            setattr(message, one.name, True)
+    for field, number in zip(message.DESCRIPTOR.fields, count(1)):
+        if field.message_type is not None:
+            getattr(message, field.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)
+        elif field.is_repeated:
+            value: Any = ["a", "b"] if field.type == field.TYPE_STRING else [number, number + 1]
+            getattr(message, field.name).extend(value)
+        elif field.type == field.TYPE_BOOL:
+            setattr(message, field.name, True)
         else:
-            kind = {one.TYPE_STRING: str, one.TYPE_DOUBLE: float}.get(one.type, int)
-            setattr(message, one.name, kind(number))
+            kind = {field.TYPE_STRING: str, field.TYPE_DOUBLE: float}.get(field.type, int)
+            setattr(message, field.name, kind(number))
     if isinstance(message, adapter_pb2.LoadedAdapter):
         return message
     for name, blocks in (("kv_blocks_free", 3), ("kv_blocks_total", 4)):
@@ -54,7 +54,7 @@ def test_every_field_round_trips() -> None:
     report = to_memory_report(memory)
     assert memory_message(report) == memory
     values = memory_values(report)
-    assert values.keys() == {one.name for one in memory.DESCRIPTOR.fields}
+    assert values.keys() == {field.name for field in memory.DESCRIPTOR.fields}
     assert all(tuple(values[n]) == (12, 13) if n == "pids" else values[n] for n in values)
 
 
@@ -79,16 +79,16 @@ def test_a_message_with_an_unknown_field_is_refused() -> None:
 def test_impossible_reports_are_refused(made: type[Message], read: Callable[[Any], object]) -> None:
     unnamed = "worker_id and incarnation must be set"
     wrong: list[tuple[str, Any, str]] = [("worker_id", "", unnamed), ("incarnation", "", unnamed)]
-    for one in made.DESCRIPTOR.fields:
-        if one.type == one.TYPE_DOUBLE:
-            wrong += [(one.name, number, one.name) for number in (-0.1, math.nan, math.inf)]
-        elif one.type in (one.TYPE_INT32, one.TYPE_INT64) and not one.is_repeated:
-            wrong.append((one.name, -1, f"{one.name} is -1, but must be 0 or more"))
+    for field in made.DESCRIPTOR.fields:
+        if field.type == field.TYPE_DOUBLE:
+            wrong += [(field.name, number, field.name) for number in (-0.1, math.nan, math.inf)]
+        elif field.type in (field.TYPE_INT32, field.TYPE_INT64) and not field.is_repeated:
+            wrong.append((field.name, -1, f"{field.name} is -1, but must be 0 or more"))
     wrong.append(("kv_blocks_free", 5, "kv_blocks_free is 5, but kv_blocks_total is 4"))
-    for name, value, words in wrong:
+    for name, value, expected in wrong:
         message = filled(made())
         setattr(message, name, value)
-        with pytest.raises(InvalidReport, match=words):
+        with pytest.raises(InvalidReport, match=expected):
             read(message)
 
 
@@ -106,7 +106,7 @@ def test_shown_reports_were_validated_by_the_memory_manager() -> None:
 
 
 def test_only_scheduler_fields_are_news_and_blocks_alone_are_minor() -> None:
-    told = {one.name for one in load_pb2.WorkerLoad.DESCRIPTOR.fields}
+    sent = {field.name for field in load_pb2.WorkerLoad.DESCRIPTOR.fields}
     loads, known = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
     loads.create_next(7, known, 0.0)
@@ -114,17 +114,19 @@ def test_only_scheduler_fields_are_news_and_blocks_alone_are_minor() -> None:
         ReportUrgency.NONE,
         ReportUrgency.MAJOR,
     )
-    for one in fields(Load):
-        if one.name == "tokens":
+    for load_field in fields(Load):
+        if load_field.name == "tokens":
             other: Any = ClassTokens(online_processed_tokens_total=1)
-        elif one.name == "adapter_use":
-            other, told = AdapterUse((LoadedAdapter(7, running=1),)), told | {one.name}
+        elif load_field.name == "adapter_use":
+            other, sent = AdapterUse((LoadedAdapter(7, running=1),)), sent | {load_field.name}
         else:
-            other = not known.batch_yields if one.name == "batch_yields" else 7
-        expected = ReportUrgency.MAJOR if one.name in told else ReportUrgency.NONE
-        if one.name in ("kv_blocks_free", "kv_blocks_batch"):
+            other = not known.batch_yields if load_field.name == "batch_yields" else 7
+        expected = ReportUrgency.MAJOR if load_field.name in sent else ReportUrgency.NONE
+        if load_field.name in ("kv_blocks_free", "kv_blocks_batch"):
             expected = ReportUrgency.MINOR
-        assert loads.urgency(7, replace(known, **{one.name: other})) is expected, one.name
+        assert loads.urgency(7, replace(known, **{load_field.name: other})) is expected, (
+            load_field.name
+        )
     scarce = replace(known, kv_blocks_free=2)
     assert loads.urgency(7, scarce) is ReportUrgency.MAJOR, "one more request may not fit"
     assert loads.urgency(7, replace(known, kv_blocks_free=10)) is ReportUrgency.MAJOR

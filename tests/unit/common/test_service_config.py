@@ -24,7 +24,7 @@ def test_every_option_has_a_description(cls: type[Any]) -> None:
 def test_a_number_of_bytes_can_be_written_as_a_size(cls: type[Any]) -> None:
     settings = settings_of(cls)
     named = {key for key in settings if {"bytes", "memory"} & set(key.split("_"))}
-    assert named == {key for key, one in settings.items() if one.metadata.get("size")}
+    assert named == {key for key, setting in settings.items() if setting.metadata.get("size")}
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
@@ -35,7 +35,7 @@ def test_secret_file_keys_are_unique(cls: type[Any]) -> None:
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_number_has_a_range(cls: type[Any]) -> None:
     settings = settings_of(cls)
-    assert not [key for key, one in settings.items() if one.values_text.endswith("number")]
+    assert not [key for key, setting in settings.items() if setting.values_text.endswith("number")]
 
 
 def test_shown_addresses_contain_no_password() -> None:

@@ -28,7 +28,8 @@ class Example:
 
 def test_settings_become_table_rows() -> None:
     assert [
-        (key, one.values_text, one.default_text) for key, one in settings_of(Example).items()
+        (key, setting.values_text, setting.default_text)
+        for key, setting in settings_of(Example).items()
     ] == [
         ("name", "text", "required"),
         ("port", "0 to 65535", "none"),

@@ -85,7 +85,7 @@ def test_kubernetes_variables_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "messages"),
     [
         ({"QUEUE_LIMT": "1"}, ("TIDESERVE__QUEUE_LIMT", "did you mean TIDESERVE__QUEUE_LIMIT?")),
         ({"queue_limit": "1"}, ("TIDESERVE__queue_limit", "did you mean TIDESERVE__QUEUE_LIMIT?")),
@@ -108,16 +108,16 @@ def test_kubernetes_variables_are_ignored() -> None:
     ],
 )
 def test_invalid_environment_variables_are_named(
-    variables: Mapping[str, str], words: tuple[str, ...]
+    variables: Mapping[str, str], messages: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, **({"NAME": "n"} | dict(variables)))
-    for word in words:
+    for word in messages:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "messages"),
     [
         ("nmae: n", ("unknown configuration key 'nmae'", "did you mean 'name'?")),
         ("queue_limit: 1", ("'name' is missing", "set TIDESERVE__NAME, or add it to ")),
@@ -127,10 +127,12 @@ def test_invalid_environment_variables_are_named(
         ("{name: n, name_file: x}", ("unknown configuration key 'name_file'",)),
     ],
 )
-def test_invalid_file_values_are_named(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_invalid_file_values_are_named(
+    tmp_path: Path, text: str, messages: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
-    for word in (*words, "service.yaml" if "no/such" not in text else ""):
+    for word in (*messages, "service.yaml" if "no/such" not in text else ""):
         assert word in str(caught.value)
 
 
@@ -152,12 +154,12 @@ def test_a_secret_file_is_read_without_its_line_end(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"\n", "empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 70_000, "too large")]
+    ("content", "message"), [(b"\n", "empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 70_000, "too large")]
 )
-def test_an_empty_secret_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+def test_an_empty_secret_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "secret"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load(NAME="n", KEY_FILE=str(path))
     assert str(path) in str(caught.value)
 

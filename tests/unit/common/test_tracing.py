@@ -70,16 +70,16 @@ def test_sampling_follows_the_caller_or_the_ratio() -> None:
         assert begun.span_id != SPAN
     assert always.begin().sampled and never.begin(always=True).sampled
     begun = [Tracer(0.25, KeptTraces()).begin() for _ in range(2000)]
-    assert 350 < sum(one.sampled for one in begun) < 650
-    assert len({one.trace_id for one in begun}) == 2000
-    assert all(parse_traceparent(one.traceparent) is not None for one in begun)
+    assert 350 < sum(trace.sampled for trace in begun) < 650
+    assert len({trace.trace_id for trace in begun}) == 2000
+    assert all(parse_traceparent(trace.traceparent) is not None for trace in begun)
 
 
 def test_unsampled_failures_are_exported_at_a_limited_rate() -> None:
     tracer = Tracer(0.0, KeptTraces())
-    told = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
+    wanted = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
     # All within a second, or within two where the machine is slow.
-    assert ERRORS_PER_S <= sum(told) <= 3 * ERRORS_PER_S
+    assert ERRORS_PER_S <= sum(wanted) <= 3 * ERRORS_PER_S
     assert not tracer.wants(tracer.begin(), failed=False)
     caller = TraceContext(TRACE, SPAN, sampled=False)
     other = Tracer(0.0, KeptTraces())
@@ -91,8 +91,8 @@ def test_traces_sampled_by_callers_are_rate_limited() -> None:
     tracer, caller = Tracer(0.0, KeptTraces()), TraceContext(TRACE, SPAN, sampled=True)
     begun = [tracer.begin(caller) for _ in range(10 * CALLERS_PER_S)]
     # All within a second, or within two where the machine is slow.
-    assert CALLERS_PER_S <= sum(one.sampled for one in begun) <= 3 * CALLERS_PER_S
-    assert {one.trace_id for one in begun} == {TRACE}
+    assert CALLERS_PER_S <= sum(trace.sampled for trace in begun) <= 3 * CALLERS_PER_S
+    assert {trace.trace_id for trace in begun} == {TRACE}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ async def test_an_unreachable_collector_is_a_single_warning_without_a_wait(
                 sink.export(tracer.begin(), Span("chat m", 0.0, 1.0))
         await eventually(lambda: bool(caplog.records))
         sink.close()
-    warnings = [one.getMessage() for one in caplog.records]
+    warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert re.match(r"cannot export traces to http://127.0.0.1:\d+, dropping them; ", warnings[0])
 

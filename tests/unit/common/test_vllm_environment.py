@@ -8,10 +8,10 @@ from services.common.vllm_environment import compiled_folder, vllm_environment
 def test_foreign_modules_and_sizes_are_removed(tmp_path: Path) -> None:
     python = tmp_path / "vllm" / "bin" / "python"
     inherited = {"PATH": "/bin", "PYTHONPATH": "/x", "VLLM_CPU_KVCACHE_SPACE": "9", "HOME": "/h"}
-    found = vllm_environment(inherited, python, threads=3)
-    assert not {"PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE"} & found.keys()
-    assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/h", "3")
-    assert found["PATH"] == f"{python.parent}:/bin"
+    environment = vllm_environment(inherited, python, threads=3)
+    assert not {"PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE"} & environment.keys()
+    assert (environment["HOME"], environment["OMP_NUM_THREADS"]) == ("/h", "3")
+    assert environment["PATH"] == f"{python.parent}:/bin"
 
 
 def test_compiled_kernels_are_kept_beside_the_environment(tmp_path: Path) -> None:

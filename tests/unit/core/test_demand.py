@@ -34,8 +34,8 @@ def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
 
 
 def test_the_larger_first_request_counts() -> None:
-    one, other = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
-    assert one.plus(other) == ModelDemand("m", 2, 100, first_queued_tokens=50)
+    first, second = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
+    assert first.plus(second) == ModelDemand("m", 2, 100, first_queued_tokens=50)
 
 
 def test_the_mix_of_a_load_is_no_news_and_the_tightest_target_counts() -> None:

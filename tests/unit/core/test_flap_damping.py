@@ -70,12 +70,12 @@ def test_bounded_history_decides_like_the_whole_history(seed: int) -> None:
             away.discard(name)
             seen.note_presence(name)
         seen.check_invariants()
-        for one, times_s in left_s.items():
+        for worker, times_s in left_s.items():
             windows = zip(times_s, times_s[LEAVES_MAX - 1 :], strict=False)
             ends_s = [
                 last_s + STEADY_S for first_s, last_s in windows if last_s - first_s <= WINDOW_S
             ]
             flaps = any(now_s < end_s for end_s in ends_s)
-            assert seen.is_flapping(one, now_s) == flaps
+            assert seen.is_flapping(worker, now_s) == flaps
             flapped += flaps
     assert flapped > 20

@@ -84,7 +84,7 @@ def test_a_single_model_equals_a_list_of_length_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"models": [A, A]}, "two models of 'models' have the name 'a'"),
         ({"models": [A, B | {"aliases": ["a"]}]}, "two models of 'models' have the name 'a'"),
@@ -100,8 +100,8 @@ def test_a_single_model_equals_a_list_of_length_1() -> None:
         ({"model_name": "m"}, "'model_dir' is missing"),
     ],
 )
-def test_invalid_models_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_models_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         from_mapping(GatewayConfig, {"etcd_url": "h:1"} | options, "a file")
 
 
@@ -109,6 +109,6 @@ def test_models_of_the_environment_are_json() -> None:
     variables = {"TIDESERVE__ETCD_URL": "h:1", "TIDESERVE__MODELS": json.dumps([A, B])}
     loaded = load_settings(GatewayConfig, None, variables).config
     assert [model.name for model in loaded.served_models] == ["a", "b"]
-    for text, said in (("[", "no valid JSON"), ("a", "must be a list"), ("[1]", "a mapping")):
-        with pytest.raises(ConfigError, match=said):
+    for text, message in (("[", "no valid JSON"), ("a", "must be a list"), ("[1]", "a mapping")):
+        with pytest.raises(ConfigError, match=message):
             load_settings(GatewayConfig, None, variables | {"TIDESERVE__MODELS": text})

@@ -207,7 +207,7 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
     (change,) = merges_of_full([groups[0], *groups[2:]], ("group-w0",), FACTS, used)
     assert set(change.group_ids) == {"group-w0", "group-w3"}
     both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
-    assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
+    assert [len({"group-w0", "group-w1"} & set(change.group_ids)) for change in both] == [1, 1]
     # A short pipeline slows serving less than a long one, near or far.
     near = {name: replace(FACTS[name], location=("rack", "h0")) for name in ("w1", "w2")}
     mixed = [groups[0], merged("w1", "w2"), groups[3]]
@@ -309,11 +309,11 @@ class Bench:
 
     async def act(self, action: Action, *group_ids: str) -> str:
         """What has become of a decision a moment later."""
-        one = logged(action, *group_ids)
-        self.actor.act(one)
+        entry = logged(action, *group_ids)
+        self.actor.act(entry)
         for _ in range(10):
             await asyncio.sleep(0)
-        return one.outcome
+        return entry.outcome
 
 
 @asynccontextmanager
@@ -329,88 +329,88 @@ async def bench(pause_s: float = 100.0) -> AsyncIterator[Bench]:
 
 
 async def test_the_outcome_of_a_merge_is_recorded() -> None:
-    async with bench() as one:
-        outcome = await one.act(Action.MERGE)
-        assert one.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
+    async with bench() as case:
+        outcome = await case.act(Action.MERGE)
+        assert case.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
         assert outcome.startswith("group-w0, group-w1 merge (w0: 2 + w1: 2 layers)")
         assert outcome.endswith("stable, all members serve epoch 2")
 
 
 async def test_the_outcome_of_a_restore_is_recorded() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        await one.act(Action.SPLIT, "group-w2", "group-gone")
-        assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        await case.act(Action.SPLIT, "group-w2", "group-gone")
+        assert case.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
 
 
 async def test_a_cancelled_restore_causes_no_back_off() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        one.driver.go.clear()
-        await one.act(Action.SPLIT, "group-w0")
-        await one.act(Action.CALL_OFF, "group-w2")
-        assert one.driver.called_off == []
-        outcome = await one.act(Action.CALL_OFF, "group-w0")
-        assert one.driver.called_off == one.driver.asked
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        case.driver.go.clear()
+        await case.act(Action.SPLIT, "group-w0")
+        await case.act(Action.CALL_OFF, "group-w2")
+        assert case.driver.called_off == []
+        outcome = await case.act(Action.CALL_OFF, "group-w0")
+        assert case.driver.called_off == case.driver.asked
         assert outcome.endswith("called off: load has returned")
-        await one.act(Action.CALL_OFF, "group-w0")
-        assert len(one.driver.called_off) == 1
-        await one.act(Action.SPLIT, "group-w0")
-        assert len(one.driver.asked) == 2
+        await case.act(Action.CALL_OFF, "group-w0")
+        assert len(case.driver.called_off) == 1
+        await case.act(Action.SPLIT, "group-w0")
+        assert len(case.driver.asked) == 2
 
 
 async def test_changing_groups_are_not_changed_again() -> None:
-    async with bench(pause_s=0.0) as one:
-        one.driver.go.clear()
-        await one.act(Action.MERGE)
-        assert "merges in progress gain 200 of 100 tokens" in await one.act(Action.MERGE)
-        one.driver.go.set()
+    async with bench(pause_s=0.0) as case:
+        case.driver.go.clear()
+        await case.act(Action.MERGE)
+        assert "merges in progress gain 200 of 100 tokens" in await case.act(Action.MERGE)
+        case.driver.go.set()
         await asyncio.sleep(0.01)
-        await one.act(Action.MERGE)
-        marked = tuple(replace(group, attempt="7-1") for group in one.driver.stable_groups)
-        one.driver.stable_groups = marked
-        refused = await one.act(Action.MERGE)
+        await case.act(Action.MERGE)
+        marked = tuple(replace(group, attempt="7-1") for group in case.driver.stable_groups)
+        case.driver.stable_groups = marked
+        refused = await case.act(Action.MERGE)
         assert "; 0 could merge now; group-w0 is changing; group-w1 is changing" in refused
-        assert len(one.driver.asked) == 2
+        assert len(case.driver.asked) == 2
 
 
 async def test_a_failure_causes_a_back_off() -> None:
-    async with bench() as one:
-        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
-        assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
-        refused = await one.act(Action.MERGE)
+    async with bench() as case:
+        case.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert (await case.act(Action.MERGE)).endswith("failed, w1 refused: no room")
+        refused = await case.act(Action.MERGE)
         assert "; 0 could merge now; a change of group-w0 failed, next try in" in refused
-        assert "next try in" in await one.act(Action.MERGE)
-        assert len(one.driver.asked) == 1
+        assert "next try in" in await case.act(Action.MERGE)
+        assert len(case.driver.asked) == 1
 
 
 async def test_a_failed_split_reports_the_end_of_its_back_off() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
-        assert one.actor.busy == {}
-        await one.act(Action.SPLIT, "group-w0")
-        (reason,) = one.actor.busy.values()
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        case.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert case.actor.busy == {}
+        await case.act(Action.SPLIT, "group-w0")
+        (reason,) = case.actor.busy.values()
         assert reason.startswith("a change of group-w0 failed, next try in ")
 
 
 async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"),)
-        assert "; 1 could merge now" in await one.act(Action.MERGE)
-        await one.act(Action.SPLIT, "group-w0")
-        assert len(one.driver.asked) == 1
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"),)
+        assert "; 1 could merge now" in await case.act(Action.MERGE)
+        await case.act(Action.SPLIT, "group-w0")
+        assert len(case.driver.asked) == 1
 
 
 async def test_an_impossible_split_does_not_delay_merges() -> None:
-    async with bench() as one:
-        assert "is in progress" in await one.act(Action.SPLIT, "group-gone")
-        await one.act(Action.MERGE)
-        assert len(one.driver.asked) == 1
+    async with bench() as case:
+        assert "is in progress" in await case.act(Action.SPLIT, "group-gone")
+        await case.act(Action.MERGE)
+        assert len(case.driver.asked) == 1
 
 
 async def test_only_the_leader_acts() -> None:
-    async with bench() as one:
-        one.driver.leads = False
-        assert await one.act(Action.MERGE) == "another memory manager leads"
-        assert one.driver.asked == []
+    async with bench() as case:
+        case.driver.leads = False
+        assert await case.act(Action.MERGE) == "another memory manager leads"
+        assert case.driver.asked == []

@@ -44,8 +44,8 @@ class Worker:
         self.state.events.clear()
         report = memory_report("w", EngineReport(Load(0, 0, 4, 0)), incarnation)
         self.driver.note_report(replace(report, engine_hung=hung))
-        told = [one for one in self.state.events if isinstance(one, EngineHung)]
-        return [(one.incarnation, one.hung) for one in told]
+        events = [event for event in self.state.events if isinstance(event, EngineHung)]
+        return [(event.incarnation, event.hung) for event in events]
 
 
 def test_a_frozen_engine_is_reported_at_start_and_end() -> None:

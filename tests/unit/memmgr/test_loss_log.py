@@ -19,12 +19,12 @@ def losses(caplog: pytest.LogCaptureFixture) -> LossLog:
 
 def attempt(name: str, epoch: int, *group_ids: str) -> PrepareMembers:
     """It changes these groups."""
-    groups = [Group(one, epoch, GroupPhase.DEGRADED, (), "tiny") for one in group_ids]
-    return PrepareMembers(name, 7, tuple(Source(one, 3) for one in groups), (), 5.0)
+    groups = [Group(group_id, epoch, GroupPhase.DEGRADED, (), "tiny") for group_id in group_ids]
+    return PrepareMembers(name, 7, tuple(Source(group, 3) for group in groups), (), 5.0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_a_loss_is_logged_as_a_single_warning(
@@ -36,7 +36,7 @@ def test_a_loss_is_logged_as_a_single_warning(
         losses.note_attempt(attempt(name, 4, "g0"))
         losses.note_failed(name, "w3 refused: it is unreachable")
     assert warnings(caplog) == ["w0 at epoch 4: the connection to w3 is lost"]
-    assert [one.getMessage() for one in caplog.records][1:] == [
+    assert [record.getMessage() for record in caplog.records][1:] == [
         "w2 at epoch 4: the connection to w3 is lost",
         "w1 at epoch 4: the connection to w3 is lost",
         "attempt 1-1 failed: w3 refused: it is unreachable",

@@ -63,11 +63,11 @@ def test_a_change_of_groups_is_no_loss() -> None:
 
 def test_reports_of_another_process_epoch_or_of_a_lone_worker_are_no_loss() -> None:
     store, losses = merged(), Losses()
-    told = stuck(store, "w0")
+    report = stuck(store, "w0")
     for event in (
-        replace(told, incarnation="another"),
-        replace(told, epoch=told.epoch - 1),
-        replace(told, worker_id="nobody"),
+        replace(report, incarnation="another"),
+        replace(report, epoch=report.epoch - 1),
+        replace(report, worker_id="nobody"),
         stuck(store, "w2"),
     ):
         losses.note_trouble(store.state.records, event, 1)
@@ -79,17 +79,17 @@ def test_the_newest_loss_of_a_group_counts_and_is_last(monkeypatch: pytest.Monke
     losses.note_trouble(store.state.records, stuck(store, "w0"), 1)
     del store.workers["w2"]
     settle(store, losses, 2)
-    assert [one.group_id for one in losses] == ["group-w0", "group-w2"]
+    assert [loss.group_id for loss in losses] == ["group-w0", "group-w2"]
     losses.note_trouble(store.state.records, stuck(store, "w1", "stands still"), 3)
-    assert [(one.group_id, one.unix_s) for one in losses] == [("group-w2", 2), ("group-w0", 1)]
+    assert [(loss.group_id, loss.unix_s) for loss in losses] == [("group-w2", 2), ("group-w0", 1)]
     monkeypatch.setattr(module, "LOSSES_MAX", 1)
     losses.note_trouble(store.state.records, stuck(store, "w1"), 4)
     store.workers["w1"] = worker("w1", "b")
     settle(store, losses, 5)
-    assert [one.reason for one in losses] == ["w1 is gone"]
+    assert [loss.reason for loss in losses] == ["w1 is gone"]
 
 
 def test_losses_round_trip() -> None:
     (shown,) = to_get_cluster([], [], losses=[GroupLoss("g", 3, 99, "w1 is gone")]).losses
-    told = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
-    assert told == ("g", 3, 99, "w1 is gone")
+    fields = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
+    assert fields == ("g", 3, 99, "w1 is gone")

@@ -45,12 +45,14 @@ TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
 
 
 def stored(value: bytes) -> StoredGroup:
-    (one,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
-    return one
+    (group,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
+    return group
 
 
 def listed(*workers: record_pb2.WorkerRecord) -> Listing:
-    entries = {f"{WORKERS}{one.worker_id}": Entry(encode_record(one), 3, 9) for one in workers}
+    entries = {
+        f"{WORKERS}{worker.worker_id}": Entry(encode_record(worker), 3, 9) for worker in workers
+    }
     return RecordReader().read(entries)
 
 
@@ -106,17 +108,17 @@ ASSIGNMENT = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "expected"),
     [
         (encode_record(to_assignment_record(ASSIGNMENT)), ASSIGNMENT),
         (b"{", Assignment("w0", "", "", 0)),
     ],
 )
 def test_an_assignment_round_trips_and_an_unreadable_one_fences(
-    value: bytes, found: Assignment
+    value: bytes, expected: Assignment
 ) -> None:
     listing = RecordReader().read({f"{ASSIGNMENTS}w0": Entry(value, 3, 9)})
-    assert listing.assignments == (StoredAssignment(found, 9),)
+    assert listing.assignments == (StoredAssignment(expected, 9),)
 
 
 def test_a_memory_report_round_trips() -> None:

@@ -22,7 +22,7 @@ async def test_urgent_changes_are_reported_at_once_and_others_with_the_heartbeat
 
     async def told() -> list[tuple[int, float]]:
         report = await anext(reports)
-        return [(one.queued, one.arriving_tokens_per_s) for one in report.demands]
+        return [(demand.queued, demand.arriving_tokens_per_s) for demand in report.demands]
 
     async with asyncio.timeout(DEADLINE_S):
         assert await told() == []

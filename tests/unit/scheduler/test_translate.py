@@ -98,8 +98,8 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
         "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512, members=2
     )
     leader.max_batch_tokens = 300
-    told = to_group(merged, {"w0": follower, "w1": leader})
-    assert told is not None and told.max_batch_tokens == 300
+    group = to_group(merged, {"w0": follower, "w1": leader})
+    assert group is not None and group.max_batch_tokens == 300
     assert to_group(merged, {"w1": leader}) is None
     follower.incarnation = "w0-b"
     assert to_group(merged, {"w0": follower, "w1": leader}) is None
@@ -163,8 +163,8 @@ def test_an_ask_round_trips(prefix: ThinHashes) -> None:
     ask = Ask("r", "m", 10, 20, failed, Service(tenant="anna"), "00-1-2-01", prefix)
     ask = replace(ask, adapter=Adapter("a", "0f" * 32, "/adapters/a", 8))
     event = to_admit_event(ask_frame(ask, 1.5), 4, 2.0)
-    told = {one.name: getattr(ask, one.name) for one in fields(Ask)}
-    assert event == Asked(**told, now_s=2.0, stream_id=4, waited_s=1.5)
+    fields_of_ask = {field.name: getattr(ask, field.name) for field in fields(Ask)}
+    assert event == Asked(**fields_of_ask, now_s=2.0, stream_id=4, waited_s=1.5)
     without = to_admit_event(ask_frame(replace(ask, adapter=None), 1.5), 4, 2.0)
     assert isinstance(without, Asked) and without.adapter is None
 

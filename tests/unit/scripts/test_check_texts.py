@@ -24,8 +24,8 @@ def test_only_broken_names_and_links_are_reported(tmp_path: Path) -> None:
         "# Here\n"
         "`services/gone.py`\n`test_gone`\n[a](gone.md)\n[b](b.md#gone)\n[c](#no-heading)\n"
     )
-    found = [line.partition(";")[0] for line in check_texts.findings(tmp_path)]
-    assert sorted(found) == sorted(
+    findings = [line.partition(";")[0] for line in check_texts.findings(tmp_path)]
+    assert sorted(findings) == sorted(
         [
             "docs/a.md:9: no file services/gone.py",
             "docs/a.md:10: no test test_gone",

@@ -13,8 +13,8 @@ SERVICES = ("gateway", "memmgr", "scheduler", "worker")
 
 
 def services(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
-    return found
+    declared: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    return declared
 
 
 @pytest.mark.parametrize("name", ["etcd", "model", *SERVICES])

@@ -31,22 +31,22 @@ def test_results_list_each_check_and_image(
     assert report.check("good", lambda: None) and not report.check("bad", fail)
     report.images = {"tideserve-gateway:test": 10**6}
     report.write()
-    told = json.loads((tmp_path / "build" / "results.json").read_text())
-    assert [(check["name"], check["ok"]) for check in told["checks"]] == [
+    results = json.loads((tmp_path / "build" / "results.json").read_text())
+    assert [(check["name"], check["ok"]) for check in results["checks"]] == [
         ("good", True),
         ("bad", False),
     ]
-    assert told["images"] == {"tideserve-gateway:test": 10**6}
+    assert results["images"] == {"tideserve-gateway:test": 10**6}
     captured = capsys.readouterr()
     assert "1 passed, 1 failed" in captured.out and "a stream broke" in captured.err
     assert not report.ok
 
 
 @pytest.mark.parametrize(
-    ("verb", "status", "said"), [("start", 77, "PRIVATE_ENGINE=1"), ("stop", 0, "")]
+    ("verb", "status", "message"), [("start", 77, "PRIVATE_ENGINE=1"), ("stop", 0, "")]
 )
 def test_nothing_changes_without_a_container_engine(
-    tmp_path: Path, verb: str, status: int, said: str
+    tmp_path: Path, verb: str, status: int, message: str
 ) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "container_engine.sh", verb],
@@ -57,7 +57,7 @@ def test_nothing_changes_without_a_container_engine(
         check=False,
     )
     assert (done.returncode, done.stdout) == (status, "")
-    assert said in done.stderr and bool(done.stderr) is bool(said)
+    assert message in done.stderr and bool(done.stderr) is bool(message)
     assert not (tmp_path / "engine").exists()
 
 

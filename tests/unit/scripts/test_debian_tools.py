@@ -17,10 +17,10 @@ def without_apt(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in NEEDED:
-        found = shutil.which(tool)
-        if found is None:
+        path = shutil.which(tool)
+        if path is None:
             pytest.skip(f"no {tool} on this machine")
-        (folder / tool).symlink_to(found)
+        (folder / tool).symlink_to(path)
     return {"PATH": str(folder)}
 
 
@@ -101,7 +101,7 @@ def test_the_release_file_comes_from_the_same_mirror(tmp_path, name, text, made)
     done = run([tmp_path / "tools", "kustomize/trixie"], environment)
     assert done.returncode == 77 and "cannot be fetched" in done.stderr
     folder = tmp_path / "tools" / ".apt" / "sources"
-    assert [one.name for one in folder.iterdir()] == ["trixie.sources"]
+    assert [path.name for path in folder.iterdir()] == ["trixie.sources"]
     assert (folder / "trixie.sources").read_text() == made
 
 

@@ -36,7 +36,9 @@ def objects(built):
 
 
 def deployment(objects, service):
-    return next(one for one in objects if identity(one) == f"Deployment/tideserve-{service}")
+    return next(
+        manifest for manifest in objects if identity(manifest) == f"Deployment/tideserve-{service}"
+    )
 
 
 def container(objects, service):
@@ -63,7 +65,7 @@ def test_workers_get_zone_and_node_variables(objects):
 
 
 def test_scheduler_and_workers_get_the_same_scheduling(objects):
-    known = {identity(one): one for one in objects}
+    known = {identity(manifest): manifest for manifest in objects}
     known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
     for service in ("scheduler", "worker"):
         config = read_config(service, environment_of(container(objects, service), known))
@@ -140,7 +142,7 @@ def test_further_deployments_of_workers_are_checked(objects):
 
 def test_unmounted_and_never_updated_files_are_reported(objects):
     mounts = container(objects, "gateway")["volumeMounts"]
-    mount = next(one for one in mounts if one["name"] == "api-key")
+    mount = next(mount for mount in mounts if mount["name"] == "api-key")
     mount["subPath"] = "api_key"
     assert "never updates" in check_objects(objects, VERSION)[0]
     mounts.remove(mount)
@@ -150,9 +152,9 @@ def test_unmounted_and_never_updated_files_are_reported(objects):
 def test_the_keys_component_replaces_the_single_key(objects):
     with_keys = build_variant(Variant(features=frozenset({"api-keys"})))
     pod = deployment(with_keys, "gateway")["spec"]["template"]["spec"]
-    secrets = {one["name"]: one["secret"] for one in pod["volumes"] if "secret" in one}
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
     assert secrets == {"api-keys": {"secretName": "tideserve-api-keys", "defaultMode": 0o440}}
-    known = {identity(one): one for one in with_keys}
+    known = {identity(manifest): manifest for manifest in with_keys}
     config = read_config("gateway", environment_of(pod["containers"][0], known))
     assert config.api_key is None
     assert str(config.api_keys_file) == "/run/secrets/tideserve/api-keys/keys.jsonl"
@@ -161,7 +163,7 @@ def test_the_keys_component_replaces_the_single_key(objects):
 def test_the_component_of_batches_sets_the_database_and_a_shared_folder(objects):
     with_batches = build_variant(Variant(features=frozenset({"batches"})))
     pod = deployment(with_batches, "gateway")["spec"]["template"]["spec"]
-    known = {identity(one): one for one in with_batches}
+    known = {identity(manifest): manifest for manifest in with_batches}
     config = read_config("gateway", environment_of(pod["containers"][0], known))
     assert config.batches.batch_files == "/var/lib/tideserve/batches"
     assert known["PersistentVolumeClaim/tideserve-batch-files"]["spec"]["accessModes"] == [
@@ -175,9 +177,9 @@ def test_pods_get_no_token_and_no_service_links(objects):
         assert pod["enableServiceLinks"] is False
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
-        for one in (*pod["containers"], *pod.get("initContainers", ())):
-            assert one["securityContext"]["readOnlyRootFilesystem"] is True
-            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_compose_services_are_read_as_compose_does():

@@ -32,7 +32,7 @@ def validator(kind):
 
 def first(kind):
     objects = yaml.safe_load_all(OBJECTS[kind].read_text())
-    return next(one for one in objects if one["kind"].lower() == kind)
+    return next(manifest for manifest in objects if manifest["kind"].lower() == kind)
 
 
 def test_every_schema_has_an_object():
@@ -41,9 +41,9 @@ def test_every_schema_has_an_object():
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_committed_manifests_are_valid(kind):
-    for one in yaml.safe_load_all(OBJECTS[kind].read_text()):
-        if one["kind"].lower() == kind:
-            validator(kind).validate(one)
+    for manifest in yaml.safe_load_all(OBJECTS[kind].read_text()):
+        if manifest["kind"].lower() == kind:
+            validator(kind).validate(manifest)
 
 
 @pytest.mark.parametrize("kind", OBJECTS)

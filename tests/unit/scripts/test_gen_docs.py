@@ -54,12 +54,12 @@ def test_each_vllm_flag_is_listed_once_with_an_existing_setting() -> None:
 def test_every_option_has_a_row_with_its_variable() -> None:
     text = gen_docs.configuration()
     for config in CONFIGS.values():
-        for key, one in settings_of(config).items():
+        for key, option in settings_of(config).items():
             row = f"| `{key}` | `TIDESERVE__{key.upper()}` | "
-            assert (row in text) == ("expert" not in one.metadata), key
-    for key, one in settings_of(ClusterOptions).items():
+            assert (row in text) == ("expert" not in option.metadata), key
+    for key, option in settings_of(ClusterOptions).items():
         flag = f"| `--{key.replace('_', '-')}` | `{key}` | "
-        assert (flag in text) == (key not in SECTIONS and "expert" not in one.metadata)
+        assert (flag in text) == (key not in SECTIONS and "expert" not in option.metadata)
     assert "| `queue_limit` | `TIDESERVE__QUEUE_LIMIT` | 1 to 1000000 | 1024 | " in text
     assert "| `queue_limit` (scheduler) |" in text
     assert "| `lease_ttl_s` (all) |" in text
@@ -70,27 +70,27 @@ def without_labels(entries: Iterable[Entry]) -> list[str]:
 
     An entry reads its labels from samples, so that a metric nobody has used yet lacks them.
     """
-    told = {entry.name: set(entry.labels) for entry in entries}
+    labels = {entry.name: set(entry.labels) for entry in entries}
     missing = []
     for collector, names in gateway().registry._collector_to_names.items():
         declared = set(getattr(collector, "_labelnames", ()))
-        missing += [name for name in names if name in told and told[name] != declared]
+        missing += [name for name in names if name in labels and labels[name] != declared]
     return sorted(missing)
 
 
 def test_every_metric_of_the_gateway_has_its_declared_labels() -> None:
     entries = reference()["gateway"]
     assert without_labels(entries) == []
-    (limit,) = [one for one in entries if one.name == "tideserve_gateway_quota_limit"]
+    (limit,) = [entry for entry in entries if entry.name == "tideserve_gateway_quota_limit"]
     assert limit.labels == ("owner", "limit")
-    bare = [dataclasses.replace(one, labels=()) if one is limit else one for one in entries]
+    bare = [dataclasses.replace(entry, labels=()) if entry is limit else entry for entry in entries]
     assert without_labels(bare) == [limit.name]
 
 
 def test_handwritten_tables_match_the_code() -> None:
     text = gen_docs.fields()
-    for told in (f"up to {NAMES_LISTED_MAX} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
-        assert told in text, told
+    for fact in (f"up to {NAMES_LISTED_MAX} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
+        assert fact in text, fact
 
 
 def test_a_pipe_in_a_cell_is_escaped() -> None:

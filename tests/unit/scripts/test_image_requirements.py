@@ -46,8 +46,8 @@ def test_imports_are_followed_through_our_own_modules(
 
 
 def test_dependencies_of_a_package_are_included() -> None:
-    found = closure(["uvicorn"], pins(), alone=set(), without=["click"])
-    assert found >= {"uvicorn", "h11"} and "click" not in found
+    packages = closure(["uvicorn"], pins(), alone=set(), without=["click"])
+    assert packages >= {"uvicorn", "h11"} and "click" not in packages
 
 
 def test_a_package_without_a_pin_is_named() -> None:

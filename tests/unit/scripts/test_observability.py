@@ -100,7 +100,9 @@ def test_pages_name_only_existing_metrics_and_commands(path: Path) -> None:
 def sample_names() -> set[str]:
     """The names that a query may ask for."""
     names = set()
-    for entry in (one for found in reference().values() for one in found):
+    for entry in (
+        sample for samples_of_metric in reference().values() for sample in samples_of_metric
+    ):
         suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
         names |= {entry.name + suffix for suffix in suffixes}
     return names
@@ -125,14 +127,14 @@ def test_alerts_query_existing_metrics() -> None:
     for name, rule in ALERTS.items():
         asked = names_in(rule["expr"])
         assert asked, name
-        assert {one for one in asked - known if not FOREIGN.fullmatch(one)} == set(), name
+        assert {name for name in asked - known if not FOREIGN.fullmatch(name)} == set(), name
 
 
 def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
     path = ROOT / "deploy" / "components" / "keda" / "scaled_object.yaml"
     triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
-    queries = {one["name"]: one["metadata"]["query"] for one in triggers}
-    assert all(names_in(one) <= sample_names() for one in queries.values())
+    queries = {trigger["name"]: trigger["metadata"]["query"] for trigger in triggers}
+    assert all(names_in(query) <= sample_names() for query in queries.values())
     assert 'class_queued_requests{class!="batch"}' in queries["queue"]
     refusals = 'admission_rejections_total{class=~"interactive|standard",reason=~"'
     assert refusals + "queue_full|too_late|expired" in queries["queue"]
@@ -175,13 +177,13 @@ def test_queries_of_class_metrics_name_their_classes() -> None:
         r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"
         r"|tideserve_(gateway_slo|scheduler_class|scheduler_oldest)_"
     )
-    found = 0
+    checked = 0
     asked = [query for path in BOARDS for query in queries(path)]
     for query in [*asked, *(rule["expr"] for rule in ALERTS.values())]:
         if classed.search(query):
-            found += 1
+            checked += 1
             assert re.search(r"by \([^)]*\bclass\b[^)]*\)", query) or 'class!="batch"' in query
-    assert found > 10
+    assert checked > 10
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)

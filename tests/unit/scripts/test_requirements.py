@@ -94,5 +94,9 @@ def test_a_wheel_declares_what_its_modules_import() -> None:
     for name in declared.keys() & pinned.keys():
         (pin,) = pinned[name].specifier
         assert declared[name].specifier.contains(pin.version), name
-        lowest = [one.version for one in declared[name].specifier if one.operator == ">="]
+        lowest = [
+            specifier.version
+            for specifier in declared[name].specifier
+            if specifier.operator == ">="
+        ]
         assert lowest in ([], [pin.version]), name

@@ -128,9 +128,9 @@ def test_the_cuda_build_is_announced_where_there_is_no_gpu(
     monkeypatch.setattr(setup_script, "has_nvidia_gpu", lambda: gpu)
     monkeypatch.setattr(setup_script, "require_space", lambda _, mib, __: needed.append(mib))
     set_up(setup_script)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("no NVIDIA GPU", "3 GB", "7 GB", "TORCH_INDEX="):
-        assert (text in said) is not gpu
+        assert (text in output) is not gpu
     assert max(needed) >= 7 * 1024
 
 

@@ -14,7 +14,9 @@ def test_every_state_and_transition_is_drawn() -> None:
 
 
 def test_final_states_lead_to_the_end() -> None:
-    (machine,) = [one for one in state_diagrams.MACHINES if one.initial.name == "WAITING"]
+    (machine,) = [
+        machine for machine in state_diagrams.MACHINES if machine.initial.name == "WAITING"
+    ]
     lines = state_diagrams.diagram(machine).splitlines()
     assert [line for line in lines if line.endswith("--> [*]")] == ["    ENDED --> [*]"]
     assert "    [*] --> WAITING" in lines

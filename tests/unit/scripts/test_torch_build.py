@@ -43,9 +43,9 @@ def test_a_missing_answer_of_pip_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_the_query_installs_nothing(tmp_path: Path) -> None:
-    words = question(["pip", "install"], ["-r", tmp_path], tmp_path / "answer")
-    assert words[:3] == ["pip", "install", "--dry-run"]
-    assert words[-2:] == ["-r", str(tmp_path)]
+    command = question(["pip", "install"], ["-r", tmp_path], tmp_path / "answer")
+    assert command[:3] == ["pip", "install", "--dry-run"]
+    assert command[-2:] == ["-r", str(tmp_path)]
 
 
 def test_a_gpu_is_detected_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ def settings(**changes: Any) -> AdapterSettings:
 
 
 @pytest.mark.parametrize(
-    ("changes", "engine", "words"),
+    ("changes", "engine", "message"),
     [
         ({}, "tideserve", "only `engine: vllm` loads adapters"),
         ({}, "openai", "only `engine: vllm` loads adapters"),
@@ -23,9 +23,9 @@ def settings(**changes: Any) -> AdapterSettings:
     ],
 )
 def test_contradictory_settings_are_refused(
-    changes: dict[str, Any], engine: str, words: str
+    changes: dict[str, Any], engine: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         settings(**changes).check(engine)
 
 

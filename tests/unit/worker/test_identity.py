@@ -19,25 +19,25 @@ def config(**fields: object) -> WorkerConfig:
 
 
 def test_the_default_name_is_the_host_and_the_folder_is_temporary() -> None:
-    with completed_config(config()) as found:
-        assert found.worker_id == socket.gethostname()
-        assert found.run_dir is not None
-        assert found.run_dir.stat().st_mode & 0o777 == 0o700
-        (found.run_dir / "engine.sock").touch()
-    assert not found.run_dir.exists()
+    with completed_config(config()) as completed:
+        assert completed.worker_id == socket.gethostname()
+        assert completed.run_dir is not None
+        assert completed.run_dir.stat().st_mode & 0o777 == 0o700
+        (completed.run_dir / "engine.sock").touch()
+    assert not completed.run_dir.exists()
 
 
 def test_the_folder_is_removed_if_the_worker_fails(tmp_path: Path) -> None:
     folders = []
-    with pytest.raises(ZeroDivisionError), completed_config(config()) as found:
-        folders.append(found.run_dir)
+    with pytest.raises(ZeroDivisionError), completed_config(config()) as completed:
+        folders.append(completed.run_dir)
         raise ZeroDivisionError
     assert folders[0] is not None and not folders[0].exists()
 
 
 def test_configured_names_and_folders_are_kept(tmp_path: Path) -> None:
-    with completed_config(config(worker_id="w-1.a", run_dir=str(tmp_path))) as found:
-        assert (found.worker_id, found.run_dir) == ("w-1.a", tmp_path)
+    with completed_config(config(worker_id="w-1.a", run_dir=str(tmp_path))) as completed:
+        assert (completed.worker_id, completed.run_dir) == ("w-1.a", tmp_path)
     assert tmp_path.exists()
 
 

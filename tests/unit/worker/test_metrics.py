@@ -95,9 +95,9 @@ def test_computed_tokens_are_exported_by_class() -> None:
         ("processed", "batch"): 900,
         ("recomputed", "batch"): 90,
     }
-    for (what, kind), number in expected.items():
+    for (phase, kind), number in expected.items():
         labels = OWN | {"class": kind}
-        assert value(metrics, f"tideserve_worker_{what}_tokens_total", **labels) == number
+        assert value(metrics, f"tideserve_worker_{phase}_tokens_total", **labels) == number
 
 
 def test_interruptions_of_batch_work_are_exported() -> None:

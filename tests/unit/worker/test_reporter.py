@@ -53,9 +53,9 @@ async def test_a_change_is_reported_to_both_services_before_the_heartbeat() -> N
     assert (memory.epoch, memory.unsettled, memory.preemptions_total) == (6, True, 3)
     assert (memory.budget_bytes, memory.staging_bytes, memory.kv_block_bytes) == (10_000, 500, 4096)
     assert (memory.parameter_bytes, list(memory.pids)) == (2000, [11, 12])
-    following = [asyncio.ensure_future(anext(one)) for one in (loads, memories)]
+    following = [asyncio.ensure_future(anext(reports)) for reports in (loads, memories)]
     await asyncio.sleep(0)
-    assert not any(one.done() for one in following)
+    assert not any(report.done() for report in following)
     change_load(busy)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*following)
@@ -120,13 +120,13 @@ async def test_a_received_request_is_reported_to_the_scheduler() -> None:
 async def test_a_frozen_engine_is_not_reported_until_it_responds() -> None:
     frozen = make_reporter(responsive=False)
     first = [
-        asyncio.ensure_future(anext(one))
-        for one in (frozen.load_reports(), frozen.memory_reports())
+        asyncio.ensure_future(anext(reports))
+        for reports in (frozen.load_reports(), frozen.memory_reports())
     ]
     for _ in range(3):
         await asyncio.sleep(0)
         frozen.note_change()
-    assert not any(one.done() for one in first)
+    assert not any(report.done() for report in first)
     engine = cast(Any, frozen)._engine
     engine.responsive, engine.hung = True, False
     frozen.note_change()
@@ -163,16 +163,16 @@ async def test_an_ended_stream_takes_no_reports_from_its_successor() -> None:
     busy = make_reporter()
     ended = busy.load_reports(), busy.memory_reports()
     await asyncio.gather(*map(anext, ended))
-    read_on = [asyncio.ensure_future(anext(one)) for one in ended]
+    read_on = [asyncio.ensure_future(anext(reports)) for reports in ended]
     await asyncio.sleep(0)
     streams = busy.load_reports(), busy.memory_reports()
     await asyncio.gather(*map(anext, streams))
     change_load(busy)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*map(anext, streams))
-        for one in read_on:
+        for pending in read_on:
             with pytest.raises(StopAsyncIteration):
-                await one
+                await pending
 
 
 async def test_an_engine_that_responds_again_is_reported_at_once() -> None:

@@ -170,15 +170,15 @@ async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call
 async def test_the_load_comes_with_the_end_of_a_request(bench: Bench, call: Call) -> None:
     for request_id in ("a", "b"):
         await bench.begin(call, start(request_id))
-    for emitted, told in (
+    for emitted, has_load in (
         (EmitToken("a", 0, 5, None), False),
         (EmitToken("a", 1, 5, FinishReason.LENGTH), True),
         (RefuseRequest("b", "no room"), True),
     ):
         bench.emit(emitted)
         frame = await asyncio.wait_for(call.read(), 20)
-        assert frame.HasField("load") is told
-        assert not told or frame.load.running == 7
+        assert frame.HasField("load") is has_load
+        assert not has_load or frame.load.running == 7
 
 
 async def test_a_stale_epoch_never_reaches_the_engine(bench: Bench, call: Call) -> None:
@@ -271,10 +271,10 @@ async def test_requests_dropped_by_a_gateway_are_aborted(
 
 
 async def test_a_gateway_cannot_abort_a_request_of_another(bench: Bench) -> None:
-    ours, theirs = bench.stub.Generate(), bench.stub.Generate()
-    await bench.begin(ours, start("a"))
-    await theirs.write(abort("a"))
-    await bench.begin(theirs, start("b"))
+    own, other = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(own, start("a"))
+    await other.write(abort("a"))
+    await bench.begin(other, start("b"))
     assert bench.servicer.active == 2
 
 
@@ -303,19 +303,19 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open(bench: Bench, ca
 
 async def test_the_last_event_has_the_times_for_late_readers(bench: Bench, call: Call) -> None:
     times = {"a": RequestTimes(1.0, 2.0, 3.0, [0.5])}
-    told = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
+    expected_times = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
     for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
         await bench.begin(call, start("a"))
         bench.emit(EmitToken("a", 0, 5, None))
         (first,) = await read(call)
         bench.emit(end, times=times)
         (last,) = await read(call)
-        assert last.times == told and not first.HasField("times")
+        assert last.times == expected_times and not first.HasField("times")
     bench.emit(adopted("b", 5, 6))
     bench.emit(EmitToken("b", 2, 7, FinishReason.STOP), times={"b": times["a"]})
     await call.write(attach("b", 0))
     (replayed,) = await read(call)
-    assert replayed.times == told and list(replayed.token_ids) == [5, 6, 7]
+    assert replayed.times == expected_times and list(replayed.token_ids) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("from_index", range(5))

@@ -236,7 +236,7 @@ def test_an_adapter_reaches_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "rank_max", "words"),
+    ("adapter", "rank_max", "message"),
     [
         (make_adapter(), 0, "loads no adapters"),
         (make_adapter(rank=16), 8, "rank 16, but this worker's `adapter_rank_max` is 8"),
@@ -247,7 +247,7 @@ def test_an_adapter_reaches_the_request() -> None:
     ],
 )
 def test_an_adapter_that_would_be_ignored_or_is_invalid_is_refused(
-    adapter: adapter_pb2.Adapter, rank_max: int, words: str
+    adapter: adapter_pb2.Adapter, rank_max: int, message: str
 ) -> None:
-    with pytest.raises(InvalidStart, match=words):
+    with pytest.raises(InvalidStart, match=message):
         to_request(make_start(adapter=adapter), 10, 10, 0.0, adapter_rank_max=rank_max)

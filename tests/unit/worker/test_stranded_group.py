@@ -68,54 +68,54 @@ async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator
 async def test_requests_end_once_when_etcd_stays_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report(LOST)
-        await one.asked_again()
-        one.now_s = SILENCE_MAX_S - 0.1
-        await one.asked_again()
-        assert not one.watch.stranded
-        one.now_s = SILENCE_MAX_S
-        await eventually(lambda: one.watch.stranded)
-        one.report(LOST)  # it is repeated with each report
-        one.now_s = 100.0
+    async with world(monkeypatch, answers=False) as stranding:
+        stranding.report(LOST)
+        await stranding.asked_again()
+        stranding.now_s = SILENCE_MAX_S - 0.1
+        await stranding.asked_again()
+        assert not stranding.watch.stranded
+        stranding.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranding.watch.stranded)
+        stranding.report(LOST)  # it is repeated with each report
+        stranding.now_s = 100.0
         for _ in range(10):
             await asyncio.sleep(0)
-        assert one.watch.stranded
-        assert one.told == 1
+        assert stranding.watch.stranded
+        assert stranding.told == 1
 
 
 async def test_a_stranded_group_recovers_while_etcd_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(monkeypatch, answers=True) as one:
-        one.report(LOST)
+    async with world(monkeypatch, answers=True) as stranding:
+        stranding.report(LOST)
         for now_s in (1.0, 5.0, 20.0):
-            one.now_s = now_s
-            await one.asked_again()
-        assert not one.watch.stranded
-        one.records.answers = False  # it goes away before the group has changed
-        one.now_s = 24.0
-        await eventually(lambda: one.watch.stranded)
+            stranding.now_s = now_s
+            await stranding.asked_again()
+        assert not stranding.watch.stranded
+        stranding.records.answers = False  # it goes away before the group has changed
+        stranding.now_s = 24.0
+        await eventually(lambda: stranding.watch.stranded)
 
 
 @pytest.mark.parametrize(("trouble", "epoch"), [("", 1), (LOST, 2)])
 async def test_the_timer_ends_with_recovery_or_a_new_epoch(
     monkeypatch: pytest.MonkeyPatch, trouble: str, epoch: int
 ) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report(LOST)
-        await one.asked_again()
-        one.now_s = SILENCE_MAX_S
-        await eventually(lambda: one.watch.stranded)
-        one.report(trouble, epoch)
-        assert not one.watch.stranded
+    async with world(monkeypatch, answers=False) as stranding:
+        stranding.report(LOST)
+        await stranding.asked_again()
+        stranding.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranding.watch.stranded)
+        stranding.report(trouble, epoch)
+        assert not stranding.watch.stranded
         await asyncio.sleep(0)
-        assert not one.watch.stranded
+        assert not stranding.watch.stranded
 
 
 async def test_a_healthy_group_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report("")
-        one.now_s = 100.0
+    async with world(monkeypatch, answers=False) as stranding:
+        stranding.report("")
+        stranding.now_s = 100.0
         await asyncio.sleep(0)
-        assert (one.records.asked, one.watch.stranded, one.told) == (0, False, 0)
+        assert (stranding.records.asked, stranding.watch.stranded, stranding.told) == (0, False, 0)

@@ -10,9 +10,9 @@ from tideserve.worker.v1 import worker_pb2 as pb
 
 
 def token(index: int, request_id: str = "a", **more) -> pb.RequestEvent:
-    told = [pb.TokenLogprobs(logprob=-index)]
+    logprobs = [pb.TokenLogprobs(logprob=-index)]
     return pb.RequestEvent(
-        request_id=request_id, first_index=index, token_ids=[index], logprobs=told, **more
+        request_id=request_id, first_index=index, token_ids=[index], logprobs=logprobs, **more
     )
 
 
@@ -29,8 +29,10 @@ def test_events_are_neither_lost_nor_repeated(seed: int) -> None:
         sent += coalescer.due(now_s)
         if random.random() < 0.02:
             sent += coalescer.take("a")
-    assert [one for event in sent for one in event.token_ids] == list(range(count))
-    assert [one.logprob for event in sent for one in event.logprobs] == [-i for i in range(count)]
+    assert [token_id for event in sent for token_id in event.token_ids] == list(range(count))
+    assert [logprob.logprob for event in sent for logprob in event.logprobs] == [
+        -i for i in range(count)
+    ]
     for event, later in pairwise(sent):
         assert later.first_index == event.first_index + len(event.token_ids)
     assert [event.finish_reason for event in sent[:-1]] == [0] * (len(sent) - 1)

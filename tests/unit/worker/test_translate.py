@@ -36,7 +36,7 @@ def token(index: int, logprobs: bool = True) -> EmitToken:
 
 
 def numbers(rows: list[pb.TokenLogprobs]) -> list[tuple[float, int, list[int]]]:
-    return [(one.logprob, one.rank, list(one.top_ids)) for one in rows]
+    return [(row.logprob, row.rank, list(row.top_ids)) for row in rows]
 
 
 def expected(*indices: int) -> list[tuple[float, int, list[int]]]:

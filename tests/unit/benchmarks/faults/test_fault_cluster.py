@@ -162,7 +162,7 @@ async def test_the_last_observation_decides(monkeypatch: pytest.MonkeyPatch) -> 
 def test_blocks_are_free_only_if_there_are_workers_that_have_some(
     blocks: Sequence[tuple[int, int]], free: bool
 ) -> None:
-    rows = [{"kv_blocks_free": one, "kv_blocks_total": all_} for one, all_ in blocks]
+    rows = [{"kv_blocks_free": free, "kv_blocks_total": all_} for free, all_ in blocks]
     assert blocks_free({"workers": rows}) is free
 
 

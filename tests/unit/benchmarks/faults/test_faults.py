@@ -44,19 +44,19 @@ def test_a_failed_cell_names_its_log_folder(
 
     monkeypatch.setattr(faults, "run_cell", run_cell)
     cell = LoadChoice(quick=True, cells="2/steady/leader")
-    (told,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
-    assert told.startswith("FAILS") and "load before" in told
-    assert told.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
+    (line,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
+    assert line.startswith("FAILS") and "load before" in line
+    assert line.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
     assert "logs" not in orjson.loads((tmp_path / "cells.jsonl").read_bytes())
-    (told,) = figures(cell)["said"]
-    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in told
+    (line,) = figures(cell)["said"]
+    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in line
 
 
 def figures(choice: LoadChoice) -> Any:
-    said: list[str] = []
-    verdict = faults.run(DEPLOYMENT, choice, said.append, said.append)
+    lines: list[str] = []
+    verdict = faults.run(DEPLOYMENT, choice, lines.append, lines.append)
     assert len(verdict.rows) == 9
-    return verdict.figures | {"problems": list(verdict.problems), "said": said}
+    return verdict.figures | {"problems": list(verdict.problems), "said": lines}
 
 
 def test_completed_cells_are_not_run_again(run: list[str], tmp_path: Path) -> None:
@@ -74,15 +74,15 @@ def test_completed_cells_are_not_run_again(run: list[str], tmp_path: Path) -> No
 
 
 def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
-    found = figures(LoadChoice(quick=True))
-    assert found["cells"] == len(run) == 20
-    assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= found.keys()
+    result = figures(LoadChoice(quick=True))
+    assert result["cells"] == len(run) == 20
+    assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= result.keys()
 
 
 def test_a_selection_without_cells_is_an_error(run: list[str]) -> None:
-    found = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
+    result = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
     assert run == []
-    assert found["problems"] == ["no cell was run"]
+    assert result["problems"] == ["no cell was run"]
 
 
 def test_minutes_select_random_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:

@@ -36,8 +36,8 @@ GATEWAY = replace(KILL, fault="gateway-kill")
 def seen(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> CellSeen:
     """A run in which all holds, but for `outcomes` beside the good ones, and `changes`."""
     every = [GOOD] * STREAMS_MIN + list(outcomes)
-    one = CellSeen(KILL, HIT_S, [WANTED] * len(every), every, [GOOD] * 2, 3.0, 9.0, 1.0)
-    return replace(one, **changes)
+    cell = CellSeen(KILL, HIT_S, [WANTED] * len(every), every, [GOOD] * 2, 3.0, 9.0, 1.0)
+    return replace(cell, **changes)
 
 
 def cut(count: int, failure: str = "the server closed the connection") -> StreamOutcome:
@@ -200,7 +200,7 @@ def test_a_matrix_is_the_sum_of_its_cells() -> None:
     assert figures["longest_silence_s"] == {"seen": 2.0, "unseen": 2.0}
     assert figures["stable_after_s"] == 7.0
     assert figures["violations"] == 0
-    by_cell = {one["fault"]: one for one in figures["by_cell"]}
+    by_cell = {cell["fault"]: cell for cell in figures["by_cell"]}
     assert by_cell["kill-worker"]["hit"] is True
     assert by_cell["kill-worker"]["streams"] == STREAMS_MIN
     problems = matrix_problems(figures)

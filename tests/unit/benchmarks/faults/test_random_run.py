@@ -61,7 +61,7 @@ def test_a_fault_on_an_ended_process_is_ignored(monkeypatch: pytest.MonkeyPatch)
 
 def test_all_fault_kinds_are_drawn() -> None:
     rng = Random(0)
-    assert {drawn(rng).name for _ in range(500)} == {one.name for one in RANDOM_FAULTS}
+    assert {drawn(rng).name for _ in range(500)} == {fault.name for fault in RANDOM_FAULTS}
 
 
 def random_run(**changes: Any) -> RandomRun:

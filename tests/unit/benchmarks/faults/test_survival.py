@@ -27,7 +27,7 @@ def test_excess_requests_wait_for_earlier_ones_to_end() -> None:
     """Four requests hold 90 + 7 tokens each at the death, and end 1, 2, 3 and 4 s after it."""
     streams = [stream(5.0, 8.0 + number) for number in range(4)]
     seen = Crowd(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4, [90] * 4, 2400, 300)
-    held = sum(90 + sum(at_s < 12.0 for at_s in one.times_s) for one in streams)
+    held = sum(90 + sum(at_s < 12.0 for at_s in stream.times_s) for stream in streams)
     assert held == 90 * 4 + 8 + 7 + 6 + 6
     for room, wait_s in ((held, 0.0), (held - 1, 1.0), (held - 100, 1.0), (held - 101, 2.0)):
         assert replace(seen, survivors_tokens=room).ideal_wait_s == pytest.approx(wait_s)
@@ -53,10 +53,10 @@ def test_throughput_after_a_death_ends_with_the_last_request_or_the_return() -> 
 
 
 def test_tokens_count_in_the_window_of_their_arrival() -> None:
-    one = loss()
-    assert one.tokens_per_s((0.0, 4.0)) == pytest.approx(9.0)  # the last four come at 4.0
-    assert one.tokens_per_s((4.0, 8.0)) == pytest.approx(10.0)
-    assert one.tokens_per_s((0.0, 1.9)) is None
+    survivor_loss = loss()
+    assert survivor_loss.tokens_per_s((0.0, 4.0)) == pytest.approx(9.0)  # the last four come at 4.0
+    assert survivor_loss.tokens_per_s((4.0, 8.0)) == pytest.approx(10.0)
+    assert survivor_loss.tokens_per_s((0.0, 1.9)) is None
 
 
 OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))

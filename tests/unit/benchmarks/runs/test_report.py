@@ -49,16 +49,16 @@ def shown(result: dict[str, Any]) -> str:
 
 @pytest.fixture
 def outcomes() -> RunOutcomes:
-    found = RunOutcomes()
-    found.rounds = {
+    run_outcomes = RunOutcomes()
+    run_outcomes.rounds = {
         "burst": {
             "recompute": [measured(20.0), measured(22.0)],
             "vllm": [measured(30.0, None)],
             "recompute-ample": [measured(1.0, 50_000)],
         }
     }
-    found.unavailable = {"other": "it said [nothing]"}
-    return found
+    run_outcomes.unavailable = {"other": "it said [nothing]"}
+    return run_outcomes
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_outputs_shorter_than_requested_are_reported(
     plan: BenchPlan, outcomes: RunOutcomes
 ) -> None:
     """A server that does not force lengths had less to do."""
-    short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
+    short = [msgspec.structs.replace(record, short=True) for record in measured(1.0).records]
     for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
         outcomes.rounds["burst"]["vllm"] = [Round(records)]
         text = shown(result_of(plan, outcomes))
@@ -137,16 +137,16 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
         plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True, slowdown=0.1)
     )
     plan = replace(plan, deployment=replace(plan.deployment, paced="A100-40G-7B"))
-    found = RunOutcomes()
+    run_outcomes = RunOutcomes()
     fast, slow = measured(0.03), measured(20.0)
-    found.rounds = {
+    run_outcomes.rounds = {
         "realtime": {"fcfs@A100-40G-7B": [slow], "slo@A100-40G-7B": [fast]},
         "realtime-lower": {"fcfs@A100-40G-7B": [fast], "slo@A100-40G-7B": [fast]},
     }
-    result = result_of(plan, found)
+    result = result_of(plan, run_outcomes)
     attained = {
-        name: one["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
-        for name, one in result["scenarios"].items()
+        name: scenario["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
+        for name, scenario in result["scenarios"].items()
     }
     assert {"ttft", "tpot", "token_group"} <= attained["realtime"].keys()
     assert (attained["realtime"]["ttft"], attained["realtime-lower"]["ttft"]) == (0.0, 1.0)
@@ -158,14 +158,14 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
 def test_a_flood_is_judged_by_its_event_logs(plan: BenchPlan) -> None:
     """A change of groups that has never settled fails, and the result can be written."""
     plan = replace(plan, scenario=find_scenario("flood"), choice=LoadChoice(paced=True))
-    found = RunOutcomes()
+    run_outcomes = RunOutcomes()
     names = ("online-only@A100-14B", "slo@A100-14B")
-    found.rounds = {"flood": {name: [measured(20.0)] for name in names}}
+    run_outcomes.rounds = {"flood": {name: [measured(20.0)] for name in names}}
     logged = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
-    found.inspections = {names[1]: logged}
-    result = result_of(plan, found)
+    run_outcomes.inspections = {names[1]: logged}
+    result = result_of(plan, run_outcomes)
     assert result["systems"][names[1]]["changes"] == logged["changes"]
-    failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
+    failed = {bar["what"] for bar in result["co_serving"]["bars"] if bar["verdict"] == "fails"}
     assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
     assert orjson.dumps(result)
 

@@ -120,7 +120,7 @@ def test_vllm_warms_up_before_its_first_round(
     case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
     outcomes = run(tmp_path, [case], ("vllm",))
     turns = [
-        turn for _, job in sent for turn, one in enumerate(loads) if one.requests == job.requests
+        turn for _, job in sent for turn, load in enumerate(loads) if load.requests == job.requests
     ]
     # Its server was started anew for the second round, so it rehearses again.
     assert turns == [2, 0, 2, 1]
@@ -137,16 +137,16 @@ def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
         for name in loads
     ]
     names = ("a=http://a", "drop", "a-float32=http://b", "drop-float32", "recompute")
-    said: list[str] = []
-    run(tmp_path, cases, names, rounds=1, say=said.append)
+    lines: list[str] = []
+    run(tmp_path, cases, names, rounds=1, say=lines.append)
     by_load = {
-        name: [system for system, job in sent if job.requests == one.requests]
-        for name, one in loads.items()
+        name: [system for system, job in sent if job.requests == load.requests]
+        for name, load in loads.items()
     }
     own = ["drop", "recompute", "a=http://a", "a-float32=http://b"]
     assert by_load == {"all": [*own, "drop-float32"], "some": own}
     # Few requests are rough figures only where more were meant to be measured.
-    assert not [line for line in said if "fitted into the time" in line]
+    assert not [line for line in lines if "fitted into the time" in line]
 
 
 def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(

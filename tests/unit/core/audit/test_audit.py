@@ -79,12 +79,12 @@ GONE = group("b", 2, phase=GroupPhase.DISSOLVED)
 SPLIT = {name: group(name, 3, member(name)) for name in ("a", "b")}
 
 
-def stages(one: Group) -> tuple[Stage, ...]:
-    return tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in one.members)
+def stages(group: Group) -> tuple[Stage, ...]:
+    return tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
 
 
-def switched(now_s: float, one: Group) -> EngineSwitched:
-    return EngineSwitched(now_s, one.group_id, one.epoch, stages(one))
+def switched(now_s: float, group: Group) -> EngineSwitched:
+    return EngineSwitched(now_s, group.group_id, group.epoch, stages(group))
 
 
 def held(now_s: float, epoch: int, first: int = 0, end: int = LAYERS) -> MemoryHeld:
@@ -110,15 +110,15 @@ def iteration(
 def attempt(now_s: float, number: int, before: list[Group], after: list[Group]) -> list[Line]:
     """A change that succeeds: marked, prepared by everybody, committed."""
     name, revision = f"7-{number}", 10 * number
-    marked = tuple(Source(replace(one, attempt=name), revision) for one in before)
-    targets = tuple(one for one in after if one.members)
-    mark = Transact(2 * number, 7, tuple(one.group for one in marked))
-    revisions = {one.group.group_id: revision for one in marked}
+    marked = tuple(Source(replace(group, attempt=name), revision) for group in before)
+    targets = tuple(group for group in after if group.members)
+    mark = Transact(2 * number, 7, tuple(source.group for source in marked))
+    revisions = {source.group.group_id: revision for source in marked}
     commit = Transact(2 * number + 1, 7, tuple(after), group_revisions=revisions)
     answers = [
         Line(EVENT, MemberAnswered(now_s, name, m.worker_id, m.incarnation, True))
-        for one in targets
-        for m in one.members
+        for target in targets
+        for m in target.members
     ]
     return [
         Line(COMMAND, mark),
@@ -170,7 +170,7 @@ class Run:
             Line(FACT, switched(21.0, SPLIT["b"])),
             Line(FACT, held(22.0, 3)),
         ]
-        listed = tuple(StoredGroup(one, 3) for one in ALONE.values())
+        listed = tuple(StoredGroup(group, 3) for group in ALONE.values())
         self.memmgr = [
             Line(EVENT, ClusterListed(0.0, 3, (), listed)),
             *attempt(10.0, 1, list(ALONE.values()), [MERGED, GONE]),
@@ -504,16 +504,16 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("invariant", "break_it", "sentence"), BREAKS, ids=[one[1].__name__ for one in BREAKS]
+    ("invariant", "break_it", "sentence"), BREAKS, ids=[case[1].__name__ for case in BREAKS]
 )
 def test_a_violated_invariant_is_described(
     run: Run, invariant: str, break_it: Callable[[Run], None], sentence: str
 ) -> None:
     break_it(run)
     violations = run.audit().violations
-    assert any(one.startswith(f"{invariant}: ") and sentence in one for one in violations), (
-        violations
-    )
+    assert any(
+        violation.startswith(f"{invariant}: ") and sentence in violation for violation in violations
+    ), violations
 
 
 def test_a_stopped_worker_must_settle_in_time_after_it_resumes(run: Run) -> None:
@@ -552,8 +552,8 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> No
     change(run.a, NoteAdopted, sequence=adopted)
     again = Request("s#a-1.2", (5, 6), Sampling(), Limits(3), 0.0, output_ids=(20,))
     run.a.insert(find(run.a, NoteAdopted) + 1, Line(EVENT, RequestArrived(11.9, again)))
-    told = EmitToken("s#a-1.2", 1, 21, None), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
-    for number, token in zip((2, 4), told, strict=True):
+    tokens = EmitToken("s#a-1.2", 1, 21, None), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
+    for number, token in zip((2, 4), tokens, strict=True):
         run.a[find(run.a, EmitToken, number)] = Line(COMMAND, token)
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == []
@@ -604,7 +604,7 @@ def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only(run: R
     aborted = attempt(5.0, 1, list(ALONE.values()), [MERGED, GONE])[:3]
     aborted[2] = Line(COMMAND, replace(aborted[2].value, attempt="7-0"))
     removal = Transact(90, 7, tuple(ALONE.values()), group_revisions={"group-a": 4, "group-b": 4})
-    sources = tuple(replace(one, mod_revision=4) for one in aborted[2].value.sources)
+    sources = tuple(replace(source, mod_revision=4) for source in aborted[2].value.sources)
     aborted[2] = Line(COMMAND, replace(aborted[2].value, sources=sources))
     aborted[0] = Line(COMMAND, replace(aborted[0].value, transaction_id=89))
     aborted[1] = Line(EVENT, TransactionFinished(5.0, 89, 4))

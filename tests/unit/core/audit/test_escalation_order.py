@@ -40,7 +40,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
 
     def handle(event: Any) -> None:
         log.append(Line(EVENT, event))
-        log.extend(Line(COMMAND, one) for one in member.handle(event))
+        log.extend(Line(COMMAND, command) for command in member.handle(event))
 
     left, now_s = arrivals, 0.0
     while left or member.planner.sequences:
@@ -56,7 +56,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
         log.append(Line(BATCH, Planned(now_s, microbatch)))
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            tokens = {one.seq_id: rng.randrange(50) for one in chunks if one.sample}
+            tokens = {chunk.seq_id: rng.randrange(50) for chunk in chunks if chunk.sample}
             handle(IterationFinished(now_s, tokens, microbatch.number))
     return log
 
@@ -99,9 +99,9 @@ def test_a_planner_that_breaks_the_order_is_detected(
     """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
     monkeypatch.setitem(PRECEDENCES, Scheduling.PRIORITY, precedence)
     made_with = config(Scheduling.PRIORITY)
-    found = audited(made_with, flood(made_with)).violations
-    assert found and all(one.startswith("I11: w0 ") for one in found)
-    assert any(sentence in one for one in found)
+    violations = audited(made_with, flood(made_with)).violations
+    assert violations and all(violation.startswith("I11: w0 ") for violation in violations)
+    assert any(sentence in violation for violation in violations)
 
 
 def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
@@ -111,15 +111,17 @@ def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
 
     def hasty(self: SequenceTable, sequence: Any) -> bool:
         """One of those that run has to give way, whether or not there is room."""
-        others = [one for one in self.running if one is not sequence]
+        others = [other for other in self.running if other is not sequence]
         if others:
             self.preempt(others[-1])
         return grow(self, sequence) or bool(others)
 
     monkeypatch.setattr(SequenceTable, "grow", hasty)
     made_with = config(Scheduling.FCFS, blocks=200)
-    found = audited(made_with, flood(made_with, arrivals=30)).violations
-    assert found and all("blocks were free for" in one and "(CACHED)" in one for one in found)
+    violations = audited(made_with, flood(made_with, arrivals=30)).violations
+    assert violations and all(
+        "blocks were free for" in violation and "(CACHED)" in violation for violation in violations
+    )
 
 
 def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
@@ -143,8 +145,10 @@ def test_full_groups_merge_only_where_moves_do_not_help(entries: list[Line], sou
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge of full groups (DROP) was decided for m, though moves")
+    for violation in history.findings.violations:
+        assert violation.startswith(
+            "I11: a merge of full groups (DROP) was decided for m, though moves"
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,5 +164,5 @@ def test_a_merge_needs_online_demand_that_does_not_fit(entries: list[Line], soun
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge (DROP) was decided for m, whose demand of ")
+    for violation in history.findings.violations:
+        assert violation.startswith("I11: a merge (DROP) was decided for m, whose demand of ")

@@ -20,8 +20,8 @@ ALONE = ((Stage("a", 0, 4),), (Stage("b", 0, 4),))
 
 def group(epoch: int, stages: Sequence[Stage]) -> Group:
     members = tuple(
-        Member(one.worker_id, f"{one.worker_id}-1", one.first_layer, one.end_layer)
-        for one in stages
+        Member(stage.worker_id, f"{stage.worker_id}-1", stage.first_layer, stage.end_layer)
+        for stage in stages
     )
     return Group(f"group-{stages[0].worker_id}", epoch, GroupPhase.STABLE, members, "m")
 
@@ -69,4 +69,4 @@ def test_abandoned_changes_are_skipped_and_unsettled_ones_have_no_end() -> None:
     assert changes([Line(FACT, given_up)], engine("a"), engine("b")) == []
     memmgr = [Line(FACT, replace(given_up, now_s=20.0)), *committed(1, 21.0, group(2, MERGED))]
     a, b = engine("a", (22.0, 2, True)), engine("b", (22.0, 2, False))
-    assert [one.settled_s for one in changes(memmgr, a, b)] == [None]
+    assert [change.settled_s for change in changes(memmgr, a, b)] == [None]

@@ -22,7 +22,7 @@ TOGETHER = (Stage("a", 0, 2), Stage("b", 2, 4))
 
 
 def groups(epoch: int, *stages: tuple[Stage, ...]) -> tuple[GroupStages, ...]:
-    return tuple(GroupStages(f"g-{one[0].worker_id}", epoch, one) for one in stages)
+    return tuple(GroupStages(f"g-{members[0].worker_id}", epoch, members) for members in stages)
 
 
 APART = groups(2, (Stage("a", 0, LAYERS),), (Stage("b", 0, LAYERS),))
@@ -96,7 +96,7 @@ class Pair:
 
 
 def drained(sent: list[vocabulary.SendFrame]) -> list[vocabulary.SendFrame]:
-    return [one for one in sent if isinstance(one.frame, Drained)]
+    return [frame for frame in sent if isinstance(frame.frame, Drained)]
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def test_a_leader_waits_for_microbatches_in_flight(pair: Pair) -> None:
     pair.b.turn()
     assert pair.a.machine.phase is pair.b.machine.phase is MemberPhase.DRAINING
     pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
-    (told,) = drained(pair.a.turn())
-    assert told.frame == Drained(())
+    (notice,) = drained(pair.a.turn())
+    assert notice.frame == Drained(())
     assert pair.a.switches == 2 and pair.b.switches == 1
-    pair.bring(told, "a")
+    pair.bring(notice, "a")
     assert pair.b.switched() == 2
     assert pair.b.machine.planner.table.seq_ids == ("r",)
 
@@ -123,9 +123,9 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) ->
     sent = pair.a.turn(DRAIN_TIMEOUT_S + 0.1)
     pair.b.turn(DRAIN_TIMEOUT_S + 0.1)
     assert pair.b.switches == 1, "only the leader knows what is to be freed"
-    (told,) = drained(sent)
-    assert told.frame == Drained(("r",))
-    pair.bring(told, "a")
+    (notice,) = drained(sent)
+    assert notice.frame == Drained(("r",))
+    pair.bring(notice, "a")
     assert pair.b.switched() == 2
     for member in (pair.a, pair.b):
         assert member.machine.planner.table.seq_ids == ()
@@ -145,11 +145,11 @@ def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_coun
     pair.a.do(IterationFinished(0.1, {}, number))
     late = pair.a.machine.planner.sequences["late"]
     assert late.blocks and not late.computed
-    (told,) = drained(pair.a.turn())
-    assert told.frame == Drained(("late",))
+    (notice,) = drained(pair.a.turn())
+    assert notice.frame == Drained(("late",))
     assert pair.a.machine.planner.table.seq_ids == ("r", "long")
     assert not late.blocks
-    pair.bring(told, "a")
+    pair.bring(notice, "a")
     assert pair.b.machine.planner.table.seq_ids == ("r", "long")
 
 
@@ -196,12 +196,12 @@ def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt(pair: Pair) -
     assert isinstance(sent.frame, Adopt)
     pair.part()
     pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
-    told = [one for one in pair.a.turn() if one.peer == "b"]
-    (first,) = drained(told)
+    frames = [frame for frame in pair.a.turn() if frame.peer == "b"]
+    (first,) = drained(frames)
     pair.bring(first, "a")
     assert pair.b.switched() == 1, "word that the leader has adopted it may be on its way"
-    for one in told:
-        if isinstance(one.frame, AllAdopted):
-            pair.bring(one, "a")
+    for notice in frames:
+        if isinstance(notice.frame, AllAdopted):
+            pair.bring(notice, "a")
     assert pair.b.switched() == 2
     assert "late" in pair.b.machine.planner.sequences

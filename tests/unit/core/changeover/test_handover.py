@@ -96,7 +96,9 @@ def test_a_sequence_that_is_too_large_is_refused_and_its_kv_freed() -> None:
     long = replace(state, request=replace(state.request, limits=Limits(1000)))
     script.ways["a", "b"].clear()
     commands = script.receive("a", "b", replace(adopt, sequence=long))
-    assert [one.request_id for one in commands if isinstance(one, RefuseRequest)] == ["s"]
+    assert [command.request_id for command in commands if isinstance(command, RefuseRequest)] == [
+        "s"
+    ]
     assert frames(script, "b", "a", Adopted) == [Adopted("s", 1)]
     for peer in "ab":
         assert frames(script, "b", peer, FreeKv) == [FreeKv("s", whole_table=True)]
@@ -166,7 +168,7 @@ def test_a_failed_transfer_is_recomputed() -> None:
     script.do("a", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.do("b", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.settle()
-    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert [sequence.seq_id for sequence in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0
 
 
@@ -185,7 +187,7 @@ def test_a_returned_sequence_does_not_wait_for_a_lost_stage() -> None:
     script.lose("c")
     script.settle()
     assert script.members["a"].settled
-    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["s"]
+    assert [sequence.seq_id for sequence in script.members["a"].planner.waiting] == ["s"]
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
@@ -203,7 +205,7 @@ def test_a_lost_connection_to_a_new_leader_keeps_its_sequences() -> None:
         script.ask("a", name, 8)
     script.advance("a")
     script.change(groups(2, "a", "bc"))
-    assert script.names_at("b") and all(one.settled for one in script.members.values())
+    assert script.names_at("b") and all(member.settled for member in script.members.values())
     taken = script.taken_at("c")
     script.do("a", vocabulary.PeersLost(0.0, frozenset({"b"})))
     script.settle()

@@ -41,9 +41,9 @@ def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60
 
 def leaving(epoch: int, name: str) -> Groups:
     """Both lead groups of their own, and one of them is about to go."""
-    stages = {one: (Stage(one, 0, LAYERS),) for one in "ab"}
+    stages = {name: (Stage(name, 0, LAYERS),) for name in "ab"}
     left = frozenset({name})
-    return tuple(GroupStages(f"g-{one}", epoch, stages[one], left & {one}) for one in "ab")
+    return tuple(GroupStages(f"g-{name}", epoch, stages[name], left & {name}) for name in "ab")
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
@@ -53,8 +53,8 @@ def test_batch_work_is_parked_without_kv_and_online_work_moves(scheduling: Sched
     follower = script.members["b"]
     assert follower.settled and not follower.busy, "it needs no turns until they are due"
     resting = follower.planner.sequences.values()
-    assert all(one.phase is Phase.WAITING and not one.blocks for one in resting)
-    assert all(one.output_count == 1 for one in resting if one.seq_id != "w")
+    assert all(sequence.phase is Phase.WAITING and not sequence.blocks for sequence in resting)
+    assert all(sequence.output_count == 1 for sequence in resting if sequence.seq_id != "w")
     assert follower.plan(1.0) is None
     load = follower.planner.load()
     assert (load.batch_waiting, load.waiting_demand, load.kv_blocks_wanted) == (3, 0, 0)
@@ -88,10 +88,10 @@ def test_a_group_that_stays_merged_takes_parked_work() -> None:
     script.settle()
     assert len(script.names_at("b")) == 3
     script.now_s = due_s
-    found = script.turn("b")
-    assert not found and script.members["b"].phase is MemberPhase.ADOPTING
+    commands = script.turn("b")
+    assert not commands and script.members["b"].phase is MemberPhase.ADOPTING
     sent = [frame for _, frame in script.ways["b", "a"] if isinstance(frame, Adopt)]
-    assert [one.sequence.request.request_id for one in sent] == ["m", "n", "w"], "oldest first"
+    assert [frame.sequence.request.request_id for frame in sent] == ["m", "n", "w"], "oldest first"
     script.settle()
     assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
     assert sorted(script.names_at("a")) == ["m", "n", "o", "w"]
@@ -154,8 +154,11 @@ def test_unstarted_work_returns_to_the_scheduler() -> None:
     assert sorted(script.names_at("b")) == ["m", "r", "w"]
     assert member.requeue_due_s == REQUEUE_AFTER_S
     assert script.do("b", RequeueChecked(REQUEUE_AFTER_S - 0.01)) == []
-    (told,) = script.do("b", RequeueChecked(REQUEUE_AFTER_S))
-    assert isinstance(told, RefuseRequest) and (told.request_id, told.returned) == ("r", True)
+    (refusal,) = script.do("b", RequeueChecked(REQUEUE_AFTER_S))
+    assert isinstance(refusal, RefuseRequest) and (refusal.request_id, refusal.returned) == (
+        "r",
+        True,
+    )
     assert sorted(script.names_at("b")) == ["m", "w"] and member.requeue_due_s is None
     script.change(SPLIT)
     script.run("b")

@@ -15,7 +15,9 @@ NEXT = groups(3, "a", "b")
 
 
 def refusals(commands: list[vocabulary.Command]) -> list[str | None]:
-    return [one.refusal for one in commands if isinstance(one, vocabulary.EndPreparation)]
+    return [
+        command.refusal for command in commands if isinstance(command, vocabulary.EndPreparation)
+    ]
 
 
 def capacities(script: Script) -> list[int]:
@@ -35,11 +37,11 @@ def fetching(script: Script) -> vocabulary.RestoreSlab:
 
 
 def fetch_all(script: Script, name: str) -> list[vocabulary.Command]:
-    found: list[vocabulary.Command] = []
+    commands: list[vocabulary.Command] = []
     while name in script.steps:
-        found += script.go_on(name)
+        commands += script.go_on(name)
         script.settle()
-    return found
+    return commands
 
 
 @pytest.mark.parametrize("begun", [True, False])
@@ -104,7 +106,9 @@ def test_an_attempt_waits_for_fetches_of_the_other_split_group() -> None:
     script.advance("a")
     script.transfers_run = False
     script.change(groups(2, "ab", "cd"))
-    while arriving := [t for t, one in script.sending.items() if one.transfer.destination in "ab"]:
+    while arriving := [
+        t for t, sending in script.sending.items() if sending.transfer.destination in "ab"
+    ]:
         for transfer in arriving:
             script.end_transfer(transfer)
         script.settle()

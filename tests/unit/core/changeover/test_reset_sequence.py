@@ -26,4 +26,4 @@ def test_a_leader_agrees_with_itself_while_blocks_of_a_reset_sequence_are_freed(
     planner.handle(BlocksReleased("r"))
     planner.handle(SequenceResumed("r"))
     planner.sequence_table.check_invariants()
-    assert [one.seq_id for one in planner.waiting] == ["r"]
+    assert [sequence.seq_id for sequence in planner.waiting] == ["r"]

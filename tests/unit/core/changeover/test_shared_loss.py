@@ -30,9 +30,9 @@ def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
     """The requests that a leader gives back when it is alone with its layers."""
     script.do(leader, vocabulary.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
     commands = script.turn(leader)
-    found = [one for one in commands if isinstance(one, RefuseRequest)]
-    assert all(one.returned for one in found)
-    return [one.request_id for one in found]
+    refusals = [command for command in commands if isinstance(command, RefuseRequest)]
+    assert all(refusal.returned for refusal in refusals)
+    return [refusal.request_id for refusal in refusals]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
     script.change(groups(3, *"abcd"))
     assert len(script.names_at("a")) == 8, "nobody is known to have taken any"
     commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset("bcd")))
-    refused = [one for one in commands if isinstance(one, RefuseRequest)]
-    assert all(one.returned for one in refused)
-    return script, [one.request_id for one in refused]
+    refused = [effect for effect in commands if isinstance(effect, RefuseRequest)]
+    assert all(command.returned for command in refused)
+    return script, [command.request_id for command in refused]
 
 
 def test_an_isolated_split_leader_keeps_its_share_of_returned_requests() -> None:
@@ -113,7 +113,7 @@ def test_a_former_leader_forwards_returned_requests() -> None:
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.hear(groups(3, "ba", "cd"))
     commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset("cd")))
-    assert not any(isinstance(one, RefuseRequest) for one in commands)
+    assert not any(isinstance(command, RefuseRequest) for command in commands)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,14 @@ def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
     script.stopped = {(peer, "a") for peer in workers[1:]}
     script.change(groups(3, *workers))
     commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset(lost)))
-    assert sum(isinstance(one, RefuseRequest) for one in commands) == back
+    assert sum(isinstance(command, RefuseRequest) for command in commands) == back
 
 
 def test_returned_requests_are_shared_with_living_leaders() -> None:
     script = merged("abcd", 8)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.change(groups(3, *"abcd"))
-    commands = [one for peer in "bcd" for one in script.receive(peer, "a", EpochAbandoned())]
-    assert sum(isinstance(one, RefuseRequest) for one in commands) == 3
+    commands = [
+        command for peer in "bcd" for command in script.receive(peer, "a", EpochAbandoned())
+    ]
+    assert sum(isinstance(effect, RefuseRequest) for effect in commands) == 3

@@ -35,12 +35,12 @@ def test_sources_are_tried_in_order_after_failures() -> None:
 
 def test_a_holder_that_fails_often_is_excluded() -> None:
     slabs = SlabSources(SLABS[:], holders={"b": ALL})
-    found = []
+    sources_seen = []
     while not slabs.all_restored:
         ((slab, source),) = slabs.start()
-        found.append(source)
+        sources_seen.append(source)
         slabs.end(slab, source == FOLDER)
-    assert found.count(B) == FAILURES_MAX and found.count(FOLDER) == len(SLABS)
+    assert sources_seen.count(B) == FAILURES_MAX and sources_seen.count(FOLDER) == len(SLABS)
 
 
 def test_slabs_come_from_several_holders_at_the_same_time() -> None:
@@ -84,9 +84,9 @@ def test_all_slabs_are_restored_despite_failures() -> None:
                 if source == FOLDER:
                     failed = [name for name in holders if slab in holders[name]]
                     for name in failed:
-                        spent = sum(one.holder == name for _, one in tried) >= FAILURES_MAX
+                        spent = sum(source.holder == name for _, source in tried) >= FAILURES_MAX
                         assert spent or (slab, SlabSource(name)) in tried
-                assert source == COPY or all((slab, one) in tried for one in better)
+                assert source == COPY or all((slab, source) in tried for source in better)
                 running[slab] = source
             assert running, "nothing is in progress, and slabs are missing"
             assert len(running) <= slabs.at_once

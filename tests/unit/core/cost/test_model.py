@@ -80,9 +80,9 @@ def test_tokens_beyond_the_knee_cost_more() -> None:
 def test_a_fit_finds_the_knee(seed: int, apart: bool) -> None:
     rng = Random(seed)
     model = bent(replace(random_model(rng, apart), alpha=1e-9))
-    found = fit(random_samples(model, rng, 80))
-    assert mean_relative_error(found, random_samples(model, rng, 50)) < 1e-6
-    assert found.knee == 64 and found.mu == pytest.approx(model.mu, rel=1e-3)
+    fitted = fit(random_samples(model, rng, 80))
+    assert mean_relative_error(fitted, random_samples(model, rng, 50)) < 1e-6
+    assert fitted.knee == 64 and fitted.mu == pytest.approx(model.mu, rel=1e-3)
 
 
 def test_decode_uses_its_own_coefficients_if_present() -> None:
@@ -97,14 +97,14 @@ def test_a_fit_recovers_the_model(seed: int, apart: bool) -> None:
     rng = Random(seed)
     model = random_model(rng, apart)
     samples = random_samples(model, rng, 80)
-    found = fit(samples)
+    fitted = fit(samples)
     unseen = random_samples(model, rng, 50)
-    assert mean_relative_error(found, unseen) < 1e-6
+    assert mean_relative_error(fitted, unseen) < 1e-6
     if apart:
-        assert found.decode is not None
-        assert found.decode.alpha == pytest.approx(model.decode and model.decode.alpha, rel=1e-4)
-    assert found.alpha == pytest.approx(model.alpha, rel=1e-3)
-    assert found.beta == pytest.approx(model.beta, rel=1e-3)
+        assert fitted.decode is not None
+        assert fitted.decode.alpha == pytest.approx(model.decode and model.decode.alpha, rel=1e-4)
+    assert fitted.alpha == pytest.approx(model.alpha, rel=1e-3)
+    assert fitted.beta == pytest.approx(model.beta, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -113,12 +113,12 @@ def test_noisy_samples_fit_a_plausible_model(seed: int) -> None:
     model = random_model(rng, apart=seed % 2 == 0)
     samples = random_samples(model, rng, 60, noise=0.1)
     for fit_one in (fit, fit_together, fit_apart):
-        found = fit_one(samples)
-        values = [found.alpha, found.beta, found.gamma, found.lam, found.kappa]
+        fitted = fit_one(samples)
+        values = [fitted.alpha, fitted.beta, fitted.gamma, fitted.lam, fitted.kappa]
         assert all(value >= 0 for value in values)
-        assert found.lam <= found.gamma
-        if found.decode is not None:
-            assert found.lam <= found.decode.gamma
+        assert fitted.lam <= fitted.gamma
+        if fitted.decode is not None:
+            assert fitted.lam <= fitted.decode.gamma
     assert mean_relative_error(fit(samples), random_samples(model, rng, 50)) < 0.1
 
 
@@ -126,7 +126,7 @@ def test_outlier_batches_do_not_change_the_fit() -> None:
     true = CostModel(1e-6, 1e-3, 0.02, 0.015, kappa=1e-5)
     points = [((p, c),) for p in (0, 100, 500, 2000) for c in (2, 10, 40, 80, 160)]
     points += [((p, c), (p, c)) for p in (0, 500) for c in (4, 16)]
-    samples = [Sample(one, true.batch_s(one)) for one in points]
+    samples = [Sample(point, true.batch_s(point)) for point in points]
     odd = [Sample(((2000, 300),), 2 * true.batch_s(((2000, 300),)))]
     assert mean_relative_error(fit_together([*samples, *odd]), samples) < 0.005
 

@@ -129,8 +129,8 @@ class Cluster:
 
     def look(self) -> None:
         """All looks that are due."""
-        due = [one for one in self.looks if one[0] <= self.now_s]
-        self.looks = [one for one in self.looks if one[0] > self.now_s]
+        due = [look for look in self.looks if look[0] <= self.now_s]
+        self.looks = [look for look in self.looks if look[0] > self.now_s]
         for _, command in due:
             seen = tuple(
                 MemberStatus(name, self.epochs.get(name, 0), name not in self.unsettled)
@@ -340,7 +340,7 @@ class Chaos(Cluster):
     def _answer(self) -> None:
         if self.prepares:
             command = self.rng.choice(self.prepares)
-            members = [one for source in command.sources for one in source.group.members]
+            members = [member for source in command.sources for member in source.group.members]
             name = self.rng.choice(members).worker_id
             self.answer(command.attempt, name, self.rng.random() < 0.9)
 
@@ -388,6 +388,6 @@ def test_every_change_ends_once_and_follows_the_state_table(
         assert chaos.asked > 5
         for number in range(chaos.asked):
             steps = chaos.steps[f"c{number + 1}"]
-            assert [one for one in steps if one in ENDED] == steps[-1:], (seed, number, steps)
+            assert [step for step in steps if step in ENDED] == steps[-1:], (seed, number, steps)
         assert chaos.looks == []
     assert seen == TRANSITIONS, "each transition happens, and no other"

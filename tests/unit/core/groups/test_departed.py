@@ -72,8 +72,8 @@ class Store:
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
-        for one in command.assignments:
-            self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
+        for assignment in command.assignments:
+            self.assignments[assignment.worker_id] = StoredAssignment(assignment, self.revision)
         for name in command.removed_workers:
             self.assignments.pop(name, None)
             self.groups.pop(f"group-{name}", None)
@@ -125,7 +125,7 @@ def test_a_returning_worker_gets_an_epoch_above_all_it_has_seen(
     store.register("w0", "w0-b")
     (settlement,) = store.read(GONE_AFTER_S + 1)
     assert [group.epoch for group in settlement.groups] == [42]
-    assert [one.epoch for one in settlement.assignments] == [42]
+    assert [assignment.epoch for assignment in settlement.assignments] == [42]
 
 
 def test_a_worker_that_returns_in_time_keeps_its_records(store: Store) -> None:
@@ -160,8 +160,10 @@ def test_remaining_members_are_settled_first(store: Store) -> None:
     members = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
     store.groups["group-w0"] = StoredGroup(Group("group-w0", 5, GroupPhase.STABLE, members, "m"), 9)
     for member in members:
-        one = Assignment(member.worker_id, member.incarnation, "group-w0", 5, member.first_layer)
-        store.assignments[member.worker_id] = StoredAssignment(one, 9)
+        assignment = Assignment(
+            member.worker_id, member.incarnation, "group-w0", 5, member.first_layer
+        )
+        store.assignments[member.worker_id] = StoredAssignment(assignment, 9)
     (dissolved,) = store.read(0.0)
     assert not dissolved.removed_workers
     assert store.pass_time(GONE_AFTER_S) == []

@@ -42,14 +42,14 @@ def records(groups: Iterable[Group], *others: Worker) -> Records:
     known = Records()
     groups = tuple(groups)
     special = {other.worker_id: other for other in others}
-    names = [member.worker_id for one in groups for member in one.members]
-    assignments = [assignment_of(one, member) for one in groups for member in one.members]
+    names = [member.worker_id for group in groups for member in group.members]
+    assignments = [assignment_of(group, member) for group in groups for member in group.members]
     known.take(
         ClusterListed(
             0.0,
             9,
             tuple(special.get(name, worker(name)) for name in names),
-            tuple(StoredGroup(one, 8) for one in groups),
+            tuple(StoredGroup(group, 8) for group in groups),
             tuple(StoredAssignment(assignment, 8) for assignment in assignments),
         )
     )
@@ -61,8 +61,8 @@ def names_of(
 ) -> list[str]:
     """The holders for the first member of `source`, which is to run the layers of `target`."""
     after = group((source.members[0].worker_id, *target))
-    found = holders_for(known, [source], [after], **options)  # type: ignore[arg-type]
-    return [member.worker_id for member in found]
+    holders_found = holders_for(known, [source], [after], **options)  # type: ignore[arg-type]
+    return [member.worker_id for member in holders_found]
 
 
 SURVIVOR = group(("a", 0, 4), attempt="t")
@@ -91,8 +91,10 @@ def test_a_survivor_is_no_holder() -> None:
 
 
 def survivors_of(known: Records, *holders: Member, suspects: Iterable[str] = ()) -> list[str]:
-    found = survivors_for(known, [SURVIVOR], [group(("a", 0, LAYERS))], holders, set(suspects))
-    return [member.worker_id for member in found]
+    holders_found = survivors_for(
+        known, [SURVIVOR], [group(("a", 0, LAYERS))], holders, set(suspects)
+    )
+    return [member.worker_id for member in holders_found]
 
 
 def test_survivors_send_layers_without_a_holder() -> None:
@@ -153,15 +155,15 @@ def test_holders_cover_all_available_layers() -> None:
         first = rng.randrange(LAYERS - 1)
         survivor = group(("a", first, rng.randrange(first + 1, LAYERS)), attempt="t")
         known = records([survivor, *groups])
-        found = holders_for(known, [survivor], [group(("a", 0, LAYERS))])
-        assert len(found) <= HOLDERS_MAX
-        names = {member.worker_id for member in found}
-        assert len(names) == len(found) and "a" not in names
-        idle = [one for one in groups if not one.attempt]
-        assert names <= {member.worker_id for one in idle for member in one.members}
+        holders_found = holders_for(known, [survivor], [group(("a", 0, LAYERS))])
+        assert len(holders_found) <= HOLDERS_MAX
+        names = {member.worker_id for member in holders_found}
+        assert len(names) == len(holders_found) and "a" not in names
+        idle = [group for group in groups if not group.attempt]
+        assert names <= {member.worker_id for group in idle for member in group.members}
         held = survivor.members[0]
         for layer in set(range(LAYERS)) - set(range(held.first_layer, held.end_layer)):
-            sending = [m for m in found if m.first_layer <= layer < m.end_layer]
+            sending = [m for m in holders_found if m.first_layer <= layer < m.end_layer]
             assert len(sending) >= min(1, len(idle)), "a layer has candidates, and no holder"
             covered += len(sending) >= min(HOLDERS_PER_LAYER, len(idle)) > 0
     assert covered > 300

@@ -30,10 +30,10 @@ def rooms_of(*sizes: int) -> list[MemberMemory]:
 
 
 def times(model: ModelShape, counts: tuple[int, ...]) -> list[float]:
-    found = [count * model.layer_cost for count in counts]
-    found[0] += model.embedding_cost
-    found[-1] += model.head_cost
-    return found
+    costs = [count * model.layer_cost for count in counts]
+    costs[0] += model.embedding_cost
+    costs[-1] += model.head_cost
+    return costs
 
 
 def best_score(

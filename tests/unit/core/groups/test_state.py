@@ -73,8 +73,8 @@ class Store:
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
-        for one in command.assignments:
-            self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
+        for assignment in command.assignments:
+            self.assignments[assignment.worker_id] = StoredAssignment(assignment, self.revision)
         return self.finish(command, self.revision)
 
     def finish(self, command: Transact, revision: int | None) -> list[Command]:
@@ -288,7 +288,9 @@ class TestReconfigure:
         attempt = pair.prepare(MERGE).attempt
         commands = pair.answer("w1", attempt, ready=False)
         assert commands[0] == ReconfigurationFailed("r", "w1 refused: no room")
-        aborts = [one for command in commands[1:] for one in pair.commit(transaction(command))]
+        aborts = [
+            effect for command in commands[1:] for effect in pair.commit(transaction(command))
+        ]
         assert aborts == [AbortMember(attempt, TOKEN, name, f"{name}-a") for name in ("w0", "w1")]
         assert {group_id: stored.group for group_id, stored in pair.groups.items()} == before
 
@@ -333,7 +335,7 @@ class TestReconfigure:
         commands = pair.read()
         assert commands[0] == ReconfigurationFailed("r", "w1 has left, restarted or begun to drain")
         # w0's record loses the mark, w1's becomes its successor's.
-        written = {group.group_id: group for one in commands[1:] for group in one.groups}
+        written = {group.group_id: group for command in commands[1:] for group in command.groups}
         assert written == {
             "group-w0": stable(1, whole("w0")),
             "group-w1": stable(2, whole("w1", "b")),
@@ -349,9 +351,9 @@ class TestReconfigure:
         assert pair.answer("w1", attempt) == []
         pair.state = GroupState()
         pair.feed(LeadershipChanged(2.0, TOKEN + 5))
-        removals = [transaction(one) for one in pair.read()]
-        assert [one.groups[0].attempt for one in removals] == ["", ""]
-        assert all(one.token == TOKEN + 5 for one in removals)
+        removals = [transaction(command) for command in pair.read()]
+        assert [command.groups[0].attempt for command in removals] == ["", ""]
+        assert all(command.token == TOKEN + 5 for command in removals)
         (abort,) = pair.commit(removals[0])
         assert abort == AbortMember(attempt, TOKEN + 5, "w0", "w0-a")
 
@@ -425,7 +427,9 @@ class TestDegraded:
             "group-w0": GroupPhase.DISSOLVED,
             "group-w1": GroupPhase.DEGRADED,
         }
-        gone = {one.worker_id: one for one in transaction(command).assignments}["w0"]
+        gone = {
+            assignment.worker_id: assignment for assignment in transaction(command).assignments
+        }["w0"]
         assert gone == Assignment("w0", "w0-a", "", 3, 0, 2)
 
     def test_a_lost_lease_does_not_make_a_worker_forget_what_it_dropped(self, pair: Store) -> None:
@@ -433,7 +437,7 @@ class TestDegraded:
         gone = pair.workers.pop("w1")
         pair.commit(transaction(pair.read()[0]))
         pair.workers["w1"] = replace(gone, create_revision=40)
-        written = [group for one in pair.read() for group in transaction(one).groups]
+        written = [group for command in pair.read() for group in transaction(command).groups]
         again = Group("group-w1", 4, GroupPhase.DEGRADED, (Member("w1", "w1-a", 2, 4),), "m")
         assert again in written
 
@@ -474,12 +478,12 @@ class TestDegraded:
             commands = store.answer(name, attempt)
         store.commit(transaction(commands[0]))
         del store.workers["w2"]
-        marks = [transaction(one) for one in store.commit(transaction(store.read()[0]))]
+        marks = [transaction(command) for command in store.commit(transaction(store.read()[0]))]
         assert len(marks) == 2
         store.revision += 2
         later = store.finish(marks[1], store.revision)
         earlier = store.finish(marks[0], store.revision - 1)
-        asked = [one for one in (*later, *earlier) if isinstance(one, PrepareMembers)]
+        asked = [command for command in (*later, *earlier) if isinstance(command, PrepareMembers)]
         assert len(asked) == len(store.state.attempts) == 2
 
 
@@ -524,7 +528,7 @@ class TestAbsentMembers:
         del merged.workers["w1"]
         merged.workers["w0"] = worker("w0", "b", 40)
         settled = merged.read()
-        assert {group.group_id for one in settled for group in transaction(one).groups} == {
+        assert {group.group_id for command in settled for group in transaction(command).groups} == {
             "group-w0"
         }
 

@@ -95,7 +95,7 @@ def test_a_repeatedly_stuck_group_is_divided(store: Store) -> None:
         renewed(store)
     store.now_s += 20
     divide = transaction(report(store, "w0")[0])
-    assert {one.phase for one in divide.groups} == {GroupPhase.DEGRADED}
+    assert {group.phase for group in divide.groups} == {GroupPhase.DEGRADED}
 
 
 def test_a_long_healthy_group_can_be_rebuilt_again(store: Store) -> None:
@@ -117,12 +117,12 @@ def test_members_that_never_connect_are_divided_at_once() -> None:
             commands = store.answer("w1", asked.attempt, ready=False)
         suspects = store.state._stuck.suspects
         assert suspects == ({"w0", "w1"} if silent else set()), "one of them may hang"
-        (divide,) = [one for one in commands if isinstance(one, Transact)]
-        assert {(one.group_id, one.phase) for one in divide.groups} == {
+        (divide,) = [command for command in commands if isinstance(command, Transact)]
+        assert {(group.group_id, group.phase) for group in divide.groups} == {
             ("group-w0", GroupPhase.DEGRADED),
             ("group-w1", GroupPhase.DEGRADED),
         }
-        restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
+        restores = [command for command in store.commit(divide) if isinstance(command, Transact)]
         assert len(restores) == 2, "each gets its layers back"
         prepares = [command for mark in restores for command in store.commit(mark)]
         names = [[m.worker_id for m in prepare.survivors] for prepare in prepares]  # type: ignore[union-attr]
@@ -136,8 +136,10 @@ def hung(store: Store, worker_id: str, process: str = "", still: bool = True) ->
 
 def divided(commands: list[Command]) -> bool:
     """Whether each member gets a group of its own."""
-    written = [group for one in commands if isinstance(one, Transact) for group in one.groups]
-    return [one.phase for one in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
+    written = [
+        group for command in commands if isinstance(command, Transact) for group in command.groups
+    ]
+    return [command.phase for command in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
 
 
 def test_a_stuck_group_with_a_frozen_engine_is_divided_at_once(store: Store) -> None:
@@ -148,7 +150,7 @@ def test_a_stuck_group_with_a_frozen_engine_is_divided_at_once(store: Store) -> 
 def test_a_frozen_engine_does_not_extend_the_wait(store: Store) -> None:
     renewal(store)
     commands = hung(store, "w1")
-    reasons = [getattr(one, "reason", "") for one in commands]
+    reasons = [getattr(command, "reason", "") for command in commands]
     assert divided(commands)
     assert "the engine of w1 hangs" in reasons
 
@@ -182,7 +184,7 @@ def test_a_requested_change_waits_for_a_frozen_engine(
 def test_a_change_in_preparation_is_cancelled(store: Store) -> None:
     attempt = store.prepare(SPLIT).attempt
     commands = report(store, "w0")
-    reasons = [getattr(one, "reason", "") for one in commands]
+    reasons = [getattr(command, "reason", "") for command in commands]
     assert "group-w0 is stuck: the lane is cut" in reasons
     assert store.answer("w0", attempt) == []
 

@@ -8,7 +8,7 @@ from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 
 UNMERGED, MERGED = 100, 180
-FACTS = {one: WorkerFacts(one, "m", 16, UNMERGED, 1000, None, ("h",)) for one in ("w0", "w1")}
+FACTS = {name: WorkerFacts(name, "m", 16, UNMERGED, 1000, None, ("h",)) for name in ("w0", "w1")}
 APART = (("w0",), ("w1",))
 TOGETHER = (("w0", "w1"),)
 
@@ -45,8 +45,8 @@ def decisions(
     monitor = OverloadMonitor()
     for tick in range(10 * seconds):
         uses = group_uses(groups, reports, FACTS)
-        if found := monitor.handle(GroupsSeen(100.0 + tick / 10, uses)):
-            return [one.action for one in found]
+        if batch := monitor.handle(GroupsSeen(100.0 + tick / 10, uses)):
+            return [decision.action for decision in batch]
     return []
 
 
@@ -84,6 +84,6 @@ def test_batch_kv_that_comes_and_goes_between_two_reports_is_no_demand() -> None
         reports = {"w0": EngineReport(load, 1), "w1": EngineReport(lagging, 1)}
         (use,) = group_uses([group], reports, FACTS)
         assert use.used_tokens == 30 * 16
-        found = monitor.handle(GroupsSeen(100.0 + tick / 10, (use,)))
-        decided += [one.action for one in found]
+        decisions = monitor.handle(GroupsSeen(100.0 + tick / 10, (use,)))
+        decided += [decision.action for decision in decisions]
     assert decided[:1] == [Action.SPLIT]

@@ -44,7 +44,7 @@ def random_groups(rng: Random) -> list[PlanGroup]:
 def most_freed(groups: list[PlanGroup], key: MergeKey) -> list[int]:
     """What Figure 6 has freed after each merge of groups of one key: sizes are all that counts."""
     shape = SHAPES[key.model]
-    sizes = [len(one.members) for one in groups if one.key == key]
+    sizes = [len(group.members) for group in groups if group.key == key]
     heapify(sizes)
     freed = [0]
     while len(sizes) > 1:
@@ -61,35 +61,35 @@ class Plainly:
 
     def __init__(self, groups: list[PlanGroup], needed_bytes: int) -> None:
         self.missing_bytes = needed_bytes
-        self.standing: list[tuple[PlanGroup, ...]] = [(one,) for one in groups]
+        self.standing: list[tuple[PlanGroup, ...]] = [(group,) for group in groups]
 
     def run(self) -> set[frozenset[str]]:
         """The ids of the groups that each merge makes one."""
         left_over: dict[MergeKey, tuple[PlanGroup, ...]] = {}
         done = 0
         while self.missing_bytes > 0:
-            sizes = {size_of(one) for one in self.standing if size_of(one) > done}
+            sizes = {size_of(group) for group in self.standing if size_of(group) > done}
             if not sizes:
                 break
             done = min(sizes)
             by_key: dict[MergeKey, list[tuple[PlanGroup, ...]]] = {}
-            for one in self.standing:
-                if size_of(one) == done:
-                    by_key.setdefault(one[0].key, []).append(one)
-            for key in [one for one in by_key if one in left_over]:
+            for small in self.standing:
+                if size_of(small) == done:
+                    by_key.setdefault(small[0].key, []).append(small)
+            for key in [key for key in by_key if key in left_over]:
                 self.merge_nearest(left_over.pop(key), by_key[key])
             for key, alike in by_key.items():
                 odd = self.merge_pairs(alike)
                 if odd is not None:
                     left_over[key] = odd
-        return {frozenset(g.group_id for g in one) for one in self.standing if len(one) > 1}
+        return {frozenset(g.group_id for g in group) for group in self.standing if len(group) > 1}
 
     def merge_nearest(
         self, small: tuple[PlanGroup, ...], alike: list[tuple[PlanGroup, ...]]
     ) -> None:
         if self.missing_bytes > 0 and self.fits(small, alike[0]):
-            near = max(len(common(small, one)) for one in alike)
-            nearest = [one for one in alike if len(common(small, one)) == near]
+            near = max(len(common(small, group)) for group in alike)
+            nearest = [group for group in alike if len(common(small, group)) == near]
             self.merge(small, chosen := min(nearest, key=kv_of))
             alike.remove(chosen)
 
@@ -98,11 +98,11 @@ class Plainly:
         if not alike or not self.fits(alike[0], alike[0]):
             return None
         places: dict[tuple[str, ...], list[tuple[PlanGroup, ...]]] = {}
-        for one in alike:
-            places.setdefault(common(one, one), []).append(one)
+        for group in alike:
+            places.setdefault(common(group, group), []).append(group)
         for depth in range(max(map(len, places)), -1, -1):
             pairs = []
-            for place in [one for one in places if len(one) == depth]:
+            for place in [place for place in places if len(place) == depth]:
                 here = sorted(places.pop(place), key=kv_of)
                 pairs += list(zip(here[::2], here[1::2], strict=False))
                 if len(here) % 2:
@@ -112,28 +112,28 @@ class Plainly:
                     self.merge(*pair)
         return next((here[0] for here in places.values()), None)
 
-    def fits(self, one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> bool:
-        return size_of(one) + size_of(other) <= SHAPES[one[0].key.model].num_layers
+    def fits(self, first: tuple[PlanGroup, ...], second: tuple[PlanGroup, ...]) -> bool:
+        return size_of(first) + size_of(second) <= SHAPES[first[0].key.model].num_layers
 
-    def merge(self, one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> None:
-        shape = SHAPES[one[0].key.model]
-        self.missing_bytes -= shape.freed_bytes(size_of(one), size_of(other))
-        self.standing = [each for each in self.standing if each not in (one, other)]
-        self.standing.append(one + other)
+    def merge(self, first: tuple[PlanGroup, ...], second: tuple[PlanGroup, ...]) -> None:
+        shape = SHAPES[first[0].key.model]
+        self.missing_bytes -= shape.freed_bytes(size_of(first), size_of(second))
+        self.standing = [each for each in self.standing if each not in (first, second)]
+        self.standing.append(first + second)
 
 
 def size_of(groups: tuple[PlanGroup, ...]) -> int:
-    return sum(len(one.members) for one in groups)
+    return sum(len(group.members) for group in groups)
 
 
 def kv_of(groups: tuple[PlanGroup, ...]) -> int:
-    return sum(one.running_kv_bytes for one in groups)
+    return sum(group.running_kv_bytes for group in groups)
 
 
-def common(one: tuple[PlanGroup, ...], other: tuple[PlanGroup, ...]) -> tuple[str, ...]:
+def common(first: tuple[PlanGroup, ...], second: tuple[PlanGroup, ...]) -> tuple[str, ...]:
     """The narrowest place that has all of them in it."""
-    prefix = one[0].location
-    for group_ in one + other:
+    prefix = first[0].location
+    for group_ in first + second:
         while group_.location[: len(prefix)] != prefix:
             prefix = prefix[:-1]
     return prefix
@@ -146,31 +146,31 @@ def test_the_fast_plan_equals_the_reference_plan() -> None:
     for _ in range(1500):
         groups = random_groups(rng)
         kv = rng.sample(range(1, 1 << 40), len(groups))
-        groups = [one._replace(running_kv_bytes=kv.pop()) for one in groups]
+        groups = [group._replace(running_kv_bytes=kv.pop()) for group in groups]
         needed = rng.choice([1, 50, 200, 1000, 10**6])
-        found = plan_drop(groups, SHAPES, needed, members_max=100).merges
+        merges = plan_drop(groups, SHAPES, needed, members_max=100).merges
         wanted = Plainly(groups, needed).run()
-        assert {frozenset(merge.group_ids) for merge in found} == wanted
+        assert {frozenset(merge.group_ids) for merge in merges} == wanted
         shares.add(min(len(wanted), 8))
     assert shares == set(range(9))
 
 
 def check(plan: DropPlan, groups: list[PlanGroup], needed: int) -> None:
-    by_id = {one.group_id: one for one in groups}
+    by_id = {group.group_id: group for group in groups}
     merged = [group_id for merge in plan.merges for group_id in merge.group_ids]
     assert len(merged) == len(set(merged))
     for merge in plan.merges:
         shape = SHAPES[merge.key.model]
         sources = [by_id[group_id] for group_id in merge.group_ids]
-        assert len(sources) > 1 and all(one.key == merge.key for one in sources)
-        members = [member for one in sources for member in one.members]
+        assert len(sources) > 1 and all(source.key == merge.key for source in sources)
+        members = [member for source in sources for member in source.members]
         assert sorted(merge.members) == sorted(members)
-        held = sum(shape.parameter_bytes(len(one.members)) for one in sources)
+        held = sum(shape.parameter_bytes(len(source.members)) for source in sources)
         assert merge.freed_bytes == held - shape.parameter_bytes(len(members))
         stages = split_layers(
             shape, [MemberMemory(m.worker_id, 10**6) for m in merge.members], 10**9
         )
-        covered = [layer for one in stages for layer in range(one.first_layer, one.end_layer)]
+        covered = [layer for stage in stages for layer in range(stage.first_layer, stage.end_layer)]
         assert covered == list(range(shape.num_layers))
     assert plan.freed_bytes == sum(merge.freed_bytes for merge in plan.merges)
     assert plan.sufficient == (plan.freed_bytes >= needed)
@@ -194,7 +194,7 @@ def test_a_plan_frees_enough_or_reports_a_shortfall() -> None:
 def test_a_plan_merges_no_more_than_figure_6() -> None:
     rng = Random(3)
     for _ in range(500):
-        groups = [one for one in random_groups(rng) if one.key == KEYS[0]]
+        groups = [group for group in random_groups(rng) if group.key == KEYS[0]]
         steps = most_freed(groups, KEYS[0])
         needed = rng.randrange(1, steps[-1] + 2)
         plan = plan_drop(groups, SHAPES, needed)
@@ -217,8 +217,8 @@ def test_distance_precedes_kv_use() -> None:
         group("g3", KEYS[0], place="yq1", kv=0),
         group("g4", KEYS[0], place="xp2", kv=7),
     ]
-    found = [plan_drop(groups, SHAPES, count * PAIR_BYTES).merges for count in (1, 2)]
-    assert [sorted(merge.group_ids for merge in merges) for merges in found] == [
+    planned = [plan_drop(groups, SHAPES, count * PAIR_BYTES).merges for count in (1, 2)]
+    assert [sorted(merge.group_ids for merge in merges) for merges in planned] == [
         [("g1", "g4")],
         [("g0", "g2"), ("g1", "g4")],
     ]
@@ -295,4 +295,4 @@ def test_planning_scales_to_10000_instances(share: float) -> None:
     if share <= 0.5:
         assert plan.sufficient
         assert all(len(merge.groups) == 2 for merge in plan.merges)
-        assert all(len({one.location for one in merge.groups}) == 1 for merge in plan.merges)
+        assert all(len({group.location for group in merge.groups}) == 1 for merge in plan.merges)

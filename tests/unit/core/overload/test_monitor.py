@@ -150,9 +150,9 @@ def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
     assert world.monitor.load(MODEL).forecast_tokens == 0
     for _ in range(60):
         world.queued_tokens += 10
-        if found := world.tick():
+        if decisions := world.tick():
             break
-    (decision,) = found
+    (decision,) = decisions
     assert decision.action is Action.MERGE and decision.reason.load.forecast_tokens > 0
     assert decision.reason.load.demand_tokens < 2000
 
@@ -170,12 +170,12 @@ def decisions_of(
     groups: tuple[GroupUse, ...], count: int = 100, queue: tuple[ModelDemand, ...] = ()
 ) -> list[Decision]:
     """What a new monitor decides when it sees these groups and this queue for `count` ticks."""
-    monitor, found = OverloadMonitor(), []
+    monitor, decisions = OverloadMonitor(), []
     for tick in range(count):
-        found += monitor.handle(DemandReported(tick * TICK_S, queue))
-        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        decisions += monitor.handle(DemandReported(tick * TICK_S, queue))
+        decisions += monitor.handle(GroupsSeen(tick * TICK_S, groups))
         monitor.check_invariants()
-    return found
+    return decisions
 
 
 def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
@@ -312,12 +312,12 @@ def test_a_group_with_a_leaving_member_does_not_hold_up_other_groups() -> None:
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 9, 9000)
         for n in (2, 3, 4, 5)
     )
-    found = decisions_of((leaving, *flooded), 45)
-    assert [(one.action, one.reason.cause) for one in found] == [
+    decisions = decisions_of((leaving, *flooded), 45)
+    assert [(decision.action, decision.reason.cause) for decision in decisions] == [
         (Action.SPLIT, Cause.DRAINING),
         (Action.MERGE, Cause.OVERLOAD),
     ]
-    assert found[0].group_ids == ("g0",)
+    assert decisions[0].group_ids == ("g0",)
 
 
 def test_refusals_count_as_overload(world: World) -> None:
@@ -329,10 +329,10 @@ def test_requests_waiting_at_workers_count_as_overload(world: World) -> None:
     members = (MemberUse("w0", UNMERGED, 900, UNMERGED),)
     groups = tuple(GroupUse(f"g{n}", MODEL, members, 1, 200) for n in range(2))
     for tick in range(20):
-        found = world.monitor.handle(GroupsSeen(world.now_s + 0.1 * tick, groups))
-        if found:
+        decisions = world.monitor.handle(GroupsSeen(world.now_s + 0.1 * tick, groups))
+        if decisions:
             break
-    assert found[0].reason.load.waiting_tokens == 400
+    assert decisions[0].reason.load.waiting_tokens == 400
 
 
 def test_no_second_decision_precedes_the_effect_of_the_first() -> None:
@@ -359,20 +359,20 @@ def test_subsided_demand_waits_longer_and_splits_what_fits(world: World) -> None
 def test_a_split_needs_room_in_each_member() -> None:
     monitor = OverloadMonitor()
     four = tuple(MemberUse(f"w{n}", 3600, 1200, UNMERGED) for n in range(4))
-    one = GroupUse("g0", MODEL, four)
+    use = GroupUse("g0", MODEL, four)
     for tick in range(200):
-        assert monitor.handle(GroupsSeen(tick * TICK_S, (one,))) == []
-    fits = replace(one, members=tuple(replace(member, used_tokens=1000) for member in four))
-    found = [monitor.handle(GroupsSeen(20 + tick * TICK_S, (fits,))) for tick in range(60)]
-    assert [one.action for decisions in found for one in decisions] == [Action.SPLIT]
+        assert monitor.handle(GroupsSeen(tick * TICK_S, (use,))) == []
+    fits = replace(use, members=tuple(replace(member, used_tokens=1000) for member in four))
+    answers = [monitor.handle(GroupsSeen(20 + tick * TICK_S, (fits,))) for tick in range(60)]
+    assert [decision.action for decisions in answers for decision in decisions] == [Action.SPLIT]
 
 
 def test_a_lack_of_partners_is_reported_once_per_overload(world: World) -> None:
     world.used, world.queued_tokens = 1900, 300
     world.tick(20)
     world.used = 1700
-    found = world.tick(200)
-    assert [decision.action for decision in found] == [Action.EXHAUSTED]
+    decisions = world.tick(200)
+    assert [decision.action for decision in decisions] == [Action.EXHAUSTED]
     world.queued_tokens = 0
     world.tick(5)
     world.queued_tokens = 300
@@ -414,9 +414,9 @@ def test_insufficient_merges_are_reported_once_per_overload() -> None:
     (merge,) = world.tick(10)
     assert merge.needed_tokens == 4900
     now_s = world.now_s
-    (told,) = monitor.handle(MergesPlanned(now_s, MODEL, 4100))
-    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 4100)
-    assert told.reason.cause is Cause.OVERLOAD and told.reason.held_s >= 0.2
+    (decision,) = monitor.handle(MergesPlanned(now_s, MODEL, 4100))
+    assert (decision.action, decision.needed_tokens) == (Action.EXHAUSTED, 4100)
+    assert decision.reason.cause is Cause.OVERLOAD and decision.reason.held_s >= 0.2
     assert monitor.handle(MergesPlanned(now_s, MODEL, 4100)) == []
     assert monitor.shortfalls == {MODEL: monitor.load(MODEL).short_tokens}
     assert monitor.shortfalls[MODEL] > 0
@@ -443,7 +443,7 @@ def test_silent_groups_have_no_load() -> None:
     queue = (ModelDemand(MODEL, 4, 400),)
     assert decisions_of(groups, 40, queue) == []
     frozen = (*groups[:2], GroupUse("g2", MODEL, (), report_status=ReportStatus.SILENT))
-    assert [one.action for one in decisions_of(frozen, 40, queue)] == [Action.MERGE]
+    assert [decision.action for decision in decisions_of(frozen, 40, queue)] == [Action.MERGE]
     unknown = tuple(
         GroupUse(f"g{n}", MODEL, (), report_status=ReportStatus.SILENT) for n in range(3)
     )
@@ -454,8 +454,8 @@ def test_kv_of_a_leaving_worker_is_no_capacity() -> None:
     members = (MemberUse("w0", 1000, 0, 1000),)
     draining = GroupUse("g0", MODEL, members, draining=True)
     full = GroupUse("g1", MODEL, (MemberUse("w1", 1000, 1000, 1000),))
-    (told,) = decisions_of((draining, full), 40, (ModelDemand(MODEL, 4, 800),))
-    assert (told.action, told.needed_tokens) == (Action.EXHAUSTED, 800)
+    (decision,) = decisions_of((draining, full), 40, (ModelDemand(MODEL, 4, 800),))
+    assert (decision.action, decision.needed_tokens) == (Action.EXHAUSTED, 800)
 
 
 def test_an_endless_changeover_delays_decisions_for_a_limited_time() -> None:
@@ -473,13 +473,13 @@ def test_an_endless_changeover_delays_decisions_for_a_limited_time() -> None:
 def test_a_worker_that_falls_silent_now_and_then_does_not_restart_the_dwell_time() -> None:
     pair = tuple(MemberUse(f"w{n}", 1800, 100, 1000) for n in range(2))
     merged = GroupUse("g0", MODEL, pair)
-    monitor, found = OverloadMonitor(), []
+    monitor, decisions = OverloadMonitor(), []
     for tick in range(100):
         silent = GroupUse("g2", MODEL, (), report_status=ReportStatus.SILENT, silent_ids=("w2",))
-        heard = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
-        other = silent if tick // 20 % 2 else heard
-        found += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
-    assert [one.action for one in found] == [Action.SPLIT]
+        reporting = GroupUse("g2", MODEL, (MemberUse("w2", 1000, 0, 1000),))
+        other = silent if tick // 20 % 2 else reporting
+        decisions += monitor.handle(GroupsSeen(tick * TICK_S, (merged, other)))
+    assert [decision.action for decision in decisions] == [Action.SPLIT]
 
 
 def test_no_decision_is_made_during_a_changeover() -> None:
@@ -488,11 +488,11 @@ def test_no_decision_is_made_during_a_changeover() -> None:
     )
     changing = GroupUse("g0", MODEL, (), report_status=ReportStatus.CHANGING)
     assert decisions_of((changing, *full)) == []
-    monitor, found = OverloadMonitor(), []
+    monitor, decisions = OverloadMonitor(), []
     for tick in range(60):
         first = changing if tick < 30 else replace(full[0], group_id="g0")
-        found += monitor.handle(GroupsSeen(tick * TICK_S, (first, *full)))
-    (merge,) = found
+        decisions += monitor.handle(GroupsSeen(tick * TICK_S, (first, *full)))
+    (merge,) = decisions
     assert merge.now_s > 30 * TICK_S + OverloadConfig().report_s
 
 
@@ -529,12 +529,12 @@ def test_models_are_independent() -> None:
         for name, used in (("a", 1000), ("b", 0))
         for n in range(2)
     )
-    found = []
+    decisions = []
     for tick in range(20):
-        found += monitor.handle(GroupsSeen(tick * TICK_S, groups))
+        decisions += monitor.handle(GroupsSeen(tick * TICK_S, groups))
         queue = ModelDemand("a", 1, 10)
-        found += monitor.handle(DemandReported(tick * TICK_S, (queue,)))
-    assert [decision.model for decision in found] == ["a"]
+        decisions += monitor.handle(DemandReported(tick * TICK_S, (queue,)))
+    assert [decision.model for decision in decisions] == ["a"]
 
 
 def waves(period_s: float, seed: int) -> Iterator[bool]:
@@ -557,8 +557,8 @@ def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
         high = next(wave)
         world.used, world.queued_tokens = (1900, 400) if high else (100, 0)
         world.tick()
-    merges = [one for one in world.decisions if one.action is Action.MERGE]
-    restores = [one for one in world.decisions if one.action is Action.SPLIT]
+    merges = [decision for decision in world.decisions if decision.action is Action.MERGE]
+    restores = [decision for decision in world.decisions if decision.action is Action.SPLIT]
     assert len(merges) <= 8 and abs(len(merges) - len(restores)) <= 1
 
 
@@ -610,7 +610,7 @@ def preparing_to_split(**config: object) -> World:
     world.used = 500
     world.delay_s = 16.0
     decisions = world.tick(60)
-    assert [one.action for one in decisions] == [Action.SPLIT]
+    assert [decision.action for decision in decisions] == [Action.SPLIT]
     world.limit = UNMERGED
     return world
 
@@ -627,13 +627,13 @@ def test_a_prepared_split_is_cancelled_when_load_returns() -> None:
     assert world.tick(100) == [], "its capacity is there again"
     world.used = 500
     assert world.tick(90) == [], "the next dwell is longer"
-    assert [one.action for one in world.tick(30)] == [Action.SPLIT]
+    assert [decision.action for decision in world.tick(30)] == [Action.SPLIT]
 
 
 def test_a_split_goes_on_while_its_requests_fit() -> None:
     world = preparing_to_split()
     world.used, world.queued_tokens = 600, 300
-    assert {one.action for one in world.tick(100)} <= {Action.SPLIT}
+    assert {decision.action for decision in world.tick(100)} <= {Action.SPLIT}
 
 
 def test_a_completed_split_is_not_cancelled() -> None:
@@ -641,11 +641,11 @@ def test_a_completed_split_is_not_cancelled() -> None:
     world.tick(170)
     assert not world.merged
     world.used, world.queued_tokens = 1900, 600
-    assert [one.action for one in world.tick(20)] == [Action.MERGE]
+    assert [decision.action for decision in world.tick(20)] == [Action.MERGE]
 
 
 def test_a_split_for_a_leaving_member_is_not_cancelled() -> None:
     world = preparing_to_split()
     world.leaving = True
     world.used, world.queued_tokens = 1000, 400
-    assert Action.CALL_OFF not in {one.action for one in world.tick(60)}
+    assert Action.CALL_OFF not in {decision.action for decision in world.tick(60)}

@@ -88,8 +88,8 @@ def test_three_workers_split_in_two_if_the_largest_has_room_for_all_layers() -> 
         (Stage("w1", 0, 8),),
     )
     # With equal workers, the worker alone needs as much room as after a split into three.
-    found, reason = partial_splits_of(group, facts_of([ARENA] * 3))
-    assert found == () and "as much memory" in reason
+    splits, reason = partial_splits_of(group, facts_of([ARENA] * 3))
+    assert splits == () and "as much memory" in reason
 
 
 def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would_not() -> None:
@@ -103,8 +103,8 @@ def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would
 def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
     tight = SHAPE.parameter_bytes(1) // 4 + 100
     facts = facts_of([ARENA, tight, ARENA, tight])
-    found, reason = partial_splits_of(pipeline(4), facts)
-    assert found == () and "do not fit" in reason
+    possible, reason = partial_splits_of(pipeline(4), facts)
+    assert possible == () and "do not fit" in reason
     with pytest.raises(SplitError):
         partial_targets(pipeline(4), facts, 2)
     with pytest.raises(NoPlan, match="do not fit"):
@@ -138,14 +138,14 @@ class Cluster:
             self.now_s += TICK_S
             reports = self._reports()
             uses = group_uses(self.groups, reports, self.facts)
-            found = self.monitor.handle(GroupsSeen(self.now_s, uses))
+            decisions = self.monitor.handle(GroupsSeen(self.now_s, uses))
             demand = ModelDemand("m", queued=self.queued > 0, queued_tokens=self.queued)
-            found += self.monitor.handle(DemandReported(self.now_s, (demand,)))
+            decisions += self.monitor.handle(DemandReported(self.now_s, (demand,)))
             self.monitor.check_invariants()
-            for decision in found:
+            for decision in decisions:
                 if self.executes:
                     self._change(decision, reports)
-            decided += found
+            decided += decisions
         return decided
 
     def _reports(self) -> dict[str, EngineReport]:

@@ -23,7 +23,7 @@ def test_prompts_with_a_common_prefix_share_hashes() -> None:
     first, second = _hashes([1, 2, 3, 4, 5, 6, 7, 8]), _hashes([1, 2, 3, 4, 5, 6, 7, 9])
     assert first[0] == second[0]
     assert first[1] != second[1]
-    assert {len(one) for one in first} == {HASH_BYTES}
+    assert {len(digest) for digest in first} == {HASH_BYTES}
 
 
 def test_a_partial_block_has_no_hash() -> None:

@@ -8,8 +8,8 @@ from services.core.prefix.cached_blocks import EVICTED_MAX, EvictedPrefixes
 def test_a_reader_gets_only_new_evictions() -> None:
     dropped = EvictedPrefixes()
     assert dropped.since(0) == ()
-    for one in (5, 6, 7):
-        dropped.note(one)
+    for digest in (5, 6, 7):
+        dropped.note(digest)
     assert dropped.since(0) == (5, 6, 7)
     assert dropped.since(2) == (7,)
     assert dropped.since(dropped.total) == ()
@@ -17,8 +17,8 @@ def test_a_reader_gets_only_new_evictions() -> None:
 
 def test_only_the_newest_evictions_are_kept() -> None:
     dropped = EvictedPrefixes()
-    for one in range(3 * EVICTED_MAX):
-        dropped.note(one)
+    for number in range(3 * EVICTED_MAX):
+        dropped.note(number)
     assert dropped.since(0) == tuple(range(2 * EVICTED_MAX, 3 * EVICTED_MAX))
 
 

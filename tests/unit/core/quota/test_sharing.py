@@ -172,8 +172,8 @@ class Pair:
 
     def _exchange(self) -> None:
         for name, other in ("ab", "ba"):
-            told = QuotaReport(int(self.now_s), self.states[other].report(self.now_s))
-            self.states[name].receive({other: told}, self.now_s)
+            report = QuotaReport(int(self.now_s), self.states[other].report(self.now_s))
+            self.states[name].receive({other: report}, self.now_s)
 
 
 def test_concurrent_places_are_shared_between_gateways() -> None:

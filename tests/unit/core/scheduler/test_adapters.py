@@ -41,9 +41,9 @@ def ready(of: Adapter, running: int = 0, load_s: float = 2.0) -> LoadedAdapter:
 def serving(*uses: AdapterUse, rank_max: int = 16, **settings: Any) -> Scheduler:
     """A group for each of `uses`: w0, w1, …"""
     scheduler = Scheduler(**settings)
-    for number, one in enumerate(uses):
+    for number, use in enumerate(uses):
         scheduler.join(f"w{number}", adapter_rank_max=rank_max)
-        scheduler.report(f"w{number}", adapter_use=one)
+        scheduler.report(f"w{number}", adapter_use=use)
     return scheduler
 
 
@@ -221,13 +221,13 @@ class Workers:
         running = list(self.running[worker].values())
         of = self.loaded[worker].values()
         loaded = tuple(ready(a, running.count(a), load_s=0.5) for a in of)
-        told = AdapterUse(loaded, self.slots[worker] - len(loaded))
+        use = AdapterUse(loaded, self.slots[worker] - len(loaded))
         free, received = 100 - 8 * len(running), tuple(self.running[worker])
         count = len(running)
         event: LoadReported = load(
             worker,
             now_s=self.now_s,
-            adapter_use=told,
+            adapter_use=use,
             free=free,
             received=received,
             running=count,

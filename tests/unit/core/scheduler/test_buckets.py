@@ -111,7 +111,7 @@ def drain(requests: Line, blocks: int = 20) -> list[int]:
 
 def runs(lengths: list[int]) -> int:
     """How often the next request is of the other kind."""
-    return sum(one != other for one, other in pairwise(lengths))
+    return sum(length != other for length, other in pairwise(lengths))
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.PRIORITY, Scheduling.FCFS])
@@ -249,7 +249,12 @@ def test_invariants_hold_with_any_policy(
 ) -> None:
     rules = ClassRules(scheduling, buckets=mode, batch_order=BucketSort.SJF)
     answers = decide(rules, random_events(seed, services=True), lateness=1.0)
-    starts = [one for commands in answers for one in commands if isinstance(one, SendAssignment)]
+    starts = [
+        command
+        for commands in answers
+        for command in commands
+        if isinstance(command, SendAssignment)
+    ]
     assert len(starts) > 20
 
 

@@ -32,8 +32,8 @@ START_TOKENS = 3 * 16  # of an ask with 32 tokens, in blocks of 16
 
 
 def make(queue_limit: int = 8, *, rules: dict[str, Any] | None = None, **others: Any) -> Scheduler:
-    found = ClassRules(Scheduling.PRIORITY, **(rules or {}))
-    return Scheduler(queue_limit, rules=found, **others)
+    class_rules = ClassRules(Scheduling.PRIORITY, **(rules or {}))
+    return Scheduler(queue_limit, rules=class_rules, **others)
 
 
 def joined(queue_limit: int = 8, **others: Any) -> Scheduler:
@@ -70,8 +70,8 @@ def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
     scheduler.ask("batch", now_s=0.0, service=BATCH)
     scheduler.ask("late", now_s=1.0, service=Service(ServiceClass.INTERACTIVE, ttft_s=9.5))
     scheduler.ask("soon", now_s=3.0, service=Service(ttft_s=1.0))
-    found = assigned(scheduler.report(now_s=3.5)) + assigned(scheduler.report(now_s=3.6))
-    assert found == ["soon", "none", "late", "batch"]
+    started = assigned(scheduler.report(now_s=3.5)) + assigned(scheduler.report(now_s=3.6))
+    assert started == ["soon", "none", "late", "batch"]
 
 
 def test_classes_are_ordered_by_rank_with_batch_last() -> None:
@@ -101,8 +101,8 @@ def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
         scheduler.ask(f"b{number}", service=BATCH, resumed=True)
     scheduler.ask("b", service=BATCH)
     scheduler.ask("online")
-    found = assigned(scheduler.report(free=1000, total=1000))
-    assert found == ["online", *(f"b{number}" for number in range(20)), "b"]
+    started = assigned(scheduler.report(free=1000, total=1000))
+    assert started == ["online", *(f"b{number}" for number in range(20)), "b"]
 
 
 def test_tenants_are_ordered_by_received_service() -> None:
@@ -112,8 +112,8 @@ def test_tenants_are_ordered_by_received_service() -> None:
     for number in range(3):
         scheduler.ask(f"b{number}", service=Service(tenant="b"), prompt_tokens=64)
     # A request of b needs five blocks, one of a two: a gets five requests for two of b.
-    found = assigned(scheduler.report(free=1000, total=1000))
-    assert found == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "a5", "b2"]
+    started = assigned(scheduler.report(free=1000, total=1000))
+    assert started == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "a5", "b2"]
 
 
 def test_a_late_tenant_starts_without_credit_or_debt() -> None:
@@ -123,8 +123,8 @@ def test_a_late_tenant_starts_without_credit_or_debt() -> None:
     assert assigned(scheduler.report(free=9)) == ["a0", "a1", "a2"]
     for number in range(3):
         scheduler.ask(f"b{number}", service=Service(tenant="b"), now_s=1.0)
-    found = assigned(scheduler.report(free=1000, total=1000, received=("a0", "a1", "a2")))
-    assert found == ["a3", "b0", "a4", "b1", "a5", "b2"]
+    started = assigned(scheduler.report(free=1000, total=1000, received=("a0", "a1", "a2")))
+    assert started == ["a3", "b0", "a4", "b1", "a5", "b2"]
 
 
 # --- room and harvest
@@ -164,8 +164,8 @@ def test_a_group_gets_batch_work_for_two_iterations_ahead() -> None:
     scheduler.join(max_batch_tokens=100)
     scheduler.report()
     # 96 and 192 tokens are less than two iterations of 100 compute, 288 are not.
-    found = [assigned(scheduler.ask(f"b{n}", prompt_tokens=96, service=BATCH)) for n in range(4)]
-    assert found == [["b0"], ["b1"], ["b2"], []]
+    started = [assigned(scheduler.ask(f"b{n}", prompt_tokens=96, service=BATCH)) for n in range(4)]
+    assert started == [["b0"], ["b1"], ["b2"], []]
     assert assigned(scheduler.ask("online")) == ["online"]
     received = ("b0", "b1", "b2", "online")
     assert assigned(scheduler.report(prefill=200, received=received)) == []
@@ -401,7 +401,7 @@ def test_a_batch_backlog_does_not_determine_the_online_rate() -> None:
         scheduler.ask(f"x{number}", now_s=400.0 + number / 1000, service=URGENT)
         for number in range(300)
     ]
-    assert not any(isinstance(one, SendRefusal) for found in commands for one in found)
+    assert not any(isinstance(command, SendRefusal) for answer in commands for command in answer)
 
 
 def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_hold_it() -> None:

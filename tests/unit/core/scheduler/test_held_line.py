@@ -39,9 +39,9 @@ class Line:
         self.report("alone", self.free, SMALL)
 
     def _take(self, commands: list[object]) -> None:
-        for one in commands:
-            if isinstance(one, SendAssignment):
-                self.assigned[one.request_id] = one.group_id
+        for command in commands:
+            if isinstance(command, SendAssignment):
+                self.assigned[command.request_id] = command.group_id
 
 
 def test_short_requests_pass_a_large_request_that_cannot_run_there() -> None:
@@ -49,7 +49,7 @@ def test_short_requests_pass_a_large_request_that_cannot_run_there() -> None:
     line.ask("large", 20_000)
     for number in range(50):
         line.ask(f"short {number}", 32)
-    at_merged = [one for one, group in line.assigned.items() if group == "merged"]
+    at_merged = [name for name, group in line.assigned.items() if group == "merged"]
     assert len(line.assigned) == 50 and "large" not in line.assigned
     assert len(at_merged) <= line.state.overtaken_max
     line.report("merged", LARGE, LARGE)

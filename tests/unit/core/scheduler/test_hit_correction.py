@@ -10,12 +10,14 @@ from services.core.scheduler.prefix_ranking import (
 )
 
 
-def served(trust: HitCorrection, requests: int, predicted: int, told: int, queries: int = 0) -> int:
+def served(
+    trust: HitCorrection, requests: int, predicted: int, reported: int, queries: int = 0
+) -> int:
     """Prompts of 1,000 tokens, of which so many tokens are predicted and told as hits."""
     for _ in range(requests):
         trust.note_sent(1000, predicted)
         queries += 1000
-        trust.note_reported(queries, queries * told // 1000)
+        trust.note_reported(queries, queries * reported // 1000)
     return queries
 
 
@@ -28,9 +30,9 @@ def test_predictions_are_trusted_at_first() -> None:
 
 
 def test_accurate_and_exceeded_predictions_are_trusted() -> None:
-    for told in (600, 900):
+    for reported in (600, 900):
         trust = HitCorrection()
-        served(trust, 50, 600, told)
+        served(trust, 50, 600, reported)
         assert trust.factor == 1
 
 

@@ -16,9 +16,9 @@ class PlainIndex:
         self.capacity: dict[str, int] = {}
 
     def insert(self, group_id: str, prefix: ThinHashes) -> None:
-        for one in reversed(prefix.hashes):
-            kept = [entry for entry in self.held[group_id] if entry[0] != one]
-            self.held[group_id] = [*kept, (one, prefix.stride)]
+        for hash_ in reversed(prefix.hashes):
+            kept = [entry for entry in self.held[group_id] if entry[0] != hash_]
+            self.held[group_id] = [*kept, (hash_, prefix.stride)]
         self.evict(group_id)
 
     def evict(self, group_id: str) -> None:
@@ -26,8 +26,8 @@ class PlainIndex:
             del self.held[group_id][0]
 
     def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
-        known = {one for one, _ in self.held[group_id]}
-        places = [place for place, one in enumerate(prefix.hashes) if one in known]
+        known = {hash_ for hash_, _ in self.held[group_id]}
+        places = [place for place, hash_ in enumerate(prefix.hashes) if hash_ in known]
         return (places[-1] + 1) * prefix.stride if places else 0
 
 
@@ -36,7 +36,7 @@ def chat(rng: random.Random) -> ThinHashes:
     number, length = rng.randrange(6), rng.randrange(7)
     hashes = [number % 2 if place < 2 else 10 * number for place in range(length)]
     stride = rng.choice([8, 8, 16])
-    return ThinHashes(stride, tuple(100 * place + one for place, one in enumerate(hashes)))
+    return ThinHashes(stride, tuple(100 * place + hash_ for place, hash_ in enumerate(hashes)))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -59,17 +59,23 @@ def test_the_index_equals_a_full_scan(seed: int) -> None:
             index.resize(group_id, plain.capacity[group_id])
         elif action < 0.25:
             dropped = prefix.hashes[rng.randrange(7) :]
-            plain.held[group_id] = [one for one in plain.held[group_id] if one[0] not in dropped]
+            plain.held[group_id] = [
+                entry for entry in plain.held[group_id] if entry[0] not in dropped
+            ]
             index.remove_hashes(group_id, dropped)
         else:
             plain.insert(group_id, prefix)
             index.insert(group_id, prefix)
         index.check_invariants()
-        found = {one: plain.matched_blocks(one, prefix) for one in plain.held}
-        assert {one: index.matched_blocks(one, prefix) for one in plain.held} == found
+        expected = {group_id: plain.matched_blocks(group_id, prefix) for group_id in plain.held}
+        assert {
+            group_id: index.matched_blocks(group_id, prefix) for group_id in plain.held
+        } == expected
         matches = list(index.by_longest_match(prefix))
-        assert sorted(matches) == sorted(one for one, blocks in found.items() if blocks)
-        lengths = [found[one] for one in matches]
+        assert sorted(matches) == sorted(
+            group_id for group_id, blocks in expected.items() if blocks
+        )
+        lengths = [expected[group_id] for group_id in matches]
         assert lengths == sorted(lengths, reverse=True)
         matched += bool(matches)
     assert matched > 300

@@ -58,8 +58,8 @@ class Dispatch:
         self.report(name, epoch=epoch)
 
     def report(self, name: str, **changes: Any) -> list[Command]:
-        told = {"free": 1000, "incarnation": f"{name}-a"} | changes
-        return self(load_reported(self.now_s, name, next(self._numbers), **told))
+        fields = {"free": 1000, "incarnation": f"{name}-a"} | changes
+        return self(load_reported(self.now_s, name, next(self._numbers), **fields))
 
     def ask(
         self,
@@ -67,14 +67,14 @@ class Dispatch:
         tokens: int = 0,
         max_tokens: int = 1,
         affinity: int = 0,
-        **told: Any,
+        **load: Any,
     ) -> str:
         """The worker that gets a prompt, and tells this with its arrival; all before it ended."""
         request_id = f"r{next(self._numbers)}"
         tokens = tokens or len(hashes) * HASHED + 1
         (command,) = [
-            one
-            for one in self(
+            command
+            for command in self(
                 Asked(
                     request_id,
                     "m",
@@ -86,9 +86,9 @@ class Dispatch:
                     affinity=affinity,
                 )
             )
-            if isinstance(one, SendAssignment)
+            if isinstance(command, SendAssignment)
         ]
-        self.report(command.worker_id, received=(request_id,), **told)
+        self.report(command.worker_id, received=(request_id,), **load)
         return command.worker_id
 
 
@@ -305,14 +305,14 @@ def test_a_repeated_eviction_does_not_drop_a_recached_prefix() -> None:
 @pytest.mark.parametrize("lost", [False, True], ids=["a new group", "reports that ended"])
 def test_a_forwarded_load_before_the_first_own_does_not_count_hits(lost: bool) -> None:
     dispatch = Dispatch(0)
-    told = {"queries": 50_000_000, "hits": 0}
+    counters = {"queries": 50_000_000, "hits": 0}
     group = ServingGroup("group-w0", 1, "w0", "w0-a", "w0:1", "m", 1000, 16, 16_000)
     dispatch(GroupJoined(0.0, group))
     if lost:
-        dispatch.report("w0", **told)
+        dispatch.report("w0", **counters)
         dispatch(LoadLost(0.0, "w0", "w0-a"))
-    dispatch.report("w0", **told, passed_on=True)
-    dispatch.report("w0", **told)
+    dispatch.report("w0", **counters, passed_on=True)
+    dispatch.report("w0", **counters)
     queries = hits = 0
     for turn in range(10):
         before = dispatch.state.snapshot(0.0).cached_tokens_total

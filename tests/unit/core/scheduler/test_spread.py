@@ -48,7 +48,11 @@ def test_a_group_with_a_backlog_gets_no_requests_while_another_has_few() -> None
     scheduler = waiting(2)
     assert serves(scheduler, "w1", prefill=BACKLOG_ITERATIONS * BATCH_TOKENS) == []
     commands = serves(scheduler, "w2", free=90)
-    places = {one.request_id: one.worker_id for one in commands if isinstance(one, SendAssignment)}
+    places = {
+        command.request_id: command.worker_id
+        for command in commands
+        if isinstance(command, SendAssignment)
+    }
     assert places.keys() >= {"r0", "r1"}
     assert {places["r0"], places["r1"]} == {"w2"}
 

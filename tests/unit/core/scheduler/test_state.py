@@ -197,8 +197,8 @@ def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, fi
     scheduler = joined(rules=ClassRules(scheduling))
     scheduler.ask("long", prompt_tokens=320)
     scheduler.ask("batch", service=BATCH, prompt_tokens=1)
-    found = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
-    assert found[0] == first
+    started = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
+    assert started[0] == first
 
 
 def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
@@ -676,7 +676,7 @@ class TestRefusals:
         scheduler(ShortfallsReported(0.0, {"m": 100}))
         scheduler.report(free=96)
         wave = [f"a{number}" for number in range(32)]
-        assert [one for name in wave for one in assigned(scheduler.ask(name))] == wave
+        assert [started for name in wave for started in assigned(scheduler.ask(name))] == wave
         scheduler.report(now_s=20.0, free=1, received=tuple(wave))
         small = scheduler.ask("small", now_s=20.0, prompt_tokens=8, max_tokens=8)
         assert assigned(small) == ["small"]
@@ -754,9 +754,9 @@ class TestRefusals:
         assert large.reason is RefusalReason.TOO_LARGE
         assert scheduler(Ticked(REGROUP_S + 0.9)) == []
         in_vain = scheduler(Ticked(REGROUP_S + 1.0))
-        assert [one.request_id for one in in_vain] == ["r1", "r2"]
-        assert {one.reason for one in in_vain} == {RefusalReason.UNKNOWN_MODEL}
-        assert all(one.retry_after_s for one in in_vain)
+        assert [refusal.request_id for refusal in in_vain] == ["r1", "r2"]
+        assert {refusal.reason for refusal in in_vain} == {RefusalReason.UNKNOWN_MODEL}
+        assert all(refusal.retry_after_s for refusal in in_vain)
         scheduler.join("w0", epoch=2)
         assert assigned(scheduler.report("w0", epoch=2, now_s=12.0)) == ["before"]
         scheduler(GroupLeft(20.0, "group-w0"))
@@ -770,8 +770,8 @@ class TestRefusals:
         for number in range(MODELS_REMEMBERED_MAX + 1):
             state.handle(GroupJoined(0.0, group(model=f"m{number}")))
         state.handle(GroupLeft(0.0, "group-w0"))
-        heard = ask("r1", model="m0", now_s=REGROUP_S)
-        assert refusal(state.handle(heard)).retry_after_s > 0
+        recent = ask("r1", model="m0", now_s=REGROUP_S)
+        assert refusal(state.handle(recent)).retry_after_s > 0
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
         assert refusal(state.handle(unheard)).retry_after_s is None
 
@@ -980,7 +980,7 @@ def test_queue_limit_and_deadline_do_not_apply_to_resumed_requests() -> None:
     scheduler.ask("b")
     assert kinds(scheduler.ask("new")) == [SendRefusal]
     assert kinds(scheduler.ask("resumed", resumed=True, waited_s=99.0)) == [SendTicket]
-    assert {one.request_id for one in scheduler(Ticked(6.0))} == {"a", "b"}
+    assert {command.request_id for command in scheduler(Ticked(6.0))} == {"a", "b"}
     assert scheduler(Ticked(600.0)) == []
     assert assigned(scheduler.report(free=100, now_s=600.0)) == ["resumed"]
     assert scheduler.state.snapshot(600.0).oldest_wait_s == 0.0
@@ -997,7 +997,7 @@ def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None
     assert kinds(scheduler.ask("lost", **lost, excused_s=98.5)) == [SendTicket]
     assert scheduler(Ticked(102.9)) == []
     assert scheduler.state.snapshot(102.9).oldest_wait_s == pytest.approx(4.9)
-    assert {one.request_id for one in scheduler(Ticked(103.2))} == {"a", "b"}
+    assert {command.request_id for command in scheduler(Ticked(103.2))} == {"a", "b"}
     assert scheduler(Ticked(103.4)) == []
     (expired,) = scheduler(Ticked(103.5))
     assert expired.request_id == "lost"
@@ -1011,8 +1011,8 @@ def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None
 
 @pytest.mark.parametrize("excused_s", [-1.0, 3.1, float("nan"), float("inf")])
 def test_excused_time_is_at_most_the_waiting_time(excused_s: float) -> None:
-    found = refusal(full().ask("r", waited_s=3.0, excused_s=excused_s))
-    assert found.reason is RefusalReason.INVALID and "excused_s" in found.message
+    refused = refusal(full().ask("r", waited_s=3.0, excused_s=excused_s))
+    assert refused.reason is RefusalReason.INVALID and "excused_s" in refused.message
 
 
 def test_a_resumed_request_waits_for_the_workers_of_its_model(scheduler: Scheduler) -> None:
@@ -1089,8 +1089,8 @@ def test_a_resumed_request_of_a_larger_group_waits_without_blocking() -> None:
             f"short{number}"
         ]
     scheduler.join("w1", incarnation="w1-b", max_model_len=4096, capacity_blocks=400)
-    found = scheduler.report("w1", incarnation="w1-b", free=400)
-    assert assigned(found)[0] == first
+    commands = scheduler.report("w1", incarnation="w1-b", free=400)
+    assert assigned(commands)[0] == first
 
 
 def test_a_size_beyond_all_known_groups_is_refused(

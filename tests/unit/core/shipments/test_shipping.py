@@ -166,12 +166,12 @@ def test_an_order_too_small_for_any_request_moves_none() -> None:
 def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world = ShippingWorld(8, num_blocks=1200)
     clients = [world.start(f"r{n}", prompt(world, 30), 400, "w0") for n in range(7)]
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in clients))
     world.ship("w0", "w1", 6)
     assert len(world.frames["w0", "w1"]) == AT_ONCE
     world.run_until(lambda: "order-1" in world.answers)
     answer = world.answers["order-1"]
-    assert answer.moved == sum(one.worker == "w1" for one in clients) == 6, answer
+    assert answer.moved == sum(client.worker == "w1" for client in clients) == 6, answer
     world.finish()
 
 
@@ -261,7 +261,7 @@ def test_random_worlds_move_requests() -> None:
     world = ShippingWorld(11, workers=3, num_blocks=120)
     for number in range(10):
         world.start(f"r{number}", prompt(world, 30), 60, f"w{number % 3}")
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in world.clients.values()))
     for source, target in (("w0", "w1"), ("w1", "w2"), ("w2", "w0")):
         world.ship(source, target)
     world.finish()

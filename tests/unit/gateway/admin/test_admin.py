@@ -112,7 +112,7 @@ async def test_only_changes_and_refusals_leave_a_line(caplog: pytest.LogCaptureF
         await http.get(API)
         await http.post(API, headers={"x-tideserve-admin": "1"})
         await http.post(API)
-    lines = [one.message for one in caplog.records if one.name.startswith("services.")]
+    lines = [record.message for record in caplog.records if record.name.startswith("services.")]
     assert lines == ["other 200", "other 403"]
 
 
@@ -172,7 +172,7 @@ DECISION = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         ({}, "need 3,300 tokens of KV cache, the threshold is 2,048"),
         ({"cause": "manual", "group_ids": ["g", "h"]}, "Manual merge: g, h merge"),
@@ -188,8 +188,8 @@ DECISION = {
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],
 )
-def test_decisions_are_rendered_as_sentences(changes: dict[str, Any], words: str) -> None:
-    assert words in sentence(DECISION | changes)
+def test_decisions_are_rendered_as_sentences(changes: dict[str, Any], reason: str) -> None:
+    assert reason in sentence(DECISION | changes)
 
 
 def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
@@ -228,11 +228,11 @@ async def test_a_shared_producer_stops_without_viewers(
     running = asyncio.create_task(feed.run())
     await settle(100)
     assert looks == 0
-    with feed.viewer() as one, feed.viewer() as other:
+    with feed.viewer() as first, feed.viewer() as other:
         await settle(100)
         assert 0 < looks <= 101
         newest = f'data: {{"workers":[],"looks":{looks}}}\n\n'.encode()
-        assert [await anext(one), await anext(other)] == [newest, newest]
+        assert [await anext(first), await anext(other)] == [newest, newest]
     await settle(100)
     rested = looks
     await settle(100)
@@ -278,7 +278,7 @@ async def test_a_failed_producer_restarts_and_logs_a_single_line(
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled() and looks > 3
-    assert [one.levelname for one in caplog.records] == ["ERROR"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 async def test_a_failure_is_shown_only_in_its_own_section(caplog: pytest.LogCaptureFixture) -> None:

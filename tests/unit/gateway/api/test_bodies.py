@@ -25,10 +25,10 @@ def chat_error(**fields: Any) -> GatewayError:
     return caught.value
 
 
-PARSED = [one for one in bad_inputs() if not one.needs_model]
+PARSED = [bad_input for bad_input in bad_inputs() if not bad_input.needs_model]
 
 
-@pytest.mark.parametrize("bad", PARSED, ids=[one.name for one in PARSED])
+@pytest.mark.parametrize("bad", PARSED, ids=[case.name for case in PARSED])
 def test_bad_fields_are_refused_by_name(bad: BadInput) -> None:
     parse = parse_chat if bad.endpoint == "chat" else parse_completion
     with pytest.raises(BadRequest) as caught:
@@ -98,14 +98,14 @@ NAMES = ["top_kk", "tokenize", "", "x" * 500, "\ud800", 'a"b\r\nc']
 
 
 @pytest.mark.parametrize(
-    ("slo", "said"),
+    ("slo", "message"),
     [
         ({"ttft": 400}, "'slo.ttft' is not a field; the fields are ttft_ms, tpot_ms"),
         (400, "'slo' is not an object; send a JSON object"),
     ],
 )
-def test_invalid_targets_list_the_valid_names(slo: Any, said: str) -> None:
-    assert chat_error(slo=slo).message == said
+def test_invalid_targets_list_the_valid_names(slo: Any, message: str) -> None:
+    assert chat_error(slo=slo).message == message
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,7 +252,7 @@ def test_prompt_forms_are_parsed(prompt: Any, parsed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
@@ -273,8 +273,8 @@ def test_prompt_forms_are_parsed(prompt: Any, parsed: Any) -> None:
         (b'{"\\ud800": 1, "\\ud800": 2}', "duplicate"),
     ],
 )
-def test_bodies_other_than_a_json_object_are_refused(body: bytes, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
+def test_bodies_other_than_a_json_object_are_refused(body: bytes, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         parse_object(body)
 
 

@@ -63,8 +63,8 @@ def test_non_object_arguments_stay_text(arguments: str) -> None:
     body = chat([{"role": "assistant", "tool_calls": [call("1", arguments)]}])
 
     (message,) = template_messages(body.messages)
-    told = message["tool_calls"][0]["function"]["arguments"]
-    assert told == ({} if arguments in ("", "{}") else arguments)
+    rendered = message["tool_calls"][0]["function"]["arguments"]
+    assert rendered == ({} if arguments in ("", "{}") else arguments)
 
 
 def test_an_answer_must_follow_its_call() -> None:
@@ -106,7 +106,7 @@ def test_no_call_is_possible_without_tools(choice: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "variables"),
     [
         ({}, {}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
@@ -123,8 +123,8 @@ def test_no_call_is_possible_without_tools(choice: Any) -> None:
     ],
 )
 def test_template_variables_follow_the_request(
-    fields: dict[str, Any], told: dict[str, Any]
+    fields: dict[str, Any], variables: dict[str, Any]
 ) -> None:
     body = chat([{"role": "user", "content": "x"}], **fields)
 
-    assert body.template_variables == told
+    assert body.template_variables == variables

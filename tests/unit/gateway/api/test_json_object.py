@@ -68,7 +68,7 @@ def some(rng: Random, depth: int) -> Any:
     if kind < 3:
         return "".join(rng.choices('",[]{}:\\ a\né', k=rng.randrange(8)))
     inner = [some(rng, depth - 1) for _ in range(rng.randrange(4))]
-    return inner if kind == 3 else {f'{place}"': one for place, one in enumerate(inner)}
+    return inner if kind == 3 else {f'{place}"': value for place, value in enumerate(inner)}
 
 
 @pytest.mark.parametrize("seed", range(60))

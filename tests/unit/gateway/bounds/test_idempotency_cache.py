@@ -42,10 +42,10 @@ async def served(answers: IdempotencyCache[int], name: str, *sizes: int) -> None
 
 
 async def rest(reader: ResponseReader[int]) -> list[int]:
-    found = []
+    messages = []
     while (message := await reader.next()) is not None:
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 @asynccontextmanager
@@ -245,8 +245,8 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
         # Beside what is kept, each of the four may hold one message more, and what it had before.
         assert answers.bytes_held <= 3 * ENTRY_BYTES + 100 + 4 * 90
         assert len(answers) <= 3
-    for one in walks:
-        one.stop()
+    for walk in walks:
+        walk.stop()
     await settle()
     clock.now_s += 1000
     assert "0" not in answers

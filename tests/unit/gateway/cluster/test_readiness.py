@@ -82,27 +82,27 @@ def test_after_the_start_a_single_serving_group_suffices(
     fields: dict[str, Any], ready: bool
 ) -> None:
     cluster = Cluster()
-    one = probe(cluster)
-    assert one.ready()
+    ready_probe = probe(cluster)
+    assert ready_probe.ready()
     for name, value in fields.items():
         setattr(cluster, name, value)
-    assert one.ready() is ready
+    assert ready_probe.ready() is ready
 
 
 def test_a_missing_worker_is_waited_for_until_a_deadline() -> None:
     cluster, clock = Cluster(registered=1, in_groups=1, stable=0, groups=0), Clock()
-    one = probe(cluster, clock=clock)
-    assert not one.ready()
+    ready_probe = probe(cluster, clock=clock)
+    assert not ready_probe.ready()
     clock.now_s += 1000  # no group serves: the time has not begun
-    assert not one.ready()
+    assert not ready_probe.ready()
     cluster.stable = cluster.groups = 1
-    assert one.evaluate().missing == ("1 of 2 workers have registered",)
+    assert ready_probe.evaluate().missing == ("1 of 2 workers have registered",)
     clock.now_s += 59
-    assert not one.ready()
+    assert not ready_probe.ready()
     clock.now_s += 1
-    assert one.ready()
+    assert ready_probe.ready()
     cluster.groups = 0
-    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
+    assert ready_probe.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
 
 
 def test_a_gateway_that_expects_no_workers_is_ready_at_once() -> None:
@@ -111,11 +111,11 @@ def test_a_gateway_that_expects_no_workers_is_ready_at_once() -> None:
 
 async def test_complete_registration_is_noticed_without_probes() -> None:
     cluster = Cluster()
-    one = probe(cluster)
-    running = asyncio.ensure_future(one.run())
+    ready_probe = probe(cluster)
+    running = asyncio.ensure_future(ready_probe.run())
     await asyncio.sleep(0)
     cluster.registered = cluster.in_groups = cluster.stable = cluster.groups = 1
-    assert one.ready()
+    assert ready_probe.ready()
     with contextlib.suppress(asyncio.CancelledError):
         running.cancel()
         await running
@@ -147,5 +147,7 @@ def test_a_scheduler_that_sees_groups_of_another_model_only() -> None:
     cluster = Cluster()
     beat = Heartbeat(2, 0, models={"n": ModelBeat(2, 0)})
     admission = SimpleNamespace(heartbeat=beat)
-    one = ReadinessProbe(cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0)
-    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
+    ready_probe = ReadinessProbe(
+        cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0
+    )
+    assert ready_probe.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)

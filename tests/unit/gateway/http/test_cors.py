@@ -38,9 +38,9 @@ async def test_preflight_requests_need_no_key(origins: str, allowed: str | None)
         )
     assert (asked.status_code == 200) is (allowed is not None)
     assert (refused.status_code, served.status_code) == (401, 200)
-    for one in (asked, refused, served):
-        assert one.headers.get("access-control-allow-origin") == allowed
-        assert "access-control-allow-credentials" not in one.headers
+    for response in (asked, refused, served):
+        assert response.headers.get("access-control-allow-origin") == allowed
+        assert "access-control-allow-credentials" not in response.headers
     if allowed is not None:
         assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
         exposed = refused.headers["access-control-expose-headers"]

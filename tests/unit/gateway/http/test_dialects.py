@@ -207,7 +207,7 @@ def test_echoed_fields_are_valid_unicode(field: dict[str, Any]) -> None:
 
 def said(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
     """A message of the chat, with calls of these ids."""
-    called = {"tool_calls": [call(one) for one in calls]} if calls else {}
+    called = {"tool_calls": [call(entry) for entry in calls]} if calls else {}
     return {"role": role, "content": content} | called | fields
 
 
@@ -216,12 +216,12 @@ def result(call_id: str, content: str) -> dict[str, Any]:
 
 
 def test_items_of_a_turn_become_a_single_message() -> None:
-    told = [{"type": "summary_text", "text": "hm"}]
+    summary = [{"type": "summary_text", "text": "hm"}]
     use = {"type": "function_call", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output"}
     items = [
         said("user", "a"),
-        {"type": "reasoning", "id": "rs_1", "summary": told, "encrypted_content": None},
+        {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": None},
         {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
         use | {"call_id": "1", "status": "completed"},
         use | {"call_id": "2"},
@@ -334,10 +334,10 @@ def test_text_stands_between_calls() -> None:
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    told = items.written("completed")
-    assert [item["type"] for item in told] == ["function_call", "message", "function_call"]
-    assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
-    assert {item["status"] for item in told} == {"completed"}
+    items_written = items.written("completed")
+    assert [item["type"] for item in items_written] == ["function_call", "message", "function_call"]
+    assert [item.get("arguments") for item in items_written] == ["{}", None, "{}"]
+    assert {item["status"] for item in items_written} == {"completed"}
 
     prepared = PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS)
     answer = MessageBuilder(prepared)

@@ -16,8 +16,8 @@ ADAPTER = Adapter("tone", "0f" * 32, "/adapters/tone", 8)
 
 def call_of(**fields: Any) -> LineCall:
     """A line that has begun to run; "tone" is an adapter."""
-    found = {"m": SimpleNamespace(adapter=None), "tone": SimpleNamespace(adapter=ADAPTER)}
-    serving = SimpleNamespace(models=SimpleNamespace(find=found.get))
+    models = {"m": SimpleNamespace(adapter=None), "tone": SimpleNamespace(adapter=ADAPTER)}
+    serving = SimpleNamespace(models=SimpleNamespace(find=models.get))
     door = cast(LineDoor, SimpleNamespace(serving=serving, incarnation="i"))
     batch = cast(BatchRow, SimpleNamespace(endpoint="/v1/completions"))
     call = LineCall(door, batch, LINE)

@@ -20,7 +20,7 @@ CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
 
 
 @pytest.mark.parametrize(
-    ("headers", "status", "told"),
+    ("headers", "status", "traces_per_request"),
     [
         ({"authorization": f"Bearer {KEY}"}, 200, 1),
         ({"authorization": "Bearer wrong"}, 401, 0),
@@ -29,7 +29,7 @@ CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
     ],
 )
 async def test_only_authorized_callers_control_sampling(
-    headers: dict[str, str], status: int, told: int
+    headers: dict[str, str], status: int, traces_per_request: int
 ) -> None:
     kept = KeptTraces()
     recorder = RequestRecorder(Metrics(("m",), CollectorRegistry()), Tracer(1.0, kept))
@@ -40,8 +40,10 @@ async def test_only_authorized_callers_control_sampling(
         got = await client.post("/v1/chat/completions", headers=given)
         bare = await client.post("/v1/chat/completions", headers=headers)
     assert got.status_code == bare.status_code == status
-    assert len(kept.traces) == 2 * told
-    assert [one.trace_id for one, _ in kept.traces[:1]] == [CALLER.trace_id] * told
+    assert len(kept.traces) == 2 * traces_per_request
+    assert [trace.trace_id for trace, _ in kept.traces[:1]] == [
+        CALLER.trace_id
+    ] * traces_per_request
 
 
 async def test_a_record_has_the_client_address() -> None:

@@ -55,7 +55,7 @@ def test_an_entry_round_trips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ({"sha256": HASH}, "'owner' is missing"),
         ({"owner": "a"}, "'sha256' is missing"),
@@ -75,9 +75,9 @@ def test_an_entry_round_trips() -> None:
         ("owner: a", "is not a JSON object"),
     ],
 )
-def test_an_invalid_line_is_named(line: object, words: str) -> None:
-    told = refusal("# first", {"owner": "z", "sha256": OTHER}, line)
-    assert words in told and "keys, line 3" in told
+def test_an_invalid_line_is_named(line: object, message: str) -> None:
+    error = refusal("# first", {"owner": "z", "sha256": OTHER}, line)
+    assert message in error and "keys, line 3" in error
 
 
 def test_error_messages_never_contain_a_key() -> None:
@@ -87,10 +87,10 @@ def test_error_messages_never_contain_a_key() -> None:
 
 
 def test_conflicting_lines_are_named() -> None:
-    one = {"owner": "a", "sha256": HASH, "concurrent": 1}
-    assert "line 1 and line 3" in refusal(one, "", one)
-    told = refusal(one, {"owner": "a", "sha256": OTHER, "concurrent": 2})
-    assert "different limits for 'a' in line 2 and line 1" in told
+    first = {"owner": "a", "sha256": HASH, "concurrent": 1}
+    assert "line 1 and line 3" in refusal(first, "", first)
+    error = refusal(first, {"owner": "a", "sha256": OTHER, "concurrent": 2})
+    assert "different limits for 'a' in line 2 and line 1" in error
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o602])

@@ -46,7 +46,7 @@ def test_the_configured_key_is_accepted() -> None:
     header = "Bearer schlüssel".encode().decode("latin-1")
     assert ring.principal(header).owner == ""
     wrong = [None, "", "Bearer", "Bearer ", "Bearer x", "schlüssel", "Basic schlüssel", "Bearer é"]
-    assert all(refused(ring, one) for one in wrong)
+    assert all(refused(ring, key) for key in wrong)
 
 
 def test_each_key_has_its_owner_and_its_rights(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_a_secret_swapped_during_the_read_is_reloaded(
 
     def swapped(name: Path) -> list[KeyEntry]:
         # The links are followed first, and what they lead to is gone then.
-        found = name.resolve()
+        target = name.resolve()
         if swaps:
             volume.update(swaps.pop())
-        return read_keys(found)
+        return read_keys(target)
 
     monkeypatch.setattr(key_ring, "read_keys", swapped)
     volume.update(lines(bob="two"))

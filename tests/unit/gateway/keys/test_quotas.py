@@ -33,8 +33,8 @@ class Case:
 
     def told(self, name: str, **labels: str) -> float | None:
         """A metric of the owner."""
-        found = samples(generate_latest(self.registry).decode())
-        return value(found, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
+        exported = samples(generate_latest(self.registry).decode())
+        return value(exported, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
 
     def remaining(self, limit: str) -> int:
         return int(dict(self.quotas.headers(self.alice))[f"x-ratelimit-remaining-{limit}"])
@@ -193,12 +193,12 @@ def test_owners_without_limits_are_forgotten() -> None:
     # No limits of theirs, so nobody asks.
     metrics.count_usage("alice", Limit.REQUESTS, 1)
     metrics.set_running("bob", 1)
-    found = samples(generate_latest(registry).decode())
-    assert value(found, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
-    assert value(found, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
-    assert {dict(labels).get("owner") for _, labels in found} == {"alice"}
+    exported = samples(generate_latest(registry).decode())
+    assert value(exported, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
+    assert value(exported, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
+    assert {dict(labels).get("owner") for _, labels in exported} == {"alice"}
     metrics.set_limits({("bob", Limit.REQUESTS): 5})
     metrics.count_refusal("alice", Limit.TOKENS)
     metrics.set_running("alice", 1)
-    found = samples(generate_latest(registry).decode())
-    assert {dict(labels).get("owner") for _, labels in found} == {"bob"}
+    exported = samples(generate_latest(registry).decode())
+    assert {dict(labels).get("owner") for _, labels in exported} == {"bob"}

@@ -45,7 +45,7 @@ def test_seeds_of_choices_derive_from_the_first_and_differ(seed: int) -> None:
     seeds = [choice_seed(seed, choice) for choice in range(16)]
     assert seeds[0] == seed
     assert len(set(seeds)) == 16
-    assert all(0 <= one < 2**64 for one in seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
     assert seeds == [choice_seed(seed, choice) for choice in range(16)]
 
 
@@ -105,9 +105,12 @@ def test_max_tokens_of_several_choices_are_summed(fields: dict[str, Any], kept: 
 
 def test_too_many_bad_words_are_refused() -> None:
     bad_word_ids([f"w{number}" for number in range(64)], TOKENIZER)
-    for words in ([f"w{number}" for number in range(65)], ["x" * 200 + str(n) for n in range(12)]):
+    for bad_words in (
+        [f"w{number}" for number in range(65)],
+        ["x" * 200 + str(n) for n in range(12)],
+    ):
         with pytest.raises(BadRequest, match="bad_words"):
-            bad_word_ids(words, TOKENIZER)
+            bad_word_ids(bad_words, TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,18 @@ def test_template_lookup_order(tmp_path: Path) -> None:
     assert load_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": "one", "eos_token": {"content": "</s>"}}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "one"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "one"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "two"}]
     settings.write_text(json.dumps({"chat_template": named}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "two"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "three"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "three"
 
 
 def test_invalid_template_settings_are_refused(tmp_path: Path) -> None:

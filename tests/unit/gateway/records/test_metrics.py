@@ -65,7 +65,7 @@ def world() -> World:
 
 def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     world.run(None, 1, 2, 1)
-    found = world.told()
+    samples_now = world.told()
     sums = {
         "e2e_request_latency_seconds": 7.0,
         "request_queue_time_seconds": 3.25,
@@ -79,17 +79,17 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
         "request_params_max_tokens": 9,
     }
     for name, total in sums.items():
-        assert value(found, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
-        assert value(found, f"vllm:{name}_count", model_name="m") == 1, name
+        assert value(samples_now, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
+        assert value(samples_now, f"vllm:{name}_count", model_name="m") == 1, name
     for name, total, count in (
         ("time_to_first_token_seconds", 5.0, 1),
         ("inter_token_latency_seconds", 0.5 + 1.0, 2),
         ("request_time_per_output_token_seconds", 2 / 3, 1),
     ):
-        assert of_class(found, f"{name}_sum") == pytest.approx(total), name
-        assert of_class(found, f"{name}_count") == count, name
-    assert value(found, "tideserve_gateway_output_tokens_total", model_name="m") == 4
-    assert ended(found) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+        assert of_class(samples_now, f"{name}_sum") == pytest.approx(total), name
+        assert of_class(samples_now, f"{name}_count") == count, name
+    assert value(samples_now, "tideserve_gateway_output_tokens_total", model_name="m") == 4
+    assert ended(samples_now) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     totals = world.metrics.totals()["m"]
     assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
 
@@ -97,20 +97,20 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
 def test_phases_missing_from_the_worker_are_not_recorded(world: World) -> None:
     world.times = None
     world.run(None, 1)
-    found = world.told()
-    assert value(found, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
+    samples_now = world.told()
+    assert value(samples_now, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
     for phase in ("prefill", "decode", "inference"):
-        assert value(found, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
+        assert value(samples_now, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
 
 
-def of_class(found: Samples, name: str, service_class: str = "standard") -> float | None:
+def of_class(samples_now: Samples, name: str, service_class: str = "standard") -> float | None:
     labels = {"model_name": "m", "class": service_class}
-    return value(found, f"vllm:{name}", **labels)
+    return value(samples_now, f"vllm:{name}", **labels)
 
 
-def slo(found: Samples, which: str, service_class: str, metric: str) -> float | None:
+def slo(samples_now: Samples, which: str, service_class: str, metric: str) -> float | None:
     labels = {"model_name": "m", "class": service_class, "metric": metric}
-    return value(found, f"tideserve_gateway_slo_{which}_total", **labels)
+    return value(samples_now, f"tideserve_gateway_slo_{which}_total", **labels)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,14 @@ def test_attained_and_missed_targets_are_counted(
 ) -> None:
     """First tokens count once a choice, the others once a group of the promise's size."""
     world.run(None, 1, 2, 1, 2, service=service)
-    found = world.told()
+    samples_now = world.told()
     name = service.service_class.value
     for metric, counts in (("ttft", ttft), ("tpot", tpot)):
-        assert tuple(slo(found, which, name, metric) for which in ("attained", "missed")) == counts
-    assert of_class(found, "time_to_first_token_seconds_count", name) == 1
+        assert (
+            tuple(slo(samples_now, which, name, metric) for which in ("attained", "missed"))
+            == counts
+        )
+    assert of_class(samples_now, "time_to_first_token_seconds_count", name) == 1
 
 
 def test_a_group_that_did_not_end_counts_only_if_its_request_finished(world: World) -> None:
@@ -168,10 +171,12 @@ def test_choices_inflight_are_counted_by_class(world: World) -> None:
     assert value(world.told(), name, **labels) == 0
 
 
-def ended(found: Samples) -> dict[str, float]:
+def ended(samples_now: Samples) -> dict[str, float]:
     name = "vllm:request_success_total"
     return {
-        dict(labels)["finished_reason"]: count for (n, labels), count in found.items() if n == name
+        dict(labels)["finished_reason"]: count
+        for (n, labels), count in samples_now.items()
+        if n == name
     }
 
 
@@ -183,10 +188,10 @@ def test_unfinished_requests_are_counted_by_reason(
 ) -> None:
     with pytest.raises(type(ending)):
         world.run(ending, 1)
-    found = world.told()
-    assert ended(found)[reason] == 1 and sum(ended(found).values()) == 1
-    assert of_class(found, "time_to_first_token_seconds_count") == 1
-    assert value(found, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
+    samples_now = world.told()
+    assert ended(samples_now)[reason] == 1 and sum(ended(samples_now).values()) == 1
+    assert of_class(samples_now, "time_to_first_token_seconds_count") == 1
+    assert value(samples_now, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
 
 
 @pytest.mark.parametrize(
@@ -208,8 +213,10 @@ def test_capacity_refusals_are_counted_by_reason(
     world.metrics.count_refusal(error, service_class, None)
     name = "vllm:admission_rejections_total"
     rows = {labels: count for (which, labels), count in world.told().items() if which == name}
-    found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}
+    counts = {(dict(row)["reason"], dict(row)["class"]): count for row, count in rows.items()}
     reasons = {"queue_full", "too_late", "unavailable", "shutting_down", "expired"}
-    assert set(found) == {(one, kind) for one in reasons for kind in (*ServiceClass, "unknown")}
+    assert set(counts) == {
+        (reason, kind) for reason in reasons for kind in (*ServiceClass, "unknown")
+    }
     counted = {(reason, service_class or "unknown")} if reason else set()
-    assert {which for which, count in found.items() if count} == counted
+    assert {which for which, count in counts.items() if count} == counted

@@ -38,7 +38,7 @@ def chat() -> RequestRecord:
 
 
 def times(span: Span) -> list[tuple[str, float, float]]:
-    return [(one.name, round(one.start_s, 6), round(one.end_s, 6)) for one in span.children]
+    return [(child.name, round(child.start_s, 6), round(child.end_s, 6)) for child in span.children]
 
 
 def test_spans_are_consecutive_and_use_worker_times() -> None:
@@ -54,7 +54,7 @@ def test_spans_are_consecutive_and_use_worker_times() -> None:
         ("wait", 11.5, 12.0),
         ("decode", 12.0, 13.0),
     ]
-    assert [one.attributes.get(genai.WORKER) for one in root.children[3:]] == [
+    assert [span.attributes.get(genai.WORKER) for span in root.children[3:]] == [
         *["w0"] * 3,
         *["w1"] * 2,
     ]
@@ -111,7 +111,7 @@ def test_gateway_times_replace_missing_worker_times() -> None:
         ("decode", 10.9, 11.5),
         ("wait", 11.5, 13.0),
     ]
-    assert {one.attributes[genai.TIMES_FROM] for one in root.children[3:]} == {"gateway"}
+    assert {span.attributes[genai.TIMES_FROM] for span in root.children[3:]} == {"gateway"}
 
 
 def test_a_single_token_has_all_spans() -> None:
@@ -127,7 +127,7 @@ def test_a_single_token_has_all_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "failure", "told"),
+    ("path", "failure", "exported"),
     [
         ("/v1/chat/completions", None, False),
         ("/v1/chat/completions", BadRequest("no"), False),
@@ -136,7 +136,7 @@ def test_a_single_token_has_all_spans() -> None:
     ],
 )
 def test_unsampled_failures_are_exported(
-    path: str, failure: EngineFailed | None, told: bool
+    path: str, failure: EngineFailed | None, exported: bool
 ) -> None:
     sink = KeptTraces()
     tracer = Tracer(0.0, sink)
@@ -145,7 +145,7 @@ def test_unsampled_failures_are_exported(
     if failure is not None:
         record.fail(failure)
     export_trace(tracer, record)
-    assert bool(sink.traces) == told
+    assert bool(sink.traces) == exported
 
 
 def test_a_failure_before_parsing_is_a_span_and_an_error() -> None:

@@ -17,9 +17,9 @@ REFERENCE = {"$ref": "#/$defs/x"}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    found = copy.deepcopy(schema)
-    forbid_additional_properties(found)
-    return found
+    closed_schema = copy.deepcopy(schema)
+    forbid_additional_properties(closed_schema)
+    return closed_schema
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,9 @@ async def test_cancelling_at_a_stopped_process_ends_no_other_check(
     client = await running(checker)
     os.kill(client._pipes.process.pid, signal.SIGSTOP)
     bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(8)]
-    leaving = [asyncio.create_task(checker.check(one, f"m{i % 4}")) for i, one in enumerate(bombs)]
+    leaving = [
+        asyncio.create_task(checker.check(bomb, f"m{i % 4}")) for i, bomb in enumerate(bombs)
+    ]
     staying = asyncio.create_task(checker.check(of_schema({"type": "integer"}), OWNER))
     await being_asked(checker)
     for task in leaving:
@@ -267,8 +269,8 @@ async def test_a_process_that_ignores_a_cancel_is_killed(
 async def test_an_abandoned_check_reports_no_unhandled_error(
     checker: GrammarChecker,
 ) -> None:
-    told = list[dict[str, Any]]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    errors = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     await checker.run(delay_s=0)
     leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
@@ -280,7 +282,7 @@ async def test_an_abandoned_check_reports_no_unhandled_error(
     del client, leaving
     gc.collect()
     await asyncio.sleep(0)
-    assert not told and checker._semaphore.taken == 0
+    assert not errors and checker._semaphore.taken == 0
 
 
 async def test_a_process_that_has_ended_is_not_killed_again(

@@ -81,8 +81,8 @@ async def test_random_cancellations_leak_no_place(seed: int) -> None:
         inside -= 1
         work.set_result(None)
 
-    told = list[object]()
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    errors = list[object]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
     tasks = []
     for _ in range(80):
         tasks.append(asyncio.create_task(work()))
@@ -93,7 +93,7 @@ async def test_random_cancellations_leak_no_place(seed: int) -> None:
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
     await settle()
-    assert inside == 0 and most == 2 and not told
+    assert inside == 0 and most == 2 and not errors
     async with turns.slot("a"), turns.slot("b"):
         third = asyncio.create_task(work())
         await settle()

@@ -36,7 +36,7 @@ def pieces_of(ids: Sequence[int]) -> list[str]:
     """One by one; the last piece is the rest. Knowing what each token shows changes nothing."""
     by_all, by_each = (
         Detokenizer(decode),
-        Detokenizer(decode, decode_single=lambda one: decode([one])),
+        Detokenizer(decode, decode_single=lambda single_id: decode([single_id])),
     )
     pieces = [*(by_all.push(token_id) for token_id in ids), by_all.flush()]
     assert pieces == [*(by_each.push(token_id) for token_id in ids), by_each.flush()]
@@ -70,9 +70,9 @@ def test_complete_characters_are_decoded_once() -> None:
         calls += 1
         return decode(ids)
 
-    known = {one: decode([one]) for one in ids_of(b"abc")}
+    known = {token_id: decode([token_id]) for token_id in ids_of(b"abc")}
     detokenizer = Detokenizer(counted, decode_single=known.__getitem__)
-    assert "".join(detokenizer.push(one) for one in ids_of(b"abc" * 100)) == "abc" * 100
+    assert "".join(detokenizer.push(token_id) for token_id in ids_of(b"abc" * 100)) == "abc" * 100
     assert calls == 0
 
 
@@ -101,10 +101,10 @@ def test_endless_repetition_keeps_the_window_small(byte: bytes) -> None:
 
 def test_a_decoder_that_strips_the_first_space() -> None:
     # As SentencePiece decoders do: the blank belongs to the word, and the first one is dropped.
-    words = ["▁one", "▁two", "▁", "▁three"]
+    pieces = ["▁one", "▁two", "▁", "▁three"]
 
     def strip_first(ids: Sequence[int]) -> str:
-        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+        return "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
     detokenizer = Detokenizer(strip_first)
     ids = [0, 1, 2, 3] + [2] * 100 + [0]
@@ -132,8 +132,8 @@ def test_tokens_that_split_characters_keep_the_window_small() -> None:
 
 def fallback_tokenizer() -> Tokenizer:
     """As SentencePiece models are converted: words, and bytes for all else."""
-    words = ["<unk>", "▁a", "b", "▁", "\ufffd"]
-    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = ["<unk>", "▁a", "b", "▁", "\ufffd"]
+    names = [*vocabulary, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: place for place, name in enumerate(names)}
     made = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     made.decoder = decoders.Sequence(
@@ -170,14 +170,14 @@ def test_byte_tokens_emit_characters_one_at_a_time() -> None:
 @given(st.lists(st.one_of(st.integers(1, 4), st.sampled_from("éß日€👩a \ufffd")), max_size=40))
 def test_byte_tokens_decode_the_same_one_at_a_time(parts: list[int | str]) -> None:
     # A blank at the very beginning is dropped by the decoder only if it is a word's.
-    ids = [2, *(i for one in parts for i in (spelt(one) if isinstance(one, str) else [one]))]
+    ids = [2, *(i for part in parts for i in (spelt(part) if isinstance(part, str) else [part]))]
     assert "".join(fallback_pieces(ids)) == FALLBACK.decode(ids, skip_special_tokens=True)
 
 
 @given(st.lists(st.integers(1, FIRST_BYTE + 255), max_size=40))
 def test_invalid_bytes_do_not_damage_valid_characters(ids: list[int]) -> None:
     data = b"".join(
-        bytes([one - FIRST_BYTE]) if one >= FIRST_BYTE else FALLBACK.texts.data(one)
-        for one in [2, *ids]
+        bytes([token_id - FIRST_BYTE]) if token_id >= FIRST_BYTE else FALLBACK.texts.data(token_id)
+        for token_id in [2, *ids]
     )
     assert "".join(fallback_pieces([2, *ids])) == data.decode(errors="replace")

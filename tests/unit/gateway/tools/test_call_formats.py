@@ -195,8 +195,8 @@ def test_a_call_ends_the_reasoning_of_models_that_do_not_close_it(form: ToolForm
     for names, calls in ((NAMES, 1), (frozenset[str](), 0)):
         chat = ChatForm(form, names, Thinking.POSSIBLE)
         for pieces in ([output], *two_way(output)):
-            content, reasoning, found = told(chat, pieces)
-            assert (content, len(found)) == ("", calls)
+            content, reasoning, parsed_calls = told(chat, pieces)
+            assert (content, len(parsed_calls)) == ("", calls)
             assert (reasoning == "hm") == (calls == 1)
 
 

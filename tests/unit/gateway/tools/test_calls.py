@@ -163,12 +163,12 @@ def test_events_of_examples_do_not_depend_on_chunking(case: int) -> None:
 @pytest.mark.parametrize("seed", range(150))
 def test_events_of_random_text_do_not_depend_on_chunking(form: str, seed: int) -> None:
     rng = Random(seed)
-    words = [
+    vocabulary = [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
         *(GET, NOW, '{"name": "get", "parameters": {"a": 1}}', "get", "[", "]", "{", "}", ","),
         *(";", " ", "\n", '"name"', ":", '"now"', '"arguments"', "{}", "a", "é"),
     ]
-    output = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
+    output = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(1, 14)))
     whole = parsed(PARSERS[form](), [output])
 
     assert all(parsed(PARSERS[form](), pieces) == whole for pieces in cuttings(output, seed))

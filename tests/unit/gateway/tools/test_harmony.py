@@ -197,12 +197,12 @@ def test_the_prompt_may_have_opened_the_reasoning() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_events_do_not_depend_on_chunking(seed: int) -> None:
     rng = Random(seed)
-    words = [
+    vocabulary = [
         *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
         *(" to=", "functions.get", "<|constrain|>", "json", "<|call|>", '{"a": 1}', "{", "é"),
         *(" ", "\n", "<|", "x" * HEADER_CHARS_MAX),
     ]
-    output = "".join(rng.choice(words) for _ in range(rng.randrange(14)))
+    output = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(14)))
     whole = read([output])
 
     assert all(read(pieces) == whole for pieces in cuttings(output, seed))

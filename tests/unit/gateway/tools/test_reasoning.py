@@ -41,8 +41,8 @@ def test_reasoning_formats_are_split(opened: bool, text: str, reasoning: str, an
 @pytest.mark.parametrize("seed", range(100))
 def test_splitting_does_not_depend_on_chunking(opened: bool, seed: int) -> None:
     rng = Random(seed)
-    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
-    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    vocabulary = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(12)))
     whole = parsed(ReasoningSplit(opened), [text])
 
     assert all(parsed(ReasoningSplit(opened), pieces) == whole for pieces in cuttings(text, seed))
@@ -60,8 +60,8 @@ def test_text_is_held_back_only_for_a_possible_marker() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_the_answer_starts_where_the_split_has_content(opened: bool, seed: int) -> None:
     rng = Random(seed)
-    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
-    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    vocabulary = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(12)))
     answer = "".join(
         event.text for event in parsed(ReasoningSplit(opened), [text]) if isinstance(event, Content)
     )

@@ -33,7 +33,7 @@ def test_the_admin_port_is_read_from_the_cluster_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         (
             "http://127.0.0.1:9000",
@@ -44,9 +44,9 @@ def test_the_admin_port_is_read_from_the_cluster_folder(tmp_path: Path) -> None:
         ("http://gateway:port", "has no port"),
     ],
 )
-def test_an_unknown_address_is_an_error_with_a_remedy(url: str, words: str) -> None:
+def test_an_unknown_address_is_an_error_with_a_remedy(url: str, message: str) -> None:
     running(default_folder(8000))
-    with pytest.raises(CommandError, match=words):
+    with pytest.raises(CommandError, match=message):
         find_admin_url(None, url, None)
 
 
@@ -55,8 +55,8 @@ def test_running_clusters_are_listed() -> None:
     with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000 by .*; start a cluster with"):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8155), url="http://127.0.0.1:8155", pid=os.getpid())
-    words = r"a cluster runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or pass"
-    with pytest.raises(CommandError, match=words):
+    message = r"a cluster runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or pass"
+    with pytest.raises(CommandError, match=message):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8156), url="http://127.0.0.1:8156", pid=os.getpid())
     with pytest.raises(CommandError, match=r"http://127.0.0.1:8155, http://127.0.0.1:8156: add"):

@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "words"),
+    ("kind", "key", "message"),
     [
         (HttpClient, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
         (HttpClient, "other", "rejects this API key; set another"),
@@ -40,7 +40,7 @@ def url() -> Iterator[str]:
     ],
 )
 def test_missing_and_wrong_keys_are_explained(
-    url: str, kind: type[HttpClient], key: str | None, words: str
+    url: str, kind: type[HttpClient], key: str | None, message: str
 ) -> None:
-    with kind(url, key) as client, pytest.raises(CommandError, match=words):
+    with kind(url, key) as client, pytest.raises(CommandError, match=message):
         client.get_json("/")

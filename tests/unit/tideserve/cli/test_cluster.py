@@ -57,19 +57,19 @@ class OneProcess:
 
 
 def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> None:
-    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    one.processes.mark_ready()
-    one.kill()
-    assert one.death().endswith("worker-0 died (signal SIGKILL)")
+    cluster = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    cluster.processes.mark_ready()
+    cluster.kill()
+    assert cluster.death().endswith("worker-0 died (signal SIGKILL)")
 
 
 def test_a_death_and_its_consequences_are_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    one.processes.mark_ready()
-    one.kill()
-    one.death()
+    cluster = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    cluster.processes.mark_ready()
+    cluster.kill()
+    cluster.death()
     show_logs(tmp_path, "worker-0", 10, follow=False, raw=False)
     row, died, again = capsys.readouterr().out.splitlines()
     assert row.endswith("dropped 7 bytes in 3 us")
@@ -78,9 +78,9 @@ def test_a_death_and_its_consequences_are_logged(
 
 
 def test_the_output_of_an_exited_process_is_quoted(tmp_path: Path) -> None:
-    one = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
-    one.processes.mark_ready()
-    assert one.death().endswith("(exit code 1); its last line: the port is in use")
+    cluster = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
+    cluster.processes.mark_ready()
+    assert cluster.death().endswith("(exit code 1); its last line: the port is in use")
 
 
 def test_a_process_killed_at_every_start_names_the_signal(
@@ -88,11 +88,11 @@ def test_a_process_killed_at_every_start_names_the_signal(
 ) -> None:
     monkeypatch.setattr(cluster, "BACKOFF_FIRST_S", 0.0)
     code = f"import os; print({ROW!r}, flush=True); os.kill(os.getpid(), 9)"
-    one = OneProcess(tmp_path, code)
+    killed = OneProcess(tmp_path, code)
     end_s = time.monotonic() + DEADLINE_S
     with pytest.raises(CommandError, match="worker-0 keeps dying: signal SIGKILL; see"):
         while time.monotonic() < end_s:
-            one.processes.tick()
+            killed.processes.tick()
             time.sleep(0.01)
-    assert one.told.count("died") == DEATHS_BEFORE_READY_MAX - 1
-    assert "dropped" not in one.told
+    assert killed.told.count("died") == DEATHS_BEFORE_READY_MAX - 1
+    assert "dropped" not in killed.told

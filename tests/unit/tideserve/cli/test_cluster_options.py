@@ -39,7 +39,7 @@ def test_only_given_flags_override_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("memroy: 1GiB", "did you mean 'memory'"),
         ("memory_bytes: 1GiB", "did you mean 'memory'"),
@@ -74,8 +74,8 @@ def test_only_given_flags_override_the_file(tmp_path: Path) -> None:
         ("a: [", "not valid YAML"),
     ],
 )
-def test_invalid_options_are_a_short_error(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+def test_invalid_options_are_a_short_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         read_options(write(tmp_path, text), {})
 
 
@@ -118,7 +118,9 @@ def test_service_keys_override_common_keys() -> None:
     configs = service_configs(options, PLACEMENT)
     assert {config["etcd_user"] for config in configs.values()} == {"me"}
     assert {config["etcd_ca_file"] for config in configs.values()} == {str(Path.cwd() / "ca.pem")}
-    assert [name for name, one in configs.items() if one["log_level"] == "error"] == ["scheduler"]
+    assert [name for name, config in configs.items() if config["log_level"] == "error"] == [
+        "scheduler"
+    ]
     assert options.etcd_access("https://a:1") == {
         "etcd_url": "https://a:1",
         "etcd_user": "me",
@@ -330,7 +332,7 @@ def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("text", "flags", "message"),
     [
         (MODELS, {"model": "org/other"}, "'models' and 'model' are both set"),
         (MODELS, {"workers": 4}, "'workers' is 4, but the models of .* have 3 workers"),
@@ -347,9 +349,9 @@ def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_model_lists_are_refused(
-    tmp_path: Path, text: str, flags: dict[str, Any], said: str
+    tmp_path: Path, text: str, flags: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_options(None, flags | {"models": path})

@@ -23,7 +23,7 @@ METADATA = {
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("gguf_name", "hf_name"),
     [
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output_norm.weight", "model.norm.weight"),
@@ -33,8 +33,8 @@ METADATA = {
         ("blk.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
     ],
 )
-def test_tensors_get_the_names_of_transformers(theirs: str, ours: str) -> None:
-    assert name_of(theirs) == ours
+def test_tensors_get_the_names_of_transformers(gguf_name: str, hf_name: str) -> None:
+    assert name_of(gguf_name) == hf_name
 
 
 def test_rotary_pairs_of_a_head_are_separated() -> None:

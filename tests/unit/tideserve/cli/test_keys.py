@@ -99,7 +99,7 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("revoke", "FILE"), "name the keys to revoke"),
         (("revoke", "FILE", "012345678901"), "there is no key"),
@@ -110,12 +110,12 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
     ],
 )
 def test_invalid_commands_are_refused_without_a_change(
-    path: Path, arguments: tuple[str, ...], words: str
+    path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     made("--owner", "alice", path)
     before = path.read_bytes()
-    result = run(*(one.replace("FILE", str(path)) for one in arguments))
-    assert isinstance(result.exception, CommandError) and words in str(result.exception)
+    result = run(*(argument.replace("FILE", str(path)) for argument in arguments))
+    assert isinstance(result.exception, CommandError) and message in str(result.exception)
     assert path.read_bytes() == before
 
 

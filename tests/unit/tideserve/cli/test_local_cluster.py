@@ -37,7 +37,7 @@ def test_a_process_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> 
     both = [child, psutil.Process(child.ppid())]
 
     def still() -> list[bool]:
-        return [one.status() == psutil.STATUS_STOPPED for one in both]
+        return [process.status() == psutil.STATUS_STOPPED for process in both]
 
     server.freeze()
     until(lambda: all(still()))

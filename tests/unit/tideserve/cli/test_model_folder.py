@@ -83,16 +83,16 @@ def test_a_complete_folder_can_be_served(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("missing", "message"),
     [
         ("config.json", "config.json"),
         ("tokenizer.json", "tokenizer"),
         ("model.safetensors", "weig"),
     ],
 )
-def test_missing_files_are_named(folder: Path, missing: str, words: str) -> None:
+def test_missing_files_are_named(folder: Path, missing: str, message: str) -> None:
     (folder / missing).unlink()
-    with pytest.raises(ModelUnavailable, match=words):
+    with pytest.raises(ModelUnavailable, match=message):
         check_model_folder(folder)
 
 

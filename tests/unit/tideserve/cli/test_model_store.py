@@ -87,16 +87,16 @@ def test_an_interrupted_conversion_leaves_no_model(cache: Path, conversion: Fake
 
 
 def test_concurrent_callers_share_a_conversion(cache: Path, conversion: FakeConversion) -> None:
-    found: Counter[Path] = Counter()
+    folders: Counter[Path] = Counter()
     threads = [
-        threading.Thread(target=lambda: found.update([prepare_default_model(cache, quiet)]))
+        threading.Thread(target=lambda: folders.update([prepare_default_model(cache, quiet)]))
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert found == {default_model_dir(cache): 4}
+    assert folders == {default_model_dir(cache): 4}
     assert conversion.count == 1
 
 
@@ -184,8 +184,8 @@ def test_a_local_folder_takes_precedence_over_the_hub(
 ) -> None:
     prepare_default_model(cache, quiet)
     monkeypatch.chdir(cache)
-    found = resolve_model(f"models/{model_store.DEFAULT_MODEL_NAME}", cache, quiet)
-    assert found == default_model_dir(cache)
+    resolved = resolve_model(f"models/{model_store.DEFAULT_MODEL_NAME}", cache, quiet)
+    assert resolved == default_model_dir(cache)
 
 
 @pytest.mark.parametrize(

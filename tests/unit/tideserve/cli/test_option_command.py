@@ -34,16 +34,16 @@ def help_of(command: str) -> str:
 
 def run(flags: Flags, arguments: list[str]) -> tuple[dict[str, Any], bool]:
     """What a command with these flags finds."""
-    found: list[tuple[dict[str, Any], bool]] = []
-    one = typer.Typer(add_completion=False)
+    calls: list[tuple[dict[str, Any], bool]] = []
+    app_under_test = typer.Typer(add_completion=False)
 
-    @one.command(cls=option_command(flags))
+    @app_under_test.command(cls=option_command(flags))
     def command(context: typer.Context, quick: bool = False) -> None:
-        found.append((context.obj, quick))
+        calls.append((context.obj, quick))
 
-    result = CliRunner().invoke(one, arguments)
+    result = CliRunner().invoke(app_under_test, arguments)
     assert result.exit_code == 0, result.output
-    return found[0]
+    return calls[0]
 
 
 def test_absent_options_are_none() -> None:
@@ -54,14 +54,14 @@ def test_absent_options_are_none() -> None:
 
 
 def test_wordings_replace_the_description_of_the_field() -> None:
-    one = typer.Typer(add_completion=False)
+    app_under_test = typer.Typer(add_completion=False)
     wordings = {"workers": Wording("How many.", "as many as you like")}
 
-    @one.command(cls=option_command(Flags(("workers", "dtype"), wordings)))
+    @app_under_test.command(cls=option_command(Flags(("workers", "dtype"), wordings)))
     def command(context: typer.Context) -> None:
         """Nothing."""
 
-    text = CliRunner().invoke(one, ["--help"], env={"COLUMNS": "200"}).output
+    text = CliRunner().invoke(app_under_test, ["--help"], env={"COLUMNS": "200"}).output
     assert "How many. [1 to 64] [default: (as many as you like)]" in text
     assert OPTIONS["dtype"].help in text
 
@@ -74,13 +74,13 @@ def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
         if "range" in OPTIONS[name].metadata:
             assert f"[{OPTIONS[name].values_text}]" in text
     assert "--chunk-size" not in text, "for experts"
-    for said in (
+    for text_part in (
         "[default: (120)]",
         "[default: (1GiB)]",
         "╭─ Limits",
         "[env var: TIDESERVE_API_KEY]",
     ):
-        assert said in text
+        assert text_part in text
 
 
 @pytest.mark.parametrize("command", ["bench", "profile"])
@@ -125,7 +125,9 @@ def test_the_command_has_all_options_after_the_help_of_a_scenario() -> None:
 
 def test_every_parameter_is_read_by_some_scenario() -> None:
     (command,) = (
-        one for one in app.registered_commands if one.name is None and one.callback is bench
+        candidate
+        for candidate in app.registered_commands
+        if candidate.name is None and candidate.callback is bench
     )
     named = set(inspect.signature(bench).parameters) - {"context", "scenario"}
     read = set().union(*(find_scenario(name).reads for name in SUMMARIES))
@@ -160,13 +162,18 @@ def test_shared_options_use_the_definition_of_the_service() -> None:
     """Same type, same checks; only the port of a cluster must be known beforehand."""
     checks = ("range", "multiple_of", "options", "pattern", "size", "secret")
     passed = 0
-    for name, one in OPTIONS.items():
-        services, key = one.metadata.get("passed_to", ((), ""))
+    for name, option in OPTIONS.items():
+        services, key = option.metadata.get("passed_to", ((), ""))
         passed += bool(services)
-        for theirs in (settings_of(CONFIGS[service])[key] for service in services):
-            differing = [it for it in checks if one.metadata.get(it) != theirs.metadata.get(it)]
+        for service_option in (settings_of(CONFIGS[service])[key] for service in services):
+            differing = [
+                key_of_metadata
+                for key_of_metadata in checks
+                if option.metadata.get(key_of_metadata)
+                != service_option.metadata.get(key_of_metadata)
+            ]
             assert differing == (["range"] if name == "port" else [])
-            assert _kinds(one) == _kinds(theirs)
+            assert _kinds(option) == _kinds(service_option)
     assert passed > 15
 
 

@@ -14,18 +14,18 @@ DEADLINE_S = 30.0
 
 def child(folder: Path, code: str, grace_s: float = 30.0) -> ServiceProcess:
     command = [sys.executable, "-c", code]
-    one = ServiceProcess(
+    process = ServiceProcess(
         Program("x", command, folder / "x.log", folder, child_environment({}), stop_grace_s=grace_s)
     )
-    one.start()
-    return one
+    process.start()
+    return process
 
 
-def wait(one: ServiceProcess, hurry: bool = False) -> int:
+def wait(process: ServiceProcess, hurry: bool = False) -> int:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        one.enforce(hurry)
-        code = one.poll()
+        process.enforce(hurry)
+        code = process.poll()
         if code is not None:
             return code
         time.sleep(0.01)
@@ -41,22 +41,22 @@ def wait_for_output(folder: Path) -> list[str]:
 
 
 def test_the_return_code_is_reported_once_with_lines_of_the_last_start(tmp_path: Path) -> None:
-    one = child(tmp_path, "import sys; print('first'); sys.exit(3)")
-    assert wait(one) == 3
-    assert (one.poll(), one.pid) == (None, None)
+    process = child(tmp_path, "import sys; print('first'); sys.exit(3)")
+    assert wait(process) == 3
+    assert (process.poll(), process.pid) == (None, None)
     again = ServiceProcess(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
     assert again.poll() is None
     again.start()
     assert wait(again) == 0
-    assert one.last_lines(5) == ["first"]
+    assert process.last_lines(5) == ["first"]
     assert again.last_lines(5) == []
 
 
 def test_a_process_has_no_terminal_and_no_standard_input(tmp_path: Path) -> None:
-    one = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
-    pid = one.pid
-    wait(one)
-    assert one.last_lines(1) == [f"{pid} ''"]
+    process = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
+    pid = process.pid
+    wait(process)
+    assert process.last_lines(1) == [f"{pid} ''"]
 
 
 def test_children_end_with_their_process(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_children_end_with_their_process(tmp_path: Path) -> None:
         "import subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
     )
-    one = child(tmp_path, code)
-    wait(one)
-    grandchild = int(one.last_lines(1)[0])
+    process = child(tmp_path, code)
+    wait(process)
+    grandchild = int(process.last_lines(1)[0])
     end_s = time.monotonic() + DEADLINE_S
     while alive(grandchild):
         assert time.monotonic() < end_s
@@ -87,20 +87,20 @@ DEAF = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf')\nt
 def test_a_process_that_ignores_signals_is_killed_after_the_grace_period(
     tmp_path: Path, grace_s: float, hurry: bool
 ) -> None:
-    one = child(tmp_path, DEAF, grace_s)
+    process = child(tmp_path, DEAF, grace_s)
     wait_for_output(tmp_path)
-    one.ask_to_stop()
-    assert wait(one, hurry) == -9
+    process.ask_to_stop()
+    assert wait(process, hurry) == -9
 
 
 def test_a_process_that_drains_is_not_killed(tmp_path: Path) -> None:
     code = (
         "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up')\nsignal.pause()"
     )
-    one = child(tmp_path, code)
+    process = child(tmp_path, code)
     wait_for_output(tmp_path)
-    one.ask_to_stop()
-    assert wait(one) == 0
+    process.ask_to_stop()
+    assert wait(process) == 0
 
 
 def test_log_tails_are_returned(tmp_path: Path) -> None:

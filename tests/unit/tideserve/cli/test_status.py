@@ -333,8 +333,10 @@ def test_the_kv_of_merged_groups_is_explained(
     groups = [{"id": "group-worker-0", "epoch": 6, "members": members}]
     monkeypatch.setattr(status_module, "read_status", lambda *_: STATUS | {"groups": groups})
     status_module.show_status("http://here", None, as_json=False, why=False)
-    said = "as many blocks as its smallest member, not for their sum" in capsys.readouterr().out
-    assert said == (len(members) > 1)
+    is_explained = (
+        "as many blocks as its smallest member, not for their sum" in capsys.readouterr().out
+    )
+    assert is_explained == (len(members) > 1)
 
 
 def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
@@ -372,7 +374,7 @@ def test_kv_in_host_memory_is_shown_where_a_worker_has_room_for_it() -> None:
     }
     table = host_table({"workers": [row, used | {"id": "w1"}]})
     assert table is not None
-    (line,) = [one.split() for one in shown(table, 200).splitlines() if "w1" in one]
+    (line,) = [line.split() for line in shown(table, 200).splitlines() if "w1" in line]
     assert line == ["w1", "64.0", "MiB", "1,500", "3", "1,234", "5,678", "25%"]
     table = host_table({"workers": [used | {"host_failures_total": 7}]})
     assert table is not None and "failures" in shown(table, 200)

@@ -62,12 +62,12 @@ def test_unchanged_progress_is_not_repeated() -> None:
     assert stream.getvalue() == "  workers load the model (1 s)\n"
 
 
-@pytest.mark.parametrize(("stopped", "words"), [(True, "  stopped after 0.0 s\n"), (False, "")])
-def test_an_interrupted_step_is_not_marked_done(stopped: bool, words: str) -> None:
+@pytest.mark.parametrize(("stopped", "message"), [(True, "  stopped after 0.0 s\n"), (False, "")])
+def test_an_interrupted_step_is_not_marked_done(stopped: bool, message: str) -> None:
     stream = io.StringIO()
     with Report(stream).step("Services", lambda: stopped):
         pass
-    assert stream.getvalue() == "Services\n" + words
+    assert stream.getvalue() == "Services\n" + message
 
 
 def test_memory_below_the_parameters_is_refused_before_anything_starts(tmp_path: Path) -> None:

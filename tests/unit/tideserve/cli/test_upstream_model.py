@@ -21,8 +21,8 @@ def test_the_model_comes_from_the_first_responding_server() -> None:
     with fake_openai() as server:
         server.pages["/v1/models"] = models("org/a", root="/models/a")
         absent = f"http://127.0.0.1:{free_port()}"
-        found = upstream_model([absent, server.url], None, None)
-        assert found == UpstreamModel("org/a", ("/models/a", "org/a"))
+        model = upstream_model([absent, server.url], None, None)
+        assert model == UpstreamModel("org/a", ("/models/a", "org/a"))
         server.pages["/v1/models"] = models("a", "b")
         assert upstream_model([server.url], None, "b") == UpstreamModel("b", ("b",), True)
         with pytest.raises(CommandError, match="serves a, b; choose one with --upstream-model"):
@@ -79,8 +79,8 @@ def test_unresponsive_servers_are_an_error() -> None:
 def test_the_model_folder_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    found = model_folder(UpstreamModel("m", (str(tmp_path), "m")), print)
-    assert found == tmp_path
+    folder = model_folder(UpstreamModel("m", (str(tmp_path), "m")), print)
+    assert folder == tmp_path
     default = tmp_path / "default"
     monkeypatch.setattr(module, "prepare_default_model", lambda *_: default)
     name = "SmolLM2-135M-Instruct"

@@ -127,14 +127,14 @@ async def test_sync_and_async_clients_send_the_same_requests(gateway: FakeGatewa
                 client.cancel("r1"),
             ]
 
-    told = await asyncio.to_thread(in_a_thread)
+    sent = await asyncio.to_thread(in_a_thread)
     asked, gateway.requests = gateway.requests, []
     async with tide.AsyncClient(gateway.target, api_key="k") as client:
         async with client.stream_chat("hi", model="m") as chat:
             texts = [piece.text async for piece in chat]
         async with client.stream_complete("hi", model="m") as completion:
             texts += [piece.text async for piece in completion]
-        assert told == [
+        assert sent == [
             (texts, chat.id, completion.id),
             (await client.chat("hi", model="m", temperature=0)).id,
             (await client.complete("hi", model="m", max_tokens=3)).id,
@@ -143,7 +143,7 @@ async def test_sync_and_async_clients_send_the_same_requests(gateway: FakeGatewa
             await client.models(),
             await client.cancel("r1"),
         ]
-    assert told[-1] is True, "what Cancel found"
+    assert sent[-1] is True, "what Cancel found"
     assert (texts, chat.id, completion.id) == (["a", "b", "a"], "r3", "r4")
     assert asked == gateway.requests
     assert gateway.metadata["authorization"] == "Bearer k"

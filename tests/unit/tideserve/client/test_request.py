@@ -32,7 +32,7 @@ def test_openai_messages_are_accepted() -> None:
         pb.Message(role=pb.ROLE_ASSISTANT, text="as it came", reasoning="why"),
     ]
     made = build.chat_request(messages, "m", {}).messages
-    assert [one.role for one in made] == [
+    assert [message.role for message in made] == [
         pb.ROLE_SYSTEM,
         pb.ROLE_USER,
         pb.ROLE_ASSISTANT,
@@ -99,13 +99,13 @@ def test_all_fields_are_set() -> None:
 )
 def test_prompt_forms_are_accepted(given: Any, texts: list[Any]) -> None:
     request = build.completion_request(given, "m", {"echo": True})
-    found = [one.text or list(one.token_ids.ids) for one in request.prompts]
-    assert found == texts
+    forms = [prompt.text or list(prompt.token_ids.ids) for prompt in request.prompts]
+    assert forms == texts
     assert request.echo
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"temprature": 1}, "unknown fields temprature"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex are mutually exclusive"),
@@ -113,8 +113,8 @@ def test_prompt_forms_are_accepted(given: Any, texts: list[Any]) -> None:
         ({"service_class": "gold"}, "one of interactive, standard, batch"),
     ],
 )
-def test_invalid_requests_are_refused_by_the_client(fields: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
+def test_invalid_requests_are_refused_by_the_client(fields: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         build.chat_request("hi", "m", fields)
 
 

@@ -82,9 +82,9 @@ def test_every_request_ends_once_and_frees_its_blocks(seed: int) -> None:
     workload = poisson(seed, 10, 30, output=200)
     cluster, outcomes = run(make_spec(), workload)
     check_conservation(cluster, outcomes)
-    found = figures(outcomes)
-    assert found["completed"] == found["sent"] == len(workload.arrivals)
-    assert found["unfinished"] == 0
+    result = figures(outcomes)
+    assert result["completed"] == result["sent"] == len(workload.arrivals)
+    assert result["unfinished"] == 0
 
 
 @pytest.mark.parametrize("execution", list(Execution))
@@ -100,9 +100,9 @@ def test_fast_forward_changes_no_time_of_one_instance(seed: int, execution: Exec
     # With static batches, no run of decodes is fast-forwarded while any request waits.
     share = 50 if execution is Execution.STATIC else 3
     assert sides[0].iterations_fast_forwarded > sides[0].iterations / share
-    for one, other in zip(sides[0].records, sides[1].records, strict=True):
-        assert one.first_s == pytest.approx(other.first_s, abs=1e-9)
-        assert one.end_s == pytest.approx(other.end_s, abs=1e-9)
+    for stepped, jumped in zip(sides[0].records, sides[1].records, strict=True):
+        assert stepped.first_s == pytest.approx(jumped.first_s, abs=1e-9)
+        assert stepped.end_s == pytest.approx(jumped.end_s, abs=1e-9)
 
 
 def test_one_instance_serves_as_an_m_d_1_queue_predicts() -> None:
@@ -138,12 +138,12 @@ def test_overload_queues_then_refuses_and_recovers() -> None:
     spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0, lateness=0.0))
     cluster, outcomes = run(spec, OpenLoop(burst + later))
     check_conservation(cluster, outcomes)
-    found = figures(outcomes)
-    assert found["rejected"] >= 150
+    result = figures(outcomes)
+    assert result["rejected"] >= 150
     reasons = {record.reason for record in outcomes.records} - {""}
     assert reasons == {"queue_full", "expired"} or reasons == {"queue_full"}
-    assert found["kv_demand_peak_ratio"] > 1.5
-    assert found["kv_usage_peak"] > 0.9
+    assert result["kv_demand_peak_ratio"] > 1.5
+    assert result["kv_usage_peak"] > 0.9
     assert all(record.ttft_s < 0.5 for record in outcomes.records[-10:]), "the burst is over"
 
 

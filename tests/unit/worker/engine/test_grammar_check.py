@@ -75,7 +75,7 @@ def request_id_of(name: str, regex: str, owner: str = "") -> Request:
 
 
 def names(checked: list[CheckedRequest]) -> list[tuple[str, bool]]:
-    return [(one.request.request_id, one.refusal is None) for one in checked]
+    return [(item.request.request_id, item.refusal is None) for item in checked]
 
 
 def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> None:
@@ -108,7 +108,7 @@ def test_only_the_slow_grammar_is_refused(bench: Bench) -> None:
     bench.check.submit(request_id_of("innocent", "b+"))
     bench.check.submit(request_id_of("alike", "a+"))
     bench.now_s += COMPILE_MAX_S - 1.0
-    blamed = {one.request.request_id: one.refusal for one in bench.check.take()}
+    blamed = {item.request.request_id: item.refusal for item in bench.check.take()}
     assert blamed.keys() == {"slow", "alike"}
     for refusal in blamed.values():
         assert refusal is not None and not refusal.retryable

@@ -329,7 +329,7 @@ def test_an_infeasible_target_is_logged_once(
     while len(handled) < 2:
         assert inbox.engine.poll(WAIT_MS)
         loop.step(0)
-    (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "tpot_ms" in record.getMessage()]
     assert "10 ms" in line and "50 ms" in line and "interactive" in line
 
 

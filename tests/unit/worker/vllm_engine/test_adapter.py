@@ -164,8 +164,8 @@ async def test_a_validation_error_of_vllm_is_a_client_error(adapter: AdapterOnTe
     await adapter.until_received("words", "schema")
     adapter.llm.tell("schema", Invalid("the grammar has no start"))
     await eventually(lambda: len(refusals(adapter)) == 2)
-    words, schema = refusals(adapter)
-    assert "logit_bias" in words.message and not words.retryable
+    message, schema = refusals(adapter)
+    assert "logit_bias" in message.message and not message.retryable
     assert schema == RefuseRequest("schema", "the grammar has no start")
     assert (await adapter.settled()).report.load.waiting == 0
 
@@ -191,7 +191,7 @@ async def test_an_unexpected_error_ends_a_single_request(
     adapter: AdapterOnTest, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     short: Any = [None, {2: FakeLogprob(-1.0, 1)}]
-    told: dict[str, FakeOutput | Exception] = {
+    outcomes: dict[str, FakeOutput | Exception] = {
         "prompt rows": FakeOutput([FakeCompletion([5])], short),
         "no completion": FakeOutput([]),
         "times": FakeOutput([FakeCompletion([5], "length")], metrics=cast(FakeMetrics, object())),
@@ -200,12 +200,12 @@ async def test_an_unexpected_error_ends_a_single_request(
     adapter.send(start("a", logprobs=LogprobOptions(prompt=1)))
     adapter.send(start("b"))
     await adapter.until_received("a", "b")
-    adapter.llm.tell("a", told[broken])
+    adapter.llm.tell("a", outcomes[broken])
     await eventually(lambda: refusals(adapter))
     (refusal,) = refusals(adapter)
     assert (refusal.request_id, refusal.retryable, refusal.returned) == ("a", True, False)
     assert adapter.llm.aborted == ([] if broken == "in vLLM" else ["a"])
-    (logged,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "request a " in logged.getMessage() and logged.exc_info is not None
     adapter.llm.tell("b", output(7, ended="length"))
     await eventually(lambda: tokens(adapter) == [EmitToken("b", 0, 7, FinishReason.LENGTH)])
@@ -223,7 +223,7 @@ async def test_a_full_queue_and_a_known_id_are_refused(adapter: AdapterOnTest) -
     for name in ("a", "a", "b", "c"):
         adapter.send(start(name))
     await adapter.until_received("a", "b", "c")
-    assert [(one.request_id, one.retryable) for one in refusals(adapter)] == [
+    assert [(refusal.request_id, refusal.retryable) for refusal in refusals(adapter)] == [
         ("a", False),
         ("c", True),
     ]

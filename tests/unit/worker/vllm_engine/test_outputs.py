@@ -39,9 +39,9 @@ def test_tokens_are_numbered_without_a_gap() -> None:
 
 def test_tokens_follow_those_that_a_request_came_with() -> None:
     request = Request("r", (1, 2), Sampling(), Limits(9), 0.0, output_ids=(3, 4))
-    found = output(5)
-    found.num_cached_tokens = 2
-    assert OutputReader(request).read(found) == [EmitToken("r", 2, 5, None)]
+    events = output(5)
+    events.num_cached_tokens = 2
+    assert OutputReader(request).read(events) == [EmitToken("r", 2, 5, None)]
 
 
 @pytest.mark.parametrize(("first", "last", "wanted"), [(2, 2, [2, 0]), (0, 2, [0, 2])])
@@ -49,9 +49,9 @@ def test_cached_tokens_come_with_the_first_or_the_last_token(
     first: int, last: int, wanted: list[int]
 ) -> None:
     read = reader()
-    one, other = output(5), output(6, ended="length")
-    one.num_cached_tokens, other.num_cached_tokens = first, last
-    assert [token.cached_tokens for token in read.read(one) + read.read(other)] == wanted
+    middle, other = output(5), output(6, ended="length")
+    middle.num_cached_tokens, other.num_cached_tokens = first, last
+    assert [token.cached_tokens for token in read.read(middle) + read.read(other)] == wanted
 
 
 def test_a_stop_token_is_the_last_token() -> None:
@@ -92,9 +92,9 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token() -> None:
 def test_the_first_token_reports_cached_tokens() -> None:
     read = reader()
 
-    def cached(one: FakeOutput, cached_tokens: int | None) -> list[int]:
-        one.num_cached_tokens = cached_tokens
-        return [token.cached_tokens for token in read.read(one)]
+    def cached(step_output: FakeOutput, cached_tokens: int | None) -> list[int]:
+        step_output.num_cached_tokens = cached_tokens
+        return [token.cached_tokens for token in read.read(step_output)]
 
     assert cached(output(), 2) == [], "a part of the prompt, without a token"
     assert cached(output(5, 6), 2) == [2, 0]

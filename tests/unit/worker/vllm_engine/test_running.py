@@ -141,7 +141,7 @@ def test_a_request_without_room_for_a_whole_step_is_returned(
     stats.steps, stats.running, stats.waiting = STEPS_TO_START - 1, 1, 1
     assert running.overdue(late_s) == [], "the step may have begun before it came"
     stats.steps = STEPS_TO_START
-    assert [one.request.request_id for one in running.overdue(late_s)] == ["b"]
+    assert [item.request.request_id for item in running.overdue(late_s)] == ["b"]
     assert running.overdue(late_s / 2) == []
     stats.waiting = 0
     assert running.overdue(late_s) == []

@@ -16,10 +16,14 @@ def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, A
 
 
 def test_the_gateway_handles_stops_and_detokenization() -> None:
-    found = told()
-    assert (found["max_tokens"], found["min_tokens"], found["stop_token_ids"]) == (9, 2, [3, 7])
-    assert found["ignore_eos"] is True and found["detokenize"] is False
-    assert found["logprobs"] is None and found["prompt_logprobs"] is None
+    parameters = told()
+    assert (parameters["max_tokens"], parameters["min_tokens"], parameters["stop_token_ids"]) == (
+        9,
+        2,
+        [3, 7],
+    )
+    assert parameters["ignore_eos"] is True and parameters["detokenize"] is False
+    assert parameters["logprobs"] is None and parameters["prompt_logprobs"] is None
 
 
 def test_fields_of_sampling_are_passed_on() -> None:
@@ -33,9 +37,9 @@ def test_fields_of_sampling_are_passed_on() -> None:
         "repetition_penalty": 1.1,
         "seed": 11,
     }
-    found = told(**given, logit_bias=((4, -1.0),), allowed_token_ids=(4, 5))
-    assert given.items() <= found.items()
-    assert (found["logit_bias"], found["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
+    parameters = told(**given, logit_bias=((4, -1.0),), allowed_token_ids=(4, 5))
+    assert given.items() <= parameters.items()
+    assert (parameters["logit_bias"], parameters["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
 
 
 def test_seeds_are_reduced_to_the_range_of_vllm() -> None:
@@ -56,8 +60,8 @@ def test_grammars_use_llguidance_of_vllm(kind: GrammarKind, key: str) -> None:
 
 
 def test_log_probabilities_are_requested() -> None:
-    found = told(LogprobOptions(output=0, prompt=3))
-    assert (found["logprobs"], found["prompt_logprobs"]) == (0, 3)
+    parameters = told(LogprobOptions(output=0, prompt=3))
+    assert (parameters["logprobs"], parameters["prompt_logprobs"]) == (0, 3)
 
 
 def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
@@ -68,8 +72,8 @@ def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
 def test_output_of_another_worker_counts_for_the_limits() -> None:
     limits = Limits(9, 6, frozenset())
     request = Request("r", (1,), Sampling(), limits, 0.0, output_ids=(2, 3, 4))
-    found = parameters_of(request)
-    assert (found["max_tokens"], found["min_tokens"]) == (6, 3)
+    parameters = parameters_of(request)
+    assert (parameters["max_tokens"], parameters["min_tokens"]) == (6, 3)
     later = replace(request, output_ids=(2,) * 8)
     assert parameters_of(later)["min_tokens"] == 0
 

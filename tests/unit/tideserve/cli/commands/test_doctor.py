@@ -24,9 +24,9 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTar
         "gateway",
         {"etcd_url": "http://127.0.0.1:1", "model_name": "m", "model_dir": str(tmp_path)},
     )
-    found: list[DoctorTarget | None] = []
-    monkeypatch.setattr(run, "run_doctor", lambda target, *_: found.append(target))
-    return found
+    targets: list[DoctorTarget | None] = []
+    monkeypatch.setattr(run, "run_doctor", lambda target, *_: targets.append(target))
+    return targets
 
 
 @pytest.mark.parametrize(

@@ -314,5 +314,5 @@ def test_grammars_are_compiled_while_the_last_stage_runs(
     batch = Batch((Chunk("r", 0, (5, 6, 7), (0,), SampleSpec(terms, 0)),))
     tokens = pipeline.run(batch)
     assert last.grammars.matcher(grammar, {EOS_TOKEN_ID}).allowed_tokens().mask[tokens["r"]]
-    assert [one for one, _ in built] == [grammar]
+    assert [name for name, _ in built] == [grammar]
     assert built[0][1] != get_ident()

@@ -36,7 +36,7 @@ class Mixing:
     ) -> torch.Tensor:
         self.asked.append((sliding_window, scaling))
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).contiguous()
 
@@ -84,7 +84,8 @@ def test_fused_layer_equals_the_plain_layer(
 def in_panels(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters with all weights of products in panels."""
     return {
-        name: panels_of(one).contiguous() if one.dim() == 2 else one for name, one in stored.items()
+        name: panels_of(weight).contiguous() if weight.dim() == 2 else weight
+        for name, weight in stored.items()
     }
 
 
@@ -122,15 +123,17 @@ def test_a_row_does_not_depend_on_its_batch(panel_dtype: torch.dtype | None) -> 
     views = stored if panel_dtype is None else in_panels(stored)
     fused = fused_layer(layer, views, "it", model.config, sliding_window=None)
     hidden = torch.randn(count, sizes["hidden_size"])
-    cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(count)[None]))
+    cosine, sine = (
+        rotary[0] for rotary in model.rotary_emb(hidden[None], torch.arange(count)[None])
+    )
     together = fused.kernel.before(hidden, cosine, sine)
     attended = torch.randn(count, 4, sizes["head_dim"])
     after = fused.kernel.after(hidden, attended)
     for row in range(0, count, 7):
-        one = slice(row, row + 1)
-        alone = fused.kernel.before(hidden[one], cosine[one], sine[one])
-        assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
-        assert torch.equal(fused.kernel.after(hidden[one], attended[one]), after[one])
+        own = slice(row, row + 1)
+        alone = fused.kernel.before(hidden[own], cosine[own], sine[own])
+        assert all(torch.equal(a, b[own]) for a, b in zip(alone, together, strict=True))
+        assert torch.equal(fused.kernel.after(hidden[own], attended[own]), after[own])
 
 
 @pytest.mark.parametrize(

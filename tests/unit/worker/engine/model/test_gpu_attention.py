@@ -81,8 +81,8 @@ def test_kernel_equals_reference_attention(
         dtype=dtype,
         device=device,
     )
-    found = attention.forward(
-        *(one.to(device) for one in (query, key, value, cache)),
+    actual = attention.forward(
+        *(tensor.to(device) for tensor in (query, key, value, cache)),
         MetadataBuilder(block_size, device, dtype).build(batch, BLOCKS),
         sliding_window=window,
         scaling=head_dim**-0.5,
@@ -98,13 +98,13 @@ def test_kernel_equals_reference_attention(
     )
     numbers = exact.double().nan_to_num()
     wanted = reference.forward(
-        *(one.double() for one in (query, key, value)),
+        *(tensor.double() for tensor in (query, key, value)),
         numbers,
         MetadataBuilder(block_size, torch.device("cpu"), torch.float64).build(batch, BLOCKS),
         sliding_window=window,
         scaling=head_dim**-0.5,
     )
-    assert (found.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
+    assert (actual.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
     assert torch.equal(cache.cpu().double().nan_to_num(), numbers)
 
 

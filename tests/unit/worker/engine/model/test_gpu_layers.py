@@ -61,12 +61,12 @@ def test_tokens_equal_those_of_transformers(arch: str, tmp_path: Path) -> None:
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (1, 5, 17, 40)]
     runner = load(model_dir)
     captured = Recorded.captures
-    found = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=1, batch_tokens=64)
+    actual = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=1, batch_tokens=64)
     runner.check_invariants()
     runner.close()
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    for prompt, tokens in zip(prompts, found, strict=True):
+    for prompt, tokens in zip(prompts, actual, strict=True):
         wanted = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -101,8 +101,8 @@ def test_oldest_graphs_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> Non
     before = Recorded.captures
     for start, captures in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
         hidden = torch.randn(3, 8)
-        found = graphs.run(hidden, (hidden[:, :4],) * 2, three_decodes(), range(start, 5))
-        assert torch.equal(found, hidden + start)
+        actual = graphs.run(hidden, (hidden[:, :4],) * 2, three_decodes(), range(start, 5))
+        assert torch.equal(actual, hidden + start)
         assert Recorded.captures - before == captures
 
 

@@ -142,7 +142,7 @@ def test_a_call_from_python_finds_any_declared_dtype() -> None:
 
     kernel = compiler.compiled("int64(STORED[::1])")(total)
     kernel.load(torch.bfloat16)
-    assert [str(one) for (one,) in kernel.signatures] == ["array(uint16, 1d, C)"]
+    assert [str(signature) for (signature,) in kernel.signatures] == ["array(uint16, 1d, C)"]
     assert kernel(np.array([1, 2], np.float32)) == 3
     with pytest.raises(TypeError, match="No matching definition"):
         kernel(np.array([1, 2], np.int8))

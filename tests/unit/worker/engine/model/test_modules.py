@@ -82,7 +82,7 @@ class Spy:
     ) -> torch.Tensor:
         self.asked.append((sliding_window, scaling))
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).contiguous()
 
@@ -108,9 +108,11 @@ def test_layers_give_the_same_bits(
 ) -> None:
     reference, config = model_and_config(tmp_path, model_type, options)
     skeleton = Skeleton(config)
-    ours = {name: one.shape for name, one in skeleton.model.named_parameters()}
-    theirs = {name: one.shape for name, one in reference.model.named_parameters()}
-    assert list(ours.items()) == list(theirs.items())
+    ours = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
+    reference_shapes = {
+        name: parameter.shape for name, parameter in reference.model.named_parameters()
+    }
+    assert list(ours.items()) == list(reference_shapes.items())
     assert config.tie_word_embeddings == reference.config.tie_word_embeddings
     body = skeleton.model.to_empty(device="cpu").double()
     body.load_state_dict(reference.model.state_dict())
@@ -141,18 +143,18 @@ def test_rotary_embeddings_equal_those_of_transformers(
     rotary = type(reference.model.rotary_emb)(reference.config)
     wanted = rotary(hidden, positions)
     got = rotary_of(config, torch.device("cpu"))(hidden, positions)
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
-    assert all(one.dtype == dtype for one in got)
+    assert all(torch.equal(actual, other) for actual, other in zip(got, wanted, strict=True))
+    assert all(tensor.dtype == dtype for tensor in got)
 
 
 def test_all_types_of_rotation_are_compared() -> None:
-    named = [one.get("rope_parameters", one.get("rope_scaling", {})) for one in ROPES]
-    kinds = {one.get("rope_type", one.get("type", "default")) for one in named}
+    named = [rope.get("rope_parameters", rope.get("rope_scaling", {})) for rope in ROPES]
+    kinds = {settings.get("rope_type", settings.get("type", "default")) for settings in named}
     assert kinds == set(ROPE_TYPES)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"hidden_size": True}, "hidden_size is True, not an integer"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -176,11 +178,11 @@ def test_all_types_of_rotation_are_compared() -> None:
     ],
 )
 def test_invalid_configurations_are_refused(
-    tmp_path: Path, change: dict[str, Any], words: str
+    tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     raw = {"architectures": ["Qwen2ForCausalLM"]} | SIZES | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         load_config(tmp_path)
 
 

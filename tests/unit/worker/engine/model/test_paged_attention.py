@@ -66,9 +66,11 @@ class Cache:
     def expected(self) -> torch.Tensor:
         """All rows in float64, from what is rounded as the cache is."""
         dtype = self.blocks.dtype
-        query, key, value = (one.to(dtype).double() for one in (self.query, self.key, self.value))
+        query, key, value = (
+            tensor.to(dtype).double() for tensor in (self.query, self.key, self.value)
+        )
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * self.scaling
         distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
         hidden = distance < 0
@@ -206,12 +208,12 @@ def test_rows_and_heads_that_take_turns_have_the_same_bits(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a processor with AMX, with more pairs than a turn has, and some that are not full."""
-    found = []
+    outputs = []
     for instructions in ([], ["amx_bf16"]):
         monkeypatch.setattr(paged_attention, "product_instructions", lambda _, i=instructions: i)
         cache = Cache(
             heads=6, kv_heads=2, head_dim=64, length=300, window=window, dtype=dtype, seed=7
         )
-        found.append(torch.cat([cache.attend(0, 37), cache.attend(37, 300)]))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[1], cache.expected(), rtol=2e-2, atol=2e-2)
+        outputs.append(torch.cat([cache.attend(0, 37), cache.attend(37, 300)]))
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(outputs[1], cache.expected(), rtol=2e-2, atol=2e-2)

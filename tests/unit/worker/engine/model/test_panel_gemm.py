@@ -23,7 +23,7 @@ from tests.support.panels import PANEL_DTYPES, needs_panel_product, needs_vector
 
 BY_VECTORS = np.zeros(2, np.int64)
 PRODUCTS = [
-    *(pytest.param(*one.values, None, marks=one.marks) for one in PANEL_DTYPES),
+    *(pytest.param(*dtype.values, None, marks=dtype.marks) for dtype in PANEL_DTYPES),
     pytest.param(torch.bfloat16, BY_VECTORS, marks=needs_vectors),
 ]
 """A dtype, and what computes it: what this processor has, or vectors."""
@@ -194,8 +194,8 @@ def test_vectors_write_only_the_columns_of_the_product(
     generator = torch.Generator().manual_seed(rows * columns + depth)
     left = torch.randint(-8, 8, (rows, depth + 6), generator=generator).float()
     right = torch.randint(-8, 8, (64, depth), generator=generator).float()
-    found = torch.randint(-8, 8, (rows + 2, columns + 5), generator=generator).float()
-    wanted = found.clone()
+    buffer = torch.randint(-8, 8, (rows + 2, columns + 5), generator=generator).float()
+    wanted = buffer.clone()
     product = left[:, 3 : 3 + depth] @ right[:columns].t()
     wanted[1 : 1 + rows, 2 : 2 + columns] = product + add * wanted[1 : 1 + rows, 2 : 2 + columns]
     panel = stored_array(panels_of(right.to(dtype)).contiguous())
@@ -203,6 +203,6 @@ def test_vectors_write_only_the_columns_of_the_product(
     multiply(
         *(rows, columns, depth, depth + 6, columns + 5, add),
         *(stored_array(left.to(dtype).flatten()), 3, begin, end),
-        *(found.view(-1).numpy(), columns + 5 + 2),
+        *(buffer.view(-1).numpy(), columns + 5 + 2),
     )
-    assert torch.equal(found, wanted)
+    assert torch.equal(buffer, wanted)

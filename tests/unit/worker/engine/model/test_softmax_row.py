@@ -24,7 +24,7 @@ def weigh_whole(scores, row, highest, weights):  # type: ignore[no-untyped-def]
 def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
     """To the last bit: so a row is the same in whatever tile it is."""
     scores = 8 * torch.randn(1, KEYS)
-    found = []
+    rows = []
     for whole in (False, True):
         weights = torch.zeros(1, KEYS, dtype=stored)
         array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
@@ -33,8 +33,8 @@ def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
             result = weigh_whole(scores.numpy(), 0, highest, array)
         else:
             result = weigh(scores.numpy(), 0, 0, KEYS, highest, array)
-        found.append((result, array.tolist()))
-    assert found[0] == found[1]
+        rows.append((result, array.tolist()))
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])

@@ -34,7 +34,7 @@ def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray
 
 def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
     """Whether `token` is that of the definition, or rounding alone decides against it."""
-    found = False
+    explained = False
     for slack in (0.0, -ROUNDING, ROUNDING):
         # Rounding may also move the border of the nucleus.
         top_p = terms.top_p if terms.top_p >= 1 else min(max(terms.top_p + slack, 1e-9), 1 - 1e-12)
@@ -42,8 +42,8 @@ def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> b
         place = np.flatnonzero(order == token)
         if len(place):
             end = share[: place[0] + 1].sum()
-            found |= end - share[place[0]] - ROUNDING <= draw <= end + ROUNDING
-    return found
+            explained |= end - share[place[0]] - ROUNDING <= draw <= end + ROUNDING
+    return explained
 
 
 def exact(logits: np.ndarray, terms: DrawTerms, draw: float) -> int:

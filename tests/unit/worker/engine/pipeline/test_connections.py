@@ -35,8 +35,8 @@ class Pair:
     def __post_init__(self) -> None:
         identities = {name: Identity(name, f"{name}-1") for name in NAMES}
         self.lanes = {
-            name: (self.activations.lane(one), self.bulk.lane(one))
-            for name, one in identities.items()
+            name: (self.activations.lane(identity), self.bulk.lane(identity))
+            for name, identity in identities.items()
         }
         self.ends = {
             name: Connections(*lanes, now_s=lambda: self.now_s)

@@ -63,7 +63,9 @@ def prepare(
     group._attempts += 1
     attempt = f"attempt-{group._attempts}"
     plans = group._plans(target, group.epoch + 1)
-    asked = [one if isinstance(one, MemberPlan) else group._plan_of(one) for one in holders]
+    asked = [
+        holder if isinstance(holder, MemberPlan) else group._plan_of(holder) for holder in holders
+    ]
     (survivor,) = plans[0].members
     for holder in asked if introduced else ():
         if holder.worker_id in group.engines:
@@ -138,9 +140,9 @@ def test_a_holder_that_dies_is_followed_by_another_source(pairs: EngineGroup, mo
     if moment == "introduced":
         pairs.network.skip(ANSWER_SHARE * LIMIT_S + 0.1)  # type: ignore[attr-defined]
     check_restored(pairs, attempt)
-    found = restored(pairs, "w0")
-    assert found["disk"] + before.get("peer", 0) <= 3 <= sum(found.values())
-    assert found["disk"] > 0
+    sources = restored(pairs, "w0")
+    assert sources["disk"] + before.get("peer", 0) <= 3 <= sum(sources.values())
+    assert sources["disk"] > 0
 
 
 @contextmanager

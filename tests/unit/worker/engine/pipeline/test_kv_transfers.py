@@ -80,9 +80,9 @@ def test_received_kv_is_stored_in_the_blocks_of_the_request(place: Place) -> Non
     for piece in place.pieces:
         other.transfers.store(cast(KvPiece, piece.header), packed(piece))
     for layer in range(3):
-        found = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
+        markers = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
         stored = {7: 2, 5: 3, 6: 4} if layer else {}
-        assert {i: one for i, one in found.items() if one} == {
+        assert {i: value for i, value in markers.items() if value} == {
             block: source + 100 * layer for block, source in stored.items()
         }
     other.runner.close()

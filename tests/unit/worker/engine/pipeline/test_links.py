@@ -43,9 +43,9 @@ class Ends:
         self.network.pump()
         taken = self.links["a"].receive()
         return [
-            (one.peer, one.frame.blocks)
-            for one in taken
-            if isinstance(one.frame, ForeignBlocksFreed)
+            (command.peer, command.frame.blocks)
+            for command in taken
+            if isinstance(command.frame, ForeignBlocksFreed)
         ]
 
 
@@ -77,8 +77,8 @@ def test_a_lagging_member_loses_no_frame(
         ends.send("b", range(first, first + 1))
         assert ends.received() == [("b", first)], "the old epoch's frames must not wait"
     assert len(ends.links["a"]._fence.early) <= 5 + 3
-    said = [one.getMessage() for one in caplog.records]
-    assert len(said) == 1 and "frames of c are of a newer epoch than 1 of g" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and "frames of c are of a newer epoch than 1 of g" in messages[0]
     ends.enter(2, "a")
     taken = ends.received() + ends.received()
     assert taken == [("c", number) for number in range(30)]
@@ -109,7 +109,7 @@ def test_frames_refused_by_a_full_lane_are_sent_later(
         ends.network.pump()
         fresh = ends.links["a"].receive()
         assert fresh, "frames are missing"
-        taken += [(one.frame.blocks, one.payload[0]) for one in fresh]  # type: ignore[union-attr]
+        taken += [(command.frame.blocks, command.payload[0]) for command in fresh]  # type: ignore[union-attr]
         ends.links["b"].receive()
     assert taken == [(number, number % 251) for number in range(count)]
     ends.send("b", range(1))
@@ -124,7 +124,9 @@ def test_frames_for_a_lost_peer_are_dropped_at_once(
     ends.network.cut("a")
     caplog.clear()
     ends.links["b"].receive()
-    assert [one.getMessage() for one in caplog.records] == ["a is not connected: 7 frames not sent"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a is not connected: 7 frames not sent"
+    ]
     assert not ends.gates["b"].busy
     ends.send("b", range(1))
     assert "a is not connected: ForeignBlocksFreed not sent" in caplog.text

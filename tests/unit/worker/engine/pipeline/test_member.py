@@ -68,7 +68,7 @@ def test_requests_get_the_same_tokens_however_groups_change(
             for _ in range(rng.randrange(40)):
                 group.turn()
             group.check_invariants()
-        group.abort(rng.choice([name for name, one in group.streams.items() if not one.over]))
+        group.abort(rng.choice([name for name, stream in group.streams.items() if not stream.over]))
         if rng.random() < 0.5:
             group.stop(f"r{8 * round_}", 2)
         group.reconfigure(change)
@@ -82,16 +82,17 @@ def check_log(path: Path) -> None:
     entries = list(read_entries(path, WORKER_TYPES))
     again = replay(Changeover.of(read_config(path, MemberConfig)), entries)
     assert again.difference == "" and again.decisions > 50
-    facts = [one.value for one in entries]
-    assert [type(one) for one in facts[:2]] == [EngineStarted, MemoryHeld]
-    switched = [one for one in facts if isinstance(one, EngineSwitched)]
-    assert [one.epoch for one in switched] == sorted({one.epoch for one in switched})
-    held = [one for one in facts if isinstance(one, MemoryHeld)]
+    facts = [entry.value for entry in entries]
+    assert [type(fact) for fact in facts[:2]] == [EngineStarted, MemoryHeld]
+    switched = [fact for fact in facts if isinstance(fact, EngineSwitched)]
+    assert [fact.epoch for fact in switched] == sorted({fact.epoch for fact in switched})
+    held = [fact for fact in facts if isinstance(fact, MemoryHeld)]
     assert held[-1].settled and not held[-1].owners and len(held) > len(switched)
     seen = [
-        (one.epoch, one.settled, one.sequences > 0, one.owners > 0, one.resident) for one in held
+        (entry.epoch, entry.settled, entry.sequences > 0, entry.owners > 0, entry.resident)
+        for entry in held
     ]
-    assert all(one != other for one, other in pairwise(seen))
+    assert all(state != other for state, other in pairwise(seen))
 
 
 def test_a_stale_configuration_is_ignored(make_group: MakeGroup) -> None:
@@ -147,13 +148,13 @@ def test_planner_events_do_not_read_the_phase_of_a_change(
     """Nearly every event is one of these, and no phase of a change depends on them."""
     changeover = member(group := merged(make_group()), "w0").changeover
     phase, handle = Changeover.phase.fget, changeover.handle  # type: ignore[attr-defined]
-    told: list[object] = []
+    events: list[object] = []
 
     def unread(_: Changeover) -> Any:
         raise AssertionError("a phase is looked at")
 
     def heard(event: Any) -> Any:
-        told.append(event)
+        events.append(event)
         before = phase(changeover)
         with monkeypatch.context() as quick:
             if isinstance(event, IterationFinished | IterationDropped | RequeueChecked):
@@ -169,7 +170,7 @@ def test_planner_events_do_not_read_the_phase_of_a_change(
     member(group, "w0").handle(RequeueChecked(0.0))
     start(group, request(9))
     group.abort("r9")
-    assert {type(one) for one in told} >= {IterationFinished, RequeueChecked, RequestArrived}
+    assert {type(event) for event in events} >= {IterationFinished, RequeueChecked, RequestArrived}
 
 
 def test_kv_that_cannot_be_sent_is_recomputed(
@@ -228,7 +229,7 @@ def test_an_unreachable_member_is_reported_and_its_group_is_rebuilt(make_group: 
     assert member(group, "w0").trouble == "the connection to w1 is lost"
     preempted = member(group, "w0").state.preemptions_total
     group.change(MERGED)
-    assert not any(one.member.trouble for one in group.engines.values())
+    assert not any(engine.member.trouble for engine in group.engines.values())
     assert member(group, "w0").state.preemptions_total <= preempted + 1
     check_tokens(group)
 
@@ -253,16 +254,16 @@ def test_a_lost_worker_of_another_group_is_reported_once(
 ) -> None:
     group = merged_and_started(make_group())
     group.change(APART)
-    told: list[object] = []
+    events: list[object] = []
     changeover = member(group, "w0").changeover
     handle = changeover.handle
-    monkeypatch.setattr(changeover, "handle", lambda event: told.append(event) or handle(event))
+    monkeypatch.setattr(changeover, "handle", lambda event: events.append(event) or handle(event))
     group.network.cut("w1")
     for _ in range(100):
         group.turn()
     group.network.skip(31.0)  # type: ignore[attr-defined]
-    lost = [one for one in told if type(one).__name__ == "PeersLost"]
-    assert [one.workers for one in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
+    lost = [event for event in events if type(event).__name__ == "PeersLost"]
+    assert [event.workers for event in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
     check_tokens(group)
 
 

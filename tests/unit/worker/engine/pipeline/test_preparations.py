@@ -48,8 +48,8 @@ def test_a_repeated_prepare_is_answered_once(
     answers: list[str] = []
 
     def hear(engine: Engine) -> None:
-        told = engine.member.take_outbox().prepared
-        answers.extend(engine.identity.worker_id + answer.error for answer in told)
+        prepared = engine.member.take_outbox().prepared
+        answers.extend(engine.identity.worker_id + answer.error for answer in prepared)
 
     with monkeypatch.context() as listening:
         listening.setattr(group, "_hear", hear)
@@ -226,11 +226,11 @@ def test_parameters_missing_at_the_holder_come_from_the_folder(
     with caplog.at_level(logging.INFO):
         attempt = group.prepare(APART)
         assert group.await_answers(attempt, APART)
-    said = [one.getMessage() for one in caplog.records]
-    loaded = [text for text in said if "comes from the model folder" in text]
-    assert len(loaded) == 4, said
-    assert len([text for text in said if text.endswith(": it did not arrive")]) == 3
-    assert len([text for text in said if "do not match their digest" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    loaded = [text for text in messages if "comes from the model folder" in text]
+    assert len(loaded) == 4, messages
+    assert len([text for text in messages if text.endswith(": it did not arrive")]) == 3
+    assert len([text for text in messages if "do not match their digest" in text]) == 1
     monkeypatch.undo()
     group.commit(APART)
     check_tokens(group)

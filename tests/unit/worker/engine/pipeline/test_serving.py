@@ -29,7 +29,7 @@ def test_ended_requests_leave_the_clock(make_group: MakeGroup) -> None:
     lone.launch()
     lone.handle(RequestArrived(0.0, request(0)))  # it is here already: refused
     refused = lone.take_outbox().refusals
-    assert [one.request_id for one in refused] == ["r0"]
+    assert [command.request_id for command in refused] == ["r0"]
     asked: list[int] = []
     clock.note_launched(lambda: asked.append(1) or [], 1.0)
     assert not asked, "somebody waits"
@@ -46,7 +46,7 @@ def test_the_last_event_of_a_request_has_its_times(make_group: MakeGroup) -> Non
     for group.now_s in (6.0, 8.0):
         assert lone.launch()
     news = lone.take_outbox()
-    assert [one.index for one in news.tokens] == [0, 1] and bool(news)
+    assert [token.index for token in news.tokens] == [0, 1] and bool(news)
     times = news.times["r0"]
     assert (times.wait_s, times.prefill_s, times.decode_s) == (6.0, 0.0, 2.0)
     assert not lone.take_outbox()
@@ -101,7 +101,7 @@ def test_stage_times_and_iteration_tokens_are_reported(make_group: MakeGroup) ->
     started(group)
     check_tokens(group)
     leader, last = member(group, "w0"), member(group, "w1")
-    busy_s = [one.pipeline_time.pipeline_busy_s for one in (leader, last)]
+    busy_s = [member.pipeline_time.pipeline_busy_s for member in (leader, last)]
     assert busy_s == pytest.approx([len(ran) / 2] * 2)
     assert leader.pipeline_time.pipeline_bubble_s > 0
     assert leader.iteration_tokens.total == 4 * (9 + LONG - 1)

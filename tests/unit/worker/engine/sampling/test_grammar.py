@@ -129,7 +129,10 @@ def test_a_random_model_follows_the_schema(
         written = json.loads(tokenizer.decode(output[:-1]))
         assert list(written) == ["name", "kind", "counts"]
         assert len(written["name"]) <= 5 and written["kind"] in ("x", "yy")
-        assert all(0 <= one <= 99 for one in written["counts"]) and 1 <= len(written["counts"]) <= 3
+        assert (
+            all(0 <= count <= 99 for count in written["counts"])
+            and 1 <= len(written["counts"]) <= 3
+        )
 
 
 def test_the_end_of_a_grammar_comes_before_min_tokens_and_other_rules(
@@ -154,7 +157,7 @@ def test_rules_that_contradict_the_grammar_fail_the_request(
 
 
 @pytest.mark.parametrize(
-    ("grammar", "words"),
+    ("grammar", "message"),
     [
         (regex("a("), "unclosed group"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "grammar"),
@@ -166,9 +169,9 @@ def test_rules_that_contradict_the_grammar_fail_the_request(
     ],
 )
 def test_unusable_grammars_are_refused_with_an_error(
-    grammars: Grammars, grammar: Grammar, words: str
+    grammars: Grammars, grammar: Grammar, message: str
 ) -> None:
-    with pytest.raises(GrammarRefused, match=words) as refused:
+    with pytest.raises(GrammarRefused, match=message) as refused:
         grammars.matcher(grammar, STOP)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert grammars.check(grammar) == Unusable(str(refused.value))
@@ -224,7 +227,7 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
         assert grammars.check(grammar) == Usable()
         grammars.compile(made[0])
     assert grammars.cached_verdict(made[0]) == Usable(), "it is used all the time"
-    assert sum(grammars.cached_verdict(one) is not None for one in made) == COMPILED_MAX
+    assert sum(grammars.cached_verdict(grammar) is not None for grammar in made) == COMPILED_MAX
     assert grammars.cached_verdict(made[1]) is None
 
 

@@ -25,17 +25,19 @@ def scored(logits: torch.Tensor, tokens: Sequence[int], top: int) -> LogprobRows
 def oracle(row: list[float], token: int, top: int) -> tuple[float, int, list[tuple[int, float]]]:
     """As the definitions read."""
     logprobs = torch.log_softmax(torch.tensor(row, dtype=torch.float64), -1).tolist()
-    order = sorted(range(len(row)), key=lambda one: (-row[one], one))
+    order = sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate))
     rank = 1 + sum(other > row[token] for other in row)
-    return logprobs[token], rank, [(one, logprobs[one]) for one in order[:top]]
+    return logprobs[token], rank, [(token_id, logprobs[token_id]) for token_id in order[:top]]
 
 
-def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
+def check(actual: TokenLogprobs, row: list[float], token: int, top: int) -> None:
     logprob, rank, best = oracle(row, token, top)
-    assert found.rank == rank
-    assert found.logprob == pytest.approx(logprob, abs=1e-5)
-    assert [one for one, _ in found.top] == [one for one, _ in best]
-    assert [one for _, one in found.top] == pytest.approx([one for _, one in best], abs=1e-5)
+    assert actual.rank == rank
+    assert actual.logprob == pytest.approx(logprob, abs=1e-5)
+    assert [token_id for token_id, _ in actual.top] == [token_id for token_id, _ in best]
+    assert [logprob for _, logprob in actual.top] == pytest.approx(
+        [logprob for _, logprob in best], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -43,10 +45,12 @@ def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
 def test_rows_match_the_definition(dtype: torch.dtype, top: int) -> None:
     logits = (4 * torch.randn(7, 300, generator=torch.Generator().manual_seed(top))).to(dtype)
     tokens = [0, 299, 5, int(logits[3].argmax()), 8, 9, 10]
-    found = scored(logits, tokens, top)
-    assert len(found) == 7
-    for one, row, token in zip(found.unpacked(), logits.double().tolist(), tokens, strict=True):
-        check(one, row, token, top)
+    actual = scored(logits, tokens, top)
+    assert len(actual) == 7
+    for row_logprobs, row, token in zip(
+        actual.unpacked(), logits.double().tolist(), tokens, strict=True
+    ):
+        check(row_logprobs, row, token, top)
 
 
 def test_ties_are_ordered_by_token_id() -> None:
@@ -68,10 +72,10 @@ def test_log_probabilities_precede_all_logit_processing() -> None:
         ),
     ]
     made = choose(logits, terms)
-    for row, one in enumerate(terms):
-        (found,) = made.logprobs[str(row)].unpacked()
-        assert one.top_logprobs is not None
-        check(found, logits[row].tolist(), made.tokens[str(row)], one.top_logprobs)
+    for row, term in enumerate(terms):
+        (actual,) = made.logprobs[str(row)].unpacked()
+        assert term.top_logprobs is not None
+        check(actual, logits[row].tolist(), made.tokens[str(row)], term.top_logprobs)
     assert made.logprobs["1"].unpacked()[0].top[0][0] == best != made.tokens["1"]
 
 

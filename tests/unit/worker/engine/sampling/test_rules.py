@@ -92,8 +92,8 @@ def test_presence_and_frequency_follow_the_formula(
             frequency_penalty=frequency,
             repetition_penalty=repetition,
         )
-        found = changed(logits, sampling, prompt, output)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual = changed(logits, sampling, prompt, output)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_logit_bias_equals_that_of_transformers() -> None:
@@ -102,14 +102,14 @@ def test_logit_bias_equals_that_of_transformers() -> None:
     for seed, (prompt, output) in enumerate(histories(5)):
         logits = row(seed)
         expected = reference(torch.tensor([prompt + output]), logits)
-        found = changed(logits, replace(GREEDY, logit_bias=pairs), prompt, output)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual = changed(logits, replace(GREEDY, logit_bias=pairs), prompt, output)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_bad_words_equal_those_of_transformers() -> None:
     """They may begin in the prompt; single tokens are never chosen."""
-    words = ((7,), (1, 2), (1, 3), (4, 5, 6), (5, 5, 5), (8, 8))
-    reference = NoBadWordsLogitsProcessor([list(word) for word in words])
+    bad_words = ((7,), (1, 2), (1, 3), (4, 5, 6), (5, 5, 5), (8, 8))
+    reference = NoBadWordsLogitsProcessor([list(word) for word in bad_words])
     banned: Counter[int] = Counter()
     rng = random.Random(0)
     for seed in range(300):
@@ -118,9 +118,9 @@ def test_bad_words_equal_those_of_transformers() -> None:
         logits = row(seed)
         expected = reference(torch.tensor([tokens]), logits)
         prompt, output = tuple(tokens[:split]), tuple(tokens[split:])
-        found = changed(logits, replace(GREEDY, bad_words=words), prompt, output)
-        assert torch.equal(found, expected)
-        banned.update((found[0] == -torch.inf).nonzero().flatten().tolist())
+        actual = changed(logits, replace(GREEDY, bad_words=bad_words), prompt, output)
+        assert torch.equal(actual, expected)
+        banned.update((actual[0] == -torch.inf).nonzero().flatten().tolist())
     assert set(banned) == {2, 3, 5, 6, 7, 8}
 
 
@@ -150,9 +150,9 @@ def test_bad_words_forbid_the_tokens_of_the_word_alone() -> None:
 
 def test_only_allowed_tokens_remain() -> None:
     allowed = (3, 5, 31)
-    found = changed(row(0), replace(GREEDY, allowed_token_ids=allowed), (1,), ())
-    assert torch.equal(found[0, list(allowed)], row(0)[0, list(allowed)])
-    assert (found > -torch.inf).sum() == len(allowed)
+    actual = changed(row(0), replace(GREEDY, allowed_token_ids=allowed), (1,), ())
+    assert torch.equal(actual[0, list(allowed)], row(0)[0, list(allowed)])
+    assert (actual > -torch.inf).sum() == len(allowed)
 
 
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 0.999])
@@ -214,8 +214,8 @@ def test_rows_with_rules_do_not_depend_on_their_batch() -> None:
         terms.append(SampleTerms(sampling, prompt, output, stops, rng.choice([0, 50]), top))
     logits = torch.cat([row(number, torch.float32) for number in range(24)])
     together = choose(logits, terms)
-    for number, one in enumerate(terms):
-        alone = choose(logits[number : number + 1], [one])
+    for number, term in enumerate(terms):
+        alone = choose(logits[number : number + 1], [term])
         assert together.tokens[str(number)] == alone.tokens["0"]
         assert together.logprobs.get(str(number)) == alone.logprobs.get("0")
 

@@ -24,7 +24,7 @@ def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, fl
         mass += probability
         if mass >= sampling.top_p:
             break
-    kept = [(token, one) for token, one in kept if one >= sampling.min_p * kept[0][1]]
+    kept = [(token, weight) for token, weight in kept if weight >= sampling.min_p * kept[0][1]]
     mass = sum(probability for _, probability in kept)
     return {token: probability / mass for token, probability in kept}
 

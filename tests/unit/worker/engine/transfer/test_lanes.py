@@ -38,9 +38,9 @@ def opened(config: LanesConfig) -> Iterator[Lanes]:
 
 def free_ports(count: int) -> list[int]:
     held = [listen("127.0.0.1", 0, 1) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
+    ports = [int(listener.getsockname()[1]) for listener in held]
+    for bound in held:
+        bound.close()
     return ports
 
 

@@ -35,9 +35,9 @@ def texts(lane: LocalLane) -> list[str]:
 def test_frames_go_both_ways_in_order() -> None:
     network, a, b = pair()
     sent = [a.send("b", note(str(number), bytes_of(number))) for number in range(5)]
-    assert not any(one.done for one in sent)
+    assert not any(frame.done for frame in sent)
     network.pump()
-    assert all(one.done and one.error is None for one in sent)
+    assert all(frame.done and frame.error is None for frame in sent)
     assert (a.events(), b.events()) == ([PeerConnected(B)], [PeerConnected(A)])
     received = b.receive()
     assert [(peer, frame.sequence) for peer, frame in received] == [("a", n) for n in range(5)]

@@ -490,7 +490,7 @@ def test_pieces_may_be_read_before_they_are_due(pair: Pair) -> None:
     pair.settle()
     assert pair.a.ends[0].status is TransferStatus.SENT
     assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
-    assert [one.ends for one in reads] == [["finished"]] * 4
+    assert [read.ends for read in reads] == [["finished"]] * 4
     # The first is due at once, and one that cannot be read early may be read when it is due.
     assert packed[:2] == [0, 2000]
     assert len(packed) + len(reads) == SIZE_BYTES // 1000
@@ -500,11 +500,11 @@ def test_a_piece_that_was_read_early_is_discarded_with_its_transfer(pair: Pair) 
     pair.settle()
     reads, _ = read_early(pair)
     pair.a.step(0.0)
-    assert [one.ends for one in reads] == [[]]
+    assert [read.ends for read in reads] == [[]]
     pair.a.mover.cancel("t")
     pair.settle()
     assert "cancelled" in failed("t", "b", pair.a.ends)
-    assert [one.ends for one in reads] == [["discarded"]]
+    assert [read.ends for read in reads] == [["discarded"]]
 
 
 def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:

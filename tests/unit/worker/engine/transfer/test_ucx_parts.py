@@ -92,7 +92,7 @@ def test_frames_flow_after_mutual_authentication(opened: Open) -> None:
     step_until(lambda: len(theirs.frames) == 2 and ours.frames, ours, theirs)
     assert texts(theirs.frames) == ["a", "b"]
     assert texts(ours.frames) == ["c"]
-    assert all(one.done and one.error is None for one in sent)
+    assert all(frame.done and frame.error is None for frame in sent)
 
 
 def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
@@ -157,9 +157,9 @@ def test_the_log_names_the_lane_and_the_peer(
     ours, _ = pair(opened, name="bulk lane")
     connection = connection_of(ours)
     ours.connections.lose(connection, "the network is gone")
-    said = [record.getMessage() for record in caplog.records]
-    assert "the bulk lane to worker theirs uses test/memory" in said
-    assert said[-1] == "the bulk lane to worker theirs is lost: the network is gone"
+    messages = [record.getMessage() for record in caplog.records]
+    assert "the bulk lane to worker theirs uses test/memory" in messages
+    assert messages[-1] == "the bulk lane to worker theirs is lost: the network is gone"
 
 
 @pytest.mark.parametrize("expected", [True, False])
@@ -253,8 +253,8 @@ def test_out_of_order_messages_end_the_connection(opened: Open) -> None:
 def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
     ours = opened("ours")
     sockets = [socket.socketpair() for _ in range(UNPROVEN_MAX + 1)]
-    for one, _ in sockets:
-        ours.connections.accept(connection_table.ControlLink(Tcp(one)))
+    for connection, _ in sockets:
+        ours.connections.accept(connection_table.ControlLink(Tcp(connection)))
     assert len(ours.connections.by_descriptor) == UNPROVEN_MAX
     assert sockets[-1][1].recv(1) == b""
     for _, other in sockets:
@@ -264,8 +264,8 @@ def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
 class Tcp(socket.socket):
     """One of a socket pair; it has none of the options of TCP."""
 
-    def __init__(self, one: socket.socket) -> None:
-        super().__init__(fileno=one.detach())
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(fileno=connection.detach())
 
     def setsockopt(self, *arguments: Any) -> None:
         """Ignored."""
@@ -339,15 +339,15 @@ def test_a_take_during_a_drive_is_notified_of_pending_messages(
     for text in "bc":
         queue(ours, note(text, 2000))
     ours.step()
-    reap, told = theirs.traffic.reap, []
+    reap, notified = theirs.traffic.reap, []
 
     def take_first() -> bool:
-        told.append(theirs.traffic.take(())[1])
+        notified.append(theirs.traffic.take(())[1])
         return reap()
 
     monkeypatch.setattr(theirs.traffic, "reap", take_first)
     theirs.traffic.drive(until_s)
-    assert len(theirs.transport.inbox) == 1 and told == [True]
+    assert len(theirs.transport.inbox) == 1 and notified == [True]
 
 
 def test_frames_without_a_connection_are_discarded(opened: Open) -> None:

@@ -24,18 +24,18 @@ def test_an_unknown_transport_is_a_short_error() -> None:
 
 def test_an_endpoint_reports_its_routes() -> None:
     try:
-        one, other = UcxTransport(UcxConfig("tcp", "lo")), UcxTransport(UcxConfig("tcp", "lo"))
+        first, second = UcxTransport(UcxConfig("tcp", "lo")), UcxTransport(UcxConfig("tcp", "lo"))
     except UcxUnavailable as error:
         pytest.skip(str(error))
-    assert set(one.open(other.address).routes) == {"tcp/lo"}
+    assert set(first.open(second.address).routes) == {"tcp/lo"}
 
 
 def test_two_workers_of_one_machine_share_memory() -> None:
     try:
-        one, other = UcxTransport(UcxConfig()), UcxTransport(UcxConfig())
+        first, second = UcxTransport(UcxConfig()), UcxTransport(UcxConfig())
     except UcxUnavailable as error:
         pytest.skip(str(error))
-    routes = one.open(other.address).routes
+    routes = first.open(second.address).routes
     assert any(route.endswith("/memory") for route in routes), routes
 
 
