@@ -1,4 +1,4 @@
-"""`tideserve simulate --against`: the measured load again, figures beside figures."""
+"""`tideserve simulate --against`: simulated figures beside measured ones of the same load."""
 
 import json
 from pathlib import Path

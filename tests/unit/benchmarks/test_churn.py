@@ -1,4 +1,4 @@
-"""What `churn` makes of what it has seen."""
+"""Verdict and figures of `churn`."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What `bench front` says of its measurements."""
+"""Verdict of `bench front` on its measurements."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the comparison with and without host memory counts, and how it is judged."""
+"""Counts and verdict of the comparison with and without host memory."""
 
 import json
 from collections.abc import Sequence

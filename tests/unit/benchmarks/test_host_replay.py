@@ -1,4 +1,4 @@
-"""Replays through a two-level LRU, by hand and against the plainest possible cache."""
+"""Replays through a two-level LRU, by example and against a reference cache."""
 
 import random
 

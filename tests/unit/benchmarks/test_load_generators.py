@@ -1,4 +1,4 @@
-"""Load generators of others: what they are asked, what they say, and what becomes of it."""
+"""External load generators: their arguments, their reports and the comparison."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Made-up arrivals as traces: rate, variation, phases; what is not a pattern is told."""
+"""Synthetic arrivals as traces: rate, variation, phases, invalid patterns."""
 
 from itertools import pairwise
 from random import Random

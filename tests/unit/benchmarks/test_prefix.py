@@ -1,4 +1,4 @@
-"""What the trial of prefix caches makes of its figures."""
+"""Verdict of the benchmark of prefix caches."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The independent count of hits: by hand, and against the plainest possible cache."""
+"""The independent count of hits, by example and against a reference cache."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a processor is told to be, and the dtype that follows from it."""
+"""Processor name and flags, and the dtype chosen from them."""
 
 from pathlib import Path
 

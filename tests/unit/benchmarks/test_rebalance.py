@@ -1,4 +1,4 @@
-"""What `rebalance` makes of the turns of its systems."""
+"""Figures and verdict of `rebalance`."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `recovery` makes of the turns of its systems, and what its watch and streams report."""
+"""Figures and verdict of `recovery`, and the reports of its watch and streams."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loads of scenarios: quick runs within their bounds, prompts that no cache helps, targets."""
+"""Loads of scenarios: bounds of quick runs, prompts without shared prefixes, targets."""
 
 from dataclasses import replace
 from itertools import pairwise

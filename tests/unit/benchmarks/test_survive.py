@@ -1,4 +1,4 @@
-"""What `survive` makes of what it has seen, and which logs a disturbed cluster keeps."""
+"""Verdict of `survive`, and the logs that are kept of a faulty run."""
 
 from dataclasses import replace
 from pathlib import Path

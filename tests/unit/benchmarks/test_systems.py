@@ -1,4 +1,4 @@
-"""Names of systems, what they are started with, what their metrics say."""
+"""Systems: names, start options and metrics."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Where others reach a service: as configured, or the address from which etcd is reached."""
+"""The advertised address of a service: configured, or the local address towards etcd."""
 
 import socket
 

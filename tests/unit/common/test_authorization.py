@@ -1,4 +1,4 @@
-"""Every method with every role, over real connections, and with no certificate at all."""
+"""Every method with every role and without a certificate, over real connections."""
 
 import importlib
 import pkgutil

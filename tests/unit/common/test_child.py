@@ -1,4 +1,4 @@
-"""Children of a service: their input, their output and their ends."""
+"""Child processes of a service: input, output and termination."""
 
 import asyncio
 import os

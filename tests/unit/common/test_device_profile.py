@@ -1,4 +1,4 @@
-"""Device profiles: the files that are shipped, and reading back what was written."""
+"""Device profiles: shipped files and round trips."""
 
 from pathlib import Path
 

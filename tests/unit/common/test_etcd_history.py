@@ -1,4 +1,4 @@
-"""Which answers of etcd show that it has lost writes."""
+"""Responses of etcd that reveal lost writes."""
 
 from collections.abc import AsyncIterator
 

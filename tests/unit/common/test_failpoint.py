@@ -1,4 +1,4 @@
-"""Failpoints: what arms one, when it happens, and what is written down before."""
+"""Failpoints: arming, firing, and the record written before."""
 
 import os
 import signal

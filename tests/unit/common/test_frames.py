@@ -1,4 +1,4 @@
-"""Frames that go together come apart in their order, within the limits."""
+"""Joined frames are split in order, within the limits."""
 
 import pytest
 from hypothesis import given

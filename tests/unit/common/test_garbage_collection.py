@@ -1,4 +1,4 @@
-"""The cycle collector is as it was afterwards."""
+"""The cycle collector is restored afterwards."""
 
 import gc
 

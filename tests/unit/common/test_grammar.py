@@ -1,4 +1,4 @@
-"""Grammars become what llguidance takes."""
+"""Grammars are converted for llguidance."""
 
 import pytest
 from llguidance import LLMatcher

@@ -1,4 +1,4 @@
-"""A server that is open before it serves; health that tells the truth; the probe of containers."""
+"""A server that listens before it serves, its health service, and the probe of containers."""
 
 import asyncio
 import http.server

@@ -1,4 +1,4 @@
-"""How a service process begins and ends: its configuration; a sentence and an exit code."""
+"""Start and end of a service process: configuration, error line, exit code."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What log lines look like, and which ids they bear."""
+"""Format and ids of log lines."""
 
 import io
 import json

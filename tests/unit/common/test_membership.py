@@ -1,4 +1,4 @@
-"""A live view of records reads only those that have changed."""
+"""A live view of records reads only changed ones."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What every service tells of its process, its calls to etcd and its certificates."""
+"""Metrics of every service: its process, its etcd calls and its certificates."""
 
 import math
 import subprocess

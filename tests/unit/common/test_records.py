@@ -1,4 +1,4 @@
-"""One codec for the records in etcd: what comes back, and what is no record for anybody."""
+"""The codec of etcd records: round trips and invalid records."""
 
 from dataclasses import replace
 from typing import Any

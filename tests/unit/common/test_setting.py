@@ -1,4 +1,4 @@
-"""What `--help` and the reference say about a service's options."""
+"""Options of a service in `--help` and in the reference."""
 
 from dataclasses import dataclass
 from pathlib import Path

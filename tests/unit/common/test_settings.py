@@ -1,4 +1,4 @@
-"""Configuration from environment, file and secret files: which wins, and what errors say."""
+"""Configuration from environment, file and secret files: precedence and errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

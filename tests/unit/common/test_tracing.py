@@ -1,4 +1,4 @@
-"""Ids of traces, and which of them are told."""
+"""Trace ids and sampling."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Certificates that change while a server runs: streams go on, new connections see the new ones."""
+"""Certificates that change while a server runs: streams continue, new connections use them."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""What vLLM's process finds in its environment."""
+"""The environment of vLLM's process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which demand the memory manager must learn of at once."""
+"""Demand changes that are reported to the memory manager at once."""
 
 import pytest
 

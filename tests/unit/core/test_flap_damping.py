@@ -1,4 +1,4 @@
-"""A worker that leaves often flaps until it has stayed for a while; others do not."""
+"""A worker that leaves often counts as flapping until it has stayed for a while."""
 
 import random
 

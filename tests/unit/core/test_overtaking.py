@@ -1,4 +1,4 @@
-"""No request is overtaken too often, and none starts before its turn otherwise."""
+"""Overtaking is bounded, and requests otherwise start in order."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""When a worker reports, and what it numbers."""
+"""Times of a worker's reports, and their numbering."""
 
 import math
 import random

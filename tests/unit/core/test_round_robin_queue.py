@@ -1,4 +1,4 @@
-"""Turns of owners."""
+"""Round-robin order of owners."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What a gateway's configuration refuses, and what it warns of."""
+"""Errors and warnings of a gateway's configuration."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The page on security says what the bounds of a request are."""
+"""The page on security lists the bounds of a request."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What decisions become: plans, changes of groups, pauses after failures."""
+"""Execution of decisions: plans, changes of groups, back-off after failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable

@@ -1,4 +1,4 @@
-"""A loss is warned of once, though all members and many attempts tell of it."""
+"""A loss is a single warning, though all members and many attempts report it."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a memory manager tells while it leads, and what while it stands by."""
+"""Metrics of a memory manager as leader and as standby."""
 
 import asyncio
 from collections import Counter

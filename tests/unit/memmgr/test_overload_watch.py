@@ -1,4 +1,4 @@
-"""What the monitor is shown, and what becomes of its decisions."""
+"""Input of the overload monitor, and handling of its decisions."""
 
 import asyncio
 import logging

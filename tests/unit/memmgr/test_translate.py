@@ -1,4 +1,4 @@
-"""Records to groups and back; what cannot be read still fences."""
+"""Records to groups and back; unreadable records still fence."""
 
 import math
 from dataclasses import replace

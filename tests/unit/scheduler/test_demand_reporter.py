@@ -1,4 +1,4 @@
-"""When the demand is told to the memory manager. See also `test_demand` of core."""
+"""Times of demand reports to the memory manager. See also `test_demand` of core."""
 
 import asyncio
 from typing import Any, cast

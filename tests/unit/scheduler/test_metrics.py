@@ -1,4 +1,4 @@
-"""What a scheduler tells while it leads, and what while it stands by."""
+"""Metrics of a scheduler as leader and as standby."""
 
 import itertools
 from dataclasses import replace

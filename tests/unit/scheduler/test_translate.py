@@ -1,4 +1,4 @@
-"""Which records make a group that serves, and that every command has a frame."""
+"""Records of serving groups, and a frame for every command."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""What the distributions say about themselves fits the tree."""
+"""Metadata of the distributions matches the tree."""
 
 import re
 import tomllib

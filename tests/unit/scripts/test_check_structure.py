@@ -1,4 +1,4 @@
-"""Class names, long functions and copies in the simulator are found."""
+"""Duplicate class names, long functions and copies in the simulator are reported."""
 
 import ast
 

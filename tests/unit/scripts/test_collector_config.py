@@ -1,4 +1,4 @@
-"""The collector's configuration: nothing in it is named that is not there."""
+"""The collector's configuration names only existing parts."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The compose files: what no service of ours may do without, and settings that services know."""
+"""The compose files: hardening of every service, and known settings."""
 
 import re
 from pathlib import Path

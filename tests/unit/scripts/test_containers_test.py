@@ -1,4 +1,4 @@
-"""The containers' test beside the containers: its results, and what it does without an engine."""
+"""The containers' test without containers: its results, and a missing engine."""
 
 import asyncio
 import ipaddress

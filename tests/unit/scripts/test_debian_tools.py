@@ -1,4 +1,4 @@
-"""Fetching tools says why it is not possible, and is done once."""
+"""Tools are downloaded once, and failures are explained."""
 
 import os
 import shutil

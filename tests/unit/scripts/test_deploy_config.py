@@ -1,4 +1,4 @@
-"""The check of manifests against the code finds each kind of mistake."""
+"""The check of manifests against the code reports each kind of mistake."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The schemas in deploy/ take what the manifests say and refuse mistakes."""
+"""The schemas in deploy/ accept the manifests and refuse mistakes."""
 
 import copy
 import json

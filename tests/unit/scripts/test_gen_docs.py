@@ -1,4 +1,4 @@
-"""Pages made from the code: complete, and compared with it."""
+"""Pages generated from the code: complete and up to date."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The sets of packages of the images: made from the one set of pins, each with its digests."""
+"""Package sets of the images: derived from the pins, with digests."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Alerts, boards and runbook: each names only what there is, and each alert has its page."""
+"""Alerts, dashboards and runbook name only existing things, and each alert has its page."""
 
 import itertools
 import json

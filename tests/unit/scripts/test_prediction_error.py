@@ -1,4 +1,4 @@
-"""The check of predicted times fails where it has nothing to check."""
+"""The check of predicted times fails without data."""
 
 import sys
 from pathlib import Path

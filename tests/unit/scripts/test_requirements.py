@@ -1,4 +1,4 @@
-"""The pinned lists are installed with --no-deps, so they must be complete by themselves."""
+"""The pinned lists are installed with --no-deps, so they must be complete."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires

@@ -1,4 +1,4 @@
-"""What pip's report says about the build of torch that is coming."""
+"""The build of torch in a report of pip."""
 
 import json
 from pathlib import Path

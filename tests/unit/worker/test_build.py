@@ -1,4 +1,4 @@
-"""Workers of different code are told apart."""
+"""Workers of different code have different builds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whether other workers need a leaving one, and where its requests may go."""
+"""Whether other workers need a leaving worker, and where its requests may go."""
 
 import asyncio
 from collections.abc import AsyncIterator

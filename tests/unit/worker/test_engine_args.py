@@ -1,4 +1,4 @@
-"""Arguments for vLLM that tideserve sets itself are refused; others are vLLM's to check."""
+"""Arguments for vLLM that tideserve sets itself are refused; others are passed on."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which process runs a worker's model, and which configurations cannot be."""
+"""The process that runs a worker's model, and contradictory configurations."""
 
 import sys
 from typing import Any

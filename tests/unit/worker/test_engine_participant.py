@@ -1,4 +1,4 @@
-"""What the engine is told when groups are prepared, committed and aborted."""
+"""Calls of the engine when groups are prepared, committed and aborted."""
 
 from dataclasses import dataclass, field, replace
 

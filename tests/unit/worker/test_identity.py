@@ -1,4 +1,4 @@
-"""A worker without a name and a folder in its configuration, as in a Deployment."""
+"""A worker without a configured name and folder, as in a Deployment."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Frames between servicer and engine survive the wire."""
+"""Frames between servicer and engine round trip."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When reports of load and memory are made, and what they hold. See also `test_reporting`."""
+"""Times and content of load and memory reports. See also `test_reporting`."""
 
 import asyncio
 from dataclasses import replace

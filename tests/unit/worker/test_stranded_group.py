@@ -1,4 +1,4 @@
-"""A group that has lost a member while etcd is away keeps no requests."""
+"""A group that has lost a member during an etcd outage ends its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator

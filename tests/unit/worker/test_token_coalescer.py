@@ -1,4 +1,4 @@
-"""Gathered output is the output of each step, in fewer events."""
+"""Coalesced output equals the output of each step, in fewer events."""
 
 from itertools import pairwise
 from random import Random

@@ -1,4 +1,4 @@
-"""Bars of coserve, realtime and flood: which hold, which fail, which are not measured."""
+"""Verdicts on the bars of coserve, realtime and flood."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Figures of co-serving from made-up records and samples of counters."""
+"""Figures of co-serving from synthetic records and counter samples."""
 
 import pytest
 from msgspec.structs import replace

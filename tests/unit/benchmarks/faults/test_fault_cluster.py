@@ -1,4 +1,4 @@
-"""When a cluster counts as stable again."""
+"""Stability of a cluster after a fault."""
 
 import copy
 import os

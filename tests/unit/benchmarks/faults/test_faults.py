@@ -1,4 +1,4 @@
-"""The matrix is run in parts: cells that are done are kept, and not run again."""
+"""The fault matrix runs in parts: completed cells are kept and not run again."""
 
 import tempfile
 from collections.abc import Iterator

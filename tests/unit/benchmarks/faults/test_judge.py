@@ -1,4 +1,4 @@
-"""The judge of a fault: each thing that may be wrong is found, and counted once."""
+"""Verdict on a fault: each violation is detected and counted once."""
 
 from collections.abc import Sequence
 from dataclasses import replace

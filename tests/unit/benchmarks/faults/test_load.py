@@ -1,4 +1,4 @@
-"""Loads: every token of a stream is kept, and how each request ends is counted."""
+"""Loads of fault runs: received tokens are kept and requests counted by their end."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Random faults: which processes they hit, and what is made of a run of them."""
+"""Random faults: the processes that they hit, and the verdict on a run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What the death of a worker and an outage of etcd cost: windows, shares, and each bad end."""
+"""Cost of a worker death and of an etcd outage: windows, shares, failures."""
 
 from dataclasses import replace
 

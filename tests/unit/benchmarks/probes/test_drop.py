@@ -1,4 +1,4 @@
-"""The measurement of a drop runs, on a layout of 48 layers and on a model; times are not judged."""
+"""The drop probe runs on a layout of 48 layers and on a model; times are not judged."""
 
 import json
 import sys

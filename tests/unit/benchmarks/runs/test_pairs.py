@@ -1,4 +1,4 @@
-"""Ratios of the first system to the others: which dtype counts, and what of each load."""
+"""Ratios of the first system to the others, by load and dtype."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Systems take turns; those that wait for theirs are out of the way."""
+"""Systems run in turn; waiting systems are paused."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Each invariant is found broken in a log that breaks it, and no other is."""
+"""Each invariant is reported for a log that violates it, and no other is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The audit finds planners that make a dear concession before a cheap one."""
+"""The audit detects planners that take an expensive step before a cheap one."""
 
 import random
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Audits of host copies: what was recalled is what was saved, and no slot is lost."""
+"""Audits of host copies: recalled blocks equal saved ones, and no slot is lost."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Owners take turns by tokens, then their batches."""
+"""Owners alternate by tokens, then by batch."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Lines are claimed at the rate at which they are assigned, and less after refusals."""
+"""Lines are claimed at the rate of assignments, and more slowly after refusals."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Whatever happens to members while groups change, requests get the tokens of a calm run."""
+"""Random events during changes of groups: requests get the tokens of an undisturbed run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A configuration is left when nothing of it is in flight, and no stage keeps a block of it."""
+"""A configuration ends once nothing of it is in flight and no stage holds its blocks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A member that leaves a change before its end tells the members that would wait for it."""
+"""A member that leaves a change early notifies the members that wait for it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Frames of other epochs: stale ones have no effect, early ones wait and keep their order."""
+"""Frames of other epochs: stale ones are dropped, early ones wait in order."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Sequences find their new leader, or come back, whatever happens to either side meanwhile."""
+"""Sequences reach their new leader or return, despite losses on either side."""
 
 from dataclasses import replace
 

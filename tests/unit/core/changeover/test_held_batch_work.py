@@ -1,4 +1,4 @@
-"""While a group of one changes, batch work alone begins no iteration: the change would await it."""
+"""While a single-worker group changes, batch work that would delay it starts no iteration."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The order of KV moves: every request ends whole or recomputed, and no stage is ever overfull."""
+"""The order of KV moves: requests end complete or recomputed, and no stage overflows."""
 
 import random
 from dataclasses import dataclass, field

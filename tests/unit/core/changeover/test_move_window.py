@@ -1,4 +1,4 @@
-"""How many moves an exchange has under way at once: by their bytes, for each link."""
+"""The window of concurrent moves of an exchange, in bytes for each link."""
 
 from services.core.changeover.move_window import (
     FIRST_RESERVATION_S,

@@ -1,4 +1,4 @@
-"""Batch work rests while its worker does not lead, and goes on afterwards or at the leader."""
+"""Batch work is parked while its worker does not lead, and resumes afterwards or at the leader."""
 
 import pytest
 

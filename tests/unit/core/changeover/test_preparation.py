@@ -1,4 +1,4 @@
-"""A member gets ready for other groups, or says why it cannot, and is then as it was."""
+"""A member prepares for other groups, or refuses with a reason and is unchanged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A sequence that comes back from a lost leader is held until its KV is freed where it was."""
+"""A sequence returned from a lost leader is held until its KV is freed there."""
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (

@@ -1,4 +1,4 @@
-"""A leader whose group a loss has divided gives back what its former members may compute again."""
+"""A leader whose group was divided by a loss returns requests for its former members."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A slab is restored from the best of its sources, and from another one if that fails."""
+"""A slab is restored from its best source, and from another after a failure."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Bubbles from intervals, and as the stages measure them themselves."""
+"""Bubbles from intervals, and as measured by the stages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Measured beside predicted time of iterations."""
+"""Measured and predicted iteration times."""
 
 from services.core.cost.iteration_time import IterationMeter, IterationTime
 from services.core.cost.model import CostModel

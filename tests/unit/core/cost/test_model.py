@@ -1,4 +1,4 @@
-"""The cost model: its sums, and that a fit finds the coefficients that made the samples."""
+"""The cost model: its terms, and recovery of coefficients by a fit."""
 
 from dataclasses import replace
 from random import Random

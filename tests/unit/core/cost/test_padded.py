@@ -1,4 +1,4 @@
-"""What padding costs: prompts as long as the longest, and with static batches decodes, too."""
+"""Cost of padding: prompts of the greatest length and, in static batches, decodes."""
 
 import pytest
 

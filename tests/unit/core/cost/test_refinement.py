@@ -1,4 +1,4 @@
-"""A cost model learns from the iterations that a worker runs."""
+"""A cost model is refined by the iterations of a worker."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""Records of workers that have gone for good: when they go, and what stays of them."""
+"""Records of permanently lost workers: when they are removed, and what remains."""
 
 import pytest
 

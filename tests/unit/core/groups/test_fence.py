@@ -1,4 +1,4 @@
-"""The member's fence: which requests and records it accepts."""
+"""The fence of a member: requests and records that it accepts."""
 
 from dataclasses import replace
 

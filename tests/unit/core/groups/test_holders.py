@@ -1,4 +1,4 @@
-"""Which workers of other groups send layers to the members of a change."""
+"""Workers of other groups that send layers to the members of a change."""
 
 import random
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The division of layers is the best there is: brute force says so."""
+"""The division of layers is optimal, compared with brute force."""
 
 from itertools import combinations, pairwise
 from random import Random

@@ -1,4 +1,4 @@
-"""Group decisions: which records are written, with which epoch, and when nothing is."""
+"""Group decisions: which records are written, with which epoch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A group that cannot go on although all its members are registered."""
+"""A group that cannot continue although all its members are registered."""
 
 from dataclasses import replace
 

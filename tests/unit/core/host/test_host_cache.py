@@ -1,4 +1,4 @@
-"""The index of host copies: which are evicted, and which are kept."""
+"""The index of host copies: eviction and retention."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""When a recall is faster than a computation."""
+"""Cases in which a recall is faster than a computation."""
 
 import pytest
 

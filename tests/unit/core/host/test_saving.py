@@ -1,4 +1,4 @@
-"""How fast blocks are saved."""
+"""The rate at which blocks are saved."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batch work that yields its KV is no reason to drop parameters, and none to keep groups merged."""
+"""Batch work that yields its KV neither triggers merges nor delays splits."""
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.events import Action, GroupsSeen

@@ -1,4 +1,4 @@
-"""Only ramps are reported as rising: no flat or falling demand, no steps, no short teeth."""
+"""Only ramps are reported as rising: no flat or falling demand, steps or short teeth."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush

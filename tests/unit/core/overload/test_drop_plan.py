@@ -1,4 +1,4 @@
-"""The plan frees enough or says that it cannot, and is the one of the plain algorithm."""
+"""The plan frees enough or reports a shortfall, and equals that of the reference algorithm."""
 
 from heapq import heapify, heappop, heappush
 from random import Random

@@ -1,4 +1,4 @@
-"""Which changes can be asked for by naming groups, and how the layers are divided."""
+"""Changes requested by naming groups, and the division of layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Overload and subsided demand from their numbers; they must not alternate."""
+"""Detection of overload and of subsided demand, without oscillation."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace

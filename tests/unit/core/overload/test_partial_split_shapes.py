@@ -1,4 +1,4 @@
-"""Groups of random shapes split partially, whatever their layers and memory."""
+"""Groups of random shapes split partially, for any layers and memory."""
 
 from collections.abc import Sequence
 from dataclasses import astuple

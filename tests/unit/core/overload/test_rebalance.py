@@ -1,4 +1,4 @@
-"""Which requests move between groups, and that they do not move back and forth."""
+"""Requests that move between groups, without moving back and forth."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Which workers are connected so that requests can be handed over."""
+"""Workers that are connected for hand-overs."""
 
 from dataclasses import replace
 

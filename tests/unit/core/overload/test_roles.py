@@ -1,4 +1,4 @@
-"""Which workers compute prompts and which decode, and when all do both."""
+"""Assignment of the roles prefill, decode and mixed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""The policy static-pipeline: every worker is merged once, whatever the demand."""
+"""The policy static-pipeline: every worker is merged once, independent of demand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Stages of merged groups, and what they gain."""
+"""Stages of merged groups, and their gain."""
 
 from services.core.groups.layer_map import MemberMemory, ModelShape, capacity_tokens, split_layers
 from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember, plan_drop

@@ -1,4 +1,4 @@
-"""Hashes of blocks name prompts by their beginnings."""
+"""Block hashes identify prompts by their prefixes."""
 
 from services.core.prefix.block_hash import (
     HASH_BYTES,

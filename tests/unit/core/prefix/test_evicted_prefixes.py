@@ -1,4 +1,4 @@
-"""What caches have dropped, as a scheduler is told of it."""
+"""Evicted prefixes as reported to a scheduler."""
 
 from services.core.planner.block_pool import BlockPool
 from services.core.prefix.block_hash import thin_hash

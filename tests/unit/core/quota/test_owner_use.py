@@ -1,4 +1,4 @@
-"""One owner at one gateway: buckets, places, reservations."""
+"""Use of a single owner at a single gateway: buckets, places, reservations."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A quota is kept by several gateways together, whatever way the traffic takes."""
+"""A quota holds across several gateways for any distribution of traffic."""
 
 from collections.abc import Sequence
 from random import Random

@@ -1,4 +1,4 @@
-"""Requests with adapters go only to groups that take their adapter, and hold no others up."""
+"""Requests with adapters run only at groups that take their adapter, and block no others."""
 
 import os
 from random import Random

@@ -1,4 +1,4 @@
-"""Bounds of buckets: near the least padding, as many as batches wait, and the paper's bisection."""
+"""Bounds of buckets: near-minimal padding, number of batches, bisection of the paper."""
 
 from itertools import accumulate
 from math import inf

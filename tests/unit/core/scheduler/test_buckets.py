@@ -1,4 +1,4 @@
-"""Batch requests start bucket by bucket, none starves, and without buckets nothing changes."""
+"""Batch requests start by bucket, none starves, and without buckets nothing changes."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Random streams of requests of all classes: who is next, who ends, what classes leave alone."""
+"""Random streams of requests of all classes: order, completion, independence of other classes."""
 
 from collections import Counter
 from dataclasses import replace

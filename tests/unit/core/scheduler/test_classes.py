@@ -1,4 +1,4 @@
-"""What classes decide at the scheduler, one rule at a time."""
+"""Effects of service classes at the scheduler, one rule at a time."""
 
 from dataclasses import replace
 from typing import Any

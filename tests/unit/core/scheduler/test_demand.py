@@ -1,4 +1,4 @@
-"""What the scheduler tells of its queue, and capacities that change."""
+"""Reported demand of the queue, and changing capacities."""
 
 import itertools
 from dataclasses import replace

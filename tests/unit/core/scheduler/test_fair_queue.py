@@ -1,4 +1,4 @@
-"""Tokens ahead of a request in the fair queue, compared with the order in which it serves."""
+"""Predicted tokens ahead of a request in the fair queue, compared with the actual order."""
 
 from random import Random
 

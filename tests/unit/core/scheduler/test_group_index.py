@@ -1,4 +1,4 @@
-"""The index picks the group that a look at all of them would pick."""
+"""The index picks the group that a linear scan would pick."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A request that holds the line holds only the groups that could run it."""
+"""A request that holds the queue blocks only the groups that could run it."""
 
 from services.core.report import Load, LoadReport
 from services.core.scheduler.state import SchedulerState

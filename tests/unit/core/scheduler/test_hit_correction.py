@@ -1,4 +1,4 @@
-"""How far predictions are believed."""
+"""Correction of predicted hits by measured ones."""
 
 import pytest
 

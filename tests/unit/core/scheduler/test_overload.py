@@ -1,4 +1,4 @@
-"""Overload on simulated workers: who is served in time, and who is refused when."""
+"""Overload on simulated workers: requests in time, and refusals."""
 
 from functools import cache
 from math import inf

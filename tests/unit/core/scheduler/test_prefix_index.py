@@ -1,4 +1,4 @@
-"""The index of cached prefixes against one that looks everything over."""
+"""The index of cached prefixes, compared with a full scan."""
 
 import random
 

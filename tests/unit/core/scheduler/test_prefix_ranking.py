@@ -1,4 +1,4 @@
-"""Which group gets a request when what is cached counts."""
+"""Choice of a group by cached prefixes."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Which group computes a prompt and which decodes, while workers have roles."""
+"""Choice of the groups that compute a prompt and that decode, while workers have roles."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Requests that have run come many at a time, and are spread over the groups that serve."""
+"""Bursts of resumed requests are spread over the serving groups."""
 
 from services.core.report import OtherRoom
 from services.core.scheduler.group_load import BACKLOG_ITERATIONS

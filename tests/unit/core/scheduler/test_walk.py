@@ -1,4 +1,4 @@
-"""The walk of the queue refuses what a rule without shortcuts refuses."""
+"""The walk of the queue refuses the same requests as a rule without shortcuts."""
 
 import math
 from random import Random

@@ -1,4 +1,4 @@
-"""Hand-overs: a worker computes the prompt, another the output; after a failure the first does."""
+"""Hand-overs: a worker computes the prompt and another decodes, unless the hand-over fails."""
 
 import pytest
 

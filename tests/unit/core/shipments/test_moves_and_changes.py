@@ -1,4 +1,4 @@
-"""Requests move while groups change and workers die: the tokens are those of a calm run."""
+"""Requests move while groups change and workers die: tokens equal an undisturbed run."""
 
 import os
 from collections.abc import Callable

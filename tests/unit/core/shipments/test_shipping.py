@@ -1,4 +1,4 @@
-"""Shipments between workers: KV that is right, blocks that are free afterwards, one owner."""
+"""Shipments between workers: correct KV, freed blocks, a single owner."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted, and the sentence for everything else."""
+"""Request bodies: accepted fields, and the error message for others."""
 
 import json
 from collections.abc import Callable

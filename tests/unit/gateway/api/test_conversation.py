@@ -1,4 +1,4 @@
-"""Messages with calls and their answers: what templates get of them."""
+"""Messages with tool calls and results, as passed to templates."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""JSON of clients: what would be millions of values is refused before it is read."""
+"""JSON of clients: bodies with millions of values are refused before parsing."""
 
 import json
 from random import Random

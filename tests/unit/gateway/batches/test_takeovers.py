@@ -1,4 +1,4 @@
-"""However leaders follow each other, each line ends once, and none is left behind."""
+"""Under any sequence of leaders each line ends once, and none is left behind."""
 
 import asyncio
 import contextlib

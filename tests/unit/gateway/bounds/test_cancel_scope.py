@@ -1,4 +1,4 @@
-"""A block is ended from outside, by an error of the caller's, and its task goes on."""
+"""A block is ended from outside with an error of the caller, and its task continues."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -1,4 +1,4 @@
-"""Clients that take nothing are noticed, however many sends wait."""
+"""Stalled clients are detected, however many sends wait."""
 
 import asyncio
 from collections.abc import Coroutine

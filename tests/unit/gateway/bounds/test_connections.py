@@ -1,4 +1,4 @@
-"""Which connections are admitted, restricted and closed."""
+"""Connections that are admitted, restricted and closed."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""A gateway that stops: first it says so, then it refuses, in the end it cuts."""
+"""A stopping gateway deregisters, then refuses requests, then cancels them."""
 
 import asyncio
 

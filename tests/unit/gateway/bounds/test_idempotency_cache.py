@@ -1,4 +1,4 @@
-"""Answers that are made once and read several times, and what bounds them."""
+"""Responses that are produced once and read several times, and their bounds."""
 
 import asyncio
 from collections.abc import AsyncIterator

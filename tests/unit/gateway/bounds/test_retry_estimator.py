@@ -1,4 +1,4 @@
-"""When a request that had no room may come again."""
+"""Retry times of requests refused for lack of capacity."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""For how long a worker that cannot be reached is avoided."""
+"""The time for which an unreachable worker is avoided."""
 
 from services.gateway.cluster.worker_link import PAUSE_FIRST_S, PAUSE_MAX_S, CircuitBreaker
 

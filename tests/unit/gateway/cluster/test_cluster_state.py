@@ -1,4 +1,4 @@
-"""What the memory manager tells becomes plain values for the status page."""
+"""Cluster state of the memory manager as plain values for the status page."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Frames that wait for a peer are bounded in number and in bytes."""
+"""Frames queued for a peer are bounded in number and in bytes."""
 
 import asyncio
 

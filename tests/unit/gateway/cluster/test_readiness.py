@@ -1,4 +1,4 @@
-"""When a gateway says that it is ready: at first once all is there, later while it can serve."""
+"""Readiness of a gateway: all workers at first, later a single serving group."""
 
 import asyncio
 import contextlib

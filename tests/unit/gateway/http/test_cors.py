@@ -1,4 +1,4 @@
-"""Browsers whose pages are of another origin."""
+"""Requests of browsers from another origin."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""Bodies of Responses and Messages: what chats they stand for, and that nothing breaks them."""
+"""Bodies of Responses and Messages: conversion to chats, and random input."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Which lines of batches go on after the tokens of an earlier start."""
+"""Batch lines that resume after the tokens of an earlier start."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What is told of requests that do not come past the door."""
+"""Records of requests that are refused by the middleware."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""HTTPS with a real server: its certificate changes below connections that stand."""
+"""HTTPS with a real server: its certificate changes below open connections."""
 
 import asyncio
 import ssl

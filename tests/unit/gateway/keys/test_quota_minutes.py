@@ -1,4 +1,4 @@
-"""Tokens of an owner in any minute, whatever its requests are."""
+"""Tokens of an owner in any minute, for all kinds of requests."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Requests within the limits of their owners, and what their answers tell."""
+"""Requests within the limits of their owners, and the headers of responses."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest

@@ -1,4 +1,4 @@
-"""How a model is asked, how it answers, and what holds it to that."""
+"""Chat models: prompts, output parsers and output constraints."""
 
 from typing import Any
 

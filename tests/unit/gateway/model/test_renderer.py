@@ -1,4 +1,4 @@
-"""Templates are rendered in a process that no template brings down or fills."""
+"""Templates are rendered in a separate process that no template can crash or block."""
 
 import asyncio
 import os

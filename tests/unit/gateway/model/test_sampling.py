@@ -1,4 +1,4 @@
-"""From fields and the model's defaults to core's sampling."""
+"""Request fields and model defaults become sampling parameters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a gateway reads of a model folder."""
+"""Files that a gateway reads of a model folder."""
 
 import json
 from pathlib import Path

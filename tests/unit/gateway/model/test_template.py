@@ -1,4 +1,4 @@
-"""Where the chat template of a model folder is."""
+"""Location of the chat template in a model folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A hostile tokenizer or template is refused at the start, and ends only its trial."""
+"""A hostile tokenizer or template is refused at the start, and ends only its trial process."""
 
 import json
 import subprocess

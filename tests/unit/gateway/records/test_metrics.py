@@ -1,4 +1,4 @@
-"""What a gateway observes of requests."""
+"""Metrics of requests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The line of a request, and how many lines a flood of refusals gets."""
+"""The log line of a request, and limited lines for a flood of refusals."""
 
 import logging
 from collections.abc import Callable

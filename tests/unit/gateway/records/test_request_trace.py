@@ -1,4 +1,4 @@
-"""What a request's trace consists of."""
+"""Spans and attributes of a request's trace."""
 
 import pytest
 

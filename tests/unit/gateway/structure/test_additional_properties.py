@@ -1,4 +1,4 @@
-"""Objects of clients' schemas are closed where that leaves every output valid, and only there."""
+"""Client schemas are closed only where every output stays valid."""
 
 import copy
 import random

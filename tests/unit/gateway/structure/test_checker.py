@@ -1,4 +1,4 @@
-"""Grammars are checked by a process that no bomb brings down, and bombs hurt nobody else."""
+"""Grammars are checked in a separate process, and a bomb delays only its own owner."""
 
 import asyncio
 import gc

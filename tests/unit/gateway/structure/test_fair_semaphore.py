@@ -1,4 +1,4 @@
-"""Owners take turns at a semaphore with a few slots."""
+"""Owners alternate at a semaphore with a few slots."""
 
 import asyncio
 import random

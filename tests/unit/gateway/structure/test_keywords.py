@@ -1,4 +1,4 @@
-"""Each keyword of JSON Schema is enforced, or a warning or an error names its place."""
+"""Each keyword of JSON Schema is enforced, or reported with its path."""
 
 import json
 from dataclasses import dataclass

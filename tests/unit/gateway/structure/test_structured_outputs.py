@@ -1,4 +1,4 @@
-"""What clients ask of an output's form becomes grammars, within limits."""
+"""Structured-output fields become grammars, within limits."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens become the same text one by one as all at once."""
+"""Incremental detokenization equals decoding at once."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text is cut."""
+"""Stop strings are found with any chunking of the text."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Tokens in the text of users are cut, and the text stays the same otherwise."""
+"""Special tokens in user text are split into plain text, which is otherwise unchanged."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, by vocabularies of all kinds."""
+"""The bytes of single tokens, for all kinds of vocabularies."""
 
 import json
 

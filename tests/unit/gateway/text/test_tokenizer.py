@@ -1,4 +1,4 @@
-"""Encoding refuses what it must, and long work leaves the event loop free."""
+"""Encoding: refused input, and long texts that do not block the event loop."""
 
 import asyncio
 import threading

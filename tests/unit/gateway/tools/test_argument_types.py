@@ -1,4 +1,4 @@
-"""The schema says which type a value without quotes has."""
+"""The schema determines the type of an unquoted value."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""Tool calls are found in the formats of the served architectures, however the text is cut."""
+"""Tool calls are parsed in the formats of the served architectures, with any chunking."""
 
 import json
 from collections.abc import Callable

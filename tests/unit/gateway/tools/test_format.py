@@ -1,4 +1,4 @@
-"""The formats of calls and reasoning are found in a model's template and tokenizer."""
+"""Tool and reasoning formats are detected from template and tokenizer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Harmony is read as its library writes it, however the output is cut."""
+"""Harmony output is parsed as its library renders it, with any chunking."""
 
 import itertools
 import json

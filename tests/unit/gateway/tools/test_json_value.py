@@ -1,4 +1,4 @@
-"""One JSON value is followed character by character, as `json` reads it."""
+"""A JSON value is scanned character by character, as `json` reads it."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""Whatever a grammar of calls allows is found by the parser of the same format, and fits."""
+"""All output that a call grammar allows is parsed by the parser of the same format."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reasoning is parted from the answer, however the text is cut."""
+"""Reasoning is separated from the answer, with any chunking."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Parsers of output look at each character a few times, however long an output is held back."""
+"""Output parsers read each character a bounded number of times."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

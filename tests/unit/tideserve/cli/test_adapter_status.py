@@ -1,4 +1,4 @@
-"""What `tideserve status` says about adapters."""
+"""Adapters in `tideserve status`."""
 
 from typing import Any
 

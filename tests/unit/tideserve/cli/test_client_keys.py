@@ -1,4 +1,4 @@
-"""A server that wants a key: whether none was sent, or one that it does not know."""
+"""Errors for a missing and for an unknown API key."""
 
 import http.server
 import threading

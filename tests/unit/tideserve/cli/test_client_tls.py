@@ -1,4 +1,4 @@
-"""HTTPS to a gateway: which certificates the command trusts."""
+"""HTTPS to a gateway: trusted certificates."""
 
 import http.server
 import ssl

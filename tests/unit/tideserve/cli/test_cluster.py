@@ -1,4 +1,4 @@
-"""What a person reads of the death of a process: its own words, if they are about its end."""
+"""Output on the death of a process: its last lines, if they explain it."""
 
 import io
 import os

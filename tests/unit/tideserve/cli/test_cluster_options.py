@@ -1,4 +1,4 @@
-"""Options of a cluster: file, flags, and what every service is told."""
+"""Options of a cluster: file, flags, and the configuration of every service."""
 
 import os
 from dataclasses import replace

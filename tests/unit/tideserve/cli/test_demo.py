@@ -1,4 +1,4 @@
-"""The demo's view from recorded states, and its arithmetic."""
+"""The view and the arithmetic of the demo, from recorded states."""
 
 import io
 import json

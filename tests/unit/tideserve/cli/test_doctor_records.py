@@ -1,4 +1,4 @@
-"""What the doctor says of the records of etcd: `scheduling`, and workers that cannot merge."""
+"""Checks of etcd records by the doctor: `scheduling`, and workers that cannot merge."""
 
 import pytest
 

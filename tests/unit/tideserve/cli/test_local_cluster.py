@@ -1,4 +1,4 @@
-"""A server process: stands still when told to, and ends with all that it started."""
+"""A server process is frozen on request, and ends with its children."""
 
 import sys
 import time

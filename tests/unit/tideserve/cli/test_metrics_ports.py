@@ -1,4 +1,4 @@
-"""Ports of metrics in a local cluster, and the file that tells Prometheus of them."""
+"""Metrics ports of a local cluster, and the target file for Prometheus."""
 
 import asyncio
 import json

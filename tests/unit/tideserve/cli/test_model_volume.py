@@ -1,4 +1,4 @@
-"""The model of a cluster in containers comes to lie in a folder of its name."""
+"""The model of a cluster in containers is stored in a folder of its name."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Flags made from dataclass fields: complete, as well described as the fields, and late."""
+"""Flags generated from dataclass fields: complete, documented, and built lazily."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What /proc tells about the process that started us."""
+"""Status of the parent process in /proc."""
 
 import os
 

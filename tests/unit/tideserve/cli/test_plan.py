@@ -1,4 +1,4 @@
-"""`tideserve plan`: for a made-up cluster, and for the one that a status shows."""
+"""`tideserve plan`: for an example cluster, and for the cluster of a status."""
 
 import json
 from dataclasses import asdict

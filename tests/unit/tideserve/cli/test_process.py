@@ -1,4 +1,4 @@
-"""One process of a cluster: started, noticed dead, stopped."""
+"""A process of a cluster: start, detected death, stop."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A process that died is named by whoever looks at a cluster of this machine."""
+"""Dead processes are named by checks of a local cluster."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a command prints, as whoever reads its log while it is written sees it."""
+"""Output of a command in a log that is read while it is written."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""`tideserve simulate`: examples that load, figures as JSON, one sentence for each bad key."""
+"""`tideserve simulate`: valid examples, figures as JSON, a short error for each invalid key."""
 
 import json
 from itertools import islice

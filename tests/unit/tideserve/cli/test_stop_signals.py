@@ -1,4 +1,4 @@
-"""Requests to stop: from a person, from a parent, once or twice."""
+"""Stop requests: by a user, by a parent, once or twice."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""When a dead process is started again, and when the cluster is given up."""
+"""When a dead process is restarted, and when the cluster gives up."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What `up` derives before it starts anything."""
+"""Settings that `up` derives before it starts anything."""
 
 import io
 import json

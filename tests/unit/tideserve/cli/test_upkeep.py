@@ -1,4 +1,4 @@
-"""What `up` writes and says while the disk of the cluster's folder is full."""
+"""Files and messages of `up` while the disk of the cluster folder is full."""
 
 import io
 import select

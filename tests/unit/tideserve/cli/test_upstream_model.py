@@ -1,4 +1,4 @@
-"""Which model upstream servers serve, and where its tokenizer comes from."""
+"""The model that upstream servers serve, and the source of its tokenizer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `tideserve status` says of workers in front of upstream servers."""
+"""Workers in front of upstream servers in `tideserve status`."""
 
 from tideserve.cli.status import foreign_engines, trouble_lines
 from tideserve.cli.upstream_status import TEXT_ONLY, outage_lines, upstream_lines

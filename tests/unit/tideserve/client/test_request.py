@@ -1,4 +1,4 @@
-"""Requests of the client are what their values say."""
+"""Requests of the client match their arguments."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a client of the bench takes from a stream."""
+"""Fields that a client of the bench reads from a stream."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Simulated groups that merge in a flood and split after it: nobody's request is lost."""
+"""Simulated groups that merge in a flood and split after it lose no request."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Batch work beside online requests in the simulated cluster: figures by class, and who waits."""
+"""Batch work beside online requests in the simulated cluster: figures by class, and waiting."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How well a worker predicted its iterations, from the entries of its log."""
+"""Prediction errors of a worker, from the entries of its log."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Simulated workers with prefix caches: hits as counted, and more of them by dispatch `prefix`."""
+"""Simulated workers with prefix caches: exact hits, and more of them with dispatch `prefix`."""
 
 import random
 from collections.abc import Sequence

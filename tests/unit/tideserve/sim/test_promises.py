@@ -1,4 +1,4 @@
-"""What was kept of promises: groups of tokens, and shares over requests."""
+"""Attained targets: groups of tokens, and shares over requests."""
 
 import math
 

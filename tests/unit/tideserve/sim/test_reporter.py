@@ -1,4 +1,4 @@
-"""When a simulated worker reports: at once, unless it has just done so."""
+"""Times of a simulated worker's reports: at once, unless it has just reported."""
 
 from services.core.report import Load, LoadReport
 from tideserve.sim.delays import Delays

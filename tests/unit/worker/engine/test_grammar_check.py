@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the loop, and no request waits for ever."""
+"""Grammars are compiled beside the loop, and no request waits forever."""
 
 import select
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The engine's turn: in which order it takes, tells and computes."""
+"""The engine loop: the order of input, output and computation."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A request to prepare as core and the participant read it, and what makes one malformed."""
+"""A request to prepare as core and the participant read it, and malformed requests."""
 
 from collections.abc import Callable
 

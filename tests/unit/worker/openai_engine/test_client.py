@@ -1,4 +1,4 @@
-"""The client of upstream servers with answers that no server should send."""
+"""The client of upstream servers with invalid responses."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""When an upstream server counts as gone."""
+"""Conditions under which an upstream server counts as lost."""
 
 from typing import cast
 

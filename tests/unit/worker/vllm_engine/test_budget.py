@@ -1,4 +1,4 @@
-"""How a worker's memory is shared between vLLM's parameters and its KV."""
+"""The division of a worker's memory between vLLM's parameters and its KV."""
 
 from pathlib import Path
 

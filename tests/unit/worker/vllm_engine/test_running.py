@@ -1,4 +1,4 @@
-"""The load of an engine whose numbers come from vLLM once a step."""
+"""The load of an engine from the statistics of vLLM after each step."""
 
 from dataclasses import dataclass, field, replace
 from random import Random

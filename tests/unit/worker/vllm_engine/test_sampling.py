@@ -1,4 +1,4 @@
-"""What vLLM is told about a request."""
+"""Sampling parameters that vLLM gets for a request."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which cluster `tideserve doctor` looks at."""
+"""The cluster that `tideserve doctor` checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command as a whole: cheap to start, helpful, exact about its errors."""
+"""The command line as a whole: fast start, help, precise errors."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Pages of papers: numbers beside numbers, and charts without other files."""
+"""Pages of papers: compared numbers, and self-contained charts."""
 
 from xml.etree import ElementTree
 

@@ -1,4 +1,4 @@
-"""Paced iterations last as long as the profile says, and what is late is counted."""
+"""Paced iterations last as long as the profile predicts, and late ones are counted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers run on several workers, and change hands, without a change of tokens."""
+"""Layers run on several workers and change workers without a change of tokens."""
 
 import itertools
 import random

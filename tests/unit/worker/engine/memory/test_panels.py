@@ -1,4 +1,4 @@
-"""The order of a weight in panels, and slabs that hold weights so."""
+"""The order of a weight in panels, and slabs that hold such weights."""
 
 import pytest
 import torch

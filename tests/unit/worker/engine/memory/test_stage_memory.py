@@ -1,4 +1,4 @@
-"""Drop and restore without a model: what is where, at every step."""
+"""Drop and restore without a model: the memory layout after every step."""
 
 import random
 from collections.abc import Iterator

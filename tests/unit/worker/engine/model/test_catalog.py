@@ -1,4 +1,4 @@
-"""What a configuration says of a model, read as its architecture reads it."""
+"""Model properties from a configuration, as its architecture reads it."""
 
 from pathlib import Path
 from typing import Any

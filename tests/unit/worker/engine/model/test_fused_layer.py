@@ -1,4 +1,4 @@
-"""A fused layer beside the layer of `transformers` that it stands in for."""
+"""A fused layer, compared with the layer of `transformers` that it replaces."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention on a GPU against torch's in float64, with caches whose unused slots are no numbers."""
+"""Attention on a GPU, compared with torch in float64; unused cache slots are NaN."""
 
 import random
 from itertools import count

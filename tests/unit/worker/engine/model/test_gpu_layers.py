@@ -1,4 +1,4 @@
-"""A model by the kernels for GPUs writes the tokens of `transformers`; so does it as graphs."""
+"""A model with GPU kernels generates the tokens of `transformers`, with and without graphs."""
 
 import random
 from pathlib import Path

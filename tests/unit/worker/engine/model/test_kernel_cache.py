@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and that no processor runs what another one compiled."""
+"""Location of compiled kernels, and their separation by processor."""
 
 import os
 from pathlib import Path

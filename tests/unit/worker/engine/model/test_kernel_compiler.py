@@ -1,4 +1,4 @@
-"""Compiling kernels where no cache may be written, and which models they fit."""
+"""Compiling kernels without a writable cache, and the models that they support."""
 
 import os
 import sys

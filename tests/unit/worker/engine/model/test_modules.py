@@ -1,4 +1,4 @@
-"""Layers, rotations and the reading of `config.json` beside those of `transformers`."""
+"""Layers, rotary embeddings and `config.json`, compared with `transformers`."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Attention by one compiled call, without gathering, beside one row at a time in float64."""
+"""Attention in a single compiled call, compared with one row at a time in float64."""
 
 import random
 from itertools import pairwise

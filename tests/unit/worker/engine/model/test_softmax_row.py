@@ -1,4 +1,4 @@
-"""Weights of a row of scores, beside torch's softmax."""
+"""Weights of a row of scores, compared with torch's softmax."""
 
 import numpy as np
 import pytest

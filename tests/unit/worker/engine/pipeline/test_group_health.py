@@ -1,4 +1,4 @@
-"""When a group counts as stuck."""
+"""Conditions under which a group counts as stuck."""
 
 from services.core.changeover.state import DRAINED_TIMEOUT_S
 from services.core.stall_limit import STALLED_FACTOR, STALLED_S

@@ -1,4 +1,4 @@
-"""KV is read from and written to blocks of its own request only, whatever happened meanwhile."""
+"""KV is read from and written to blocks of its own request only."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

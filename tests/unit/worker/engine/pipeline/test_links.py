@@ -1,4 +1,4 @@
-"""Frames wait where they must, and none is lost to a full queue."""
+"""Frames wait in order, and none is lost to a full queue."""
 
 import logging
 

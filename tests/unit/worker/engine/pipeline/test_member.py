@@ -1,4 +1,4 @@
-"""What a member does when its group changes, and when members or their KV are lost."""
+"""A member whose group changes, and the loss of members or their KV."""
 
 import random
 from itertools import pairwise

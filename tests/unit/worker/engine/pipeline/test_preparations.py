@@ -1,4 +1,4 @@
-"""What a member makes ready, and what it does when something is not to be had."""
+"""Preparation of a member, and missing resources."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where a request's time goes, told in plain numbers."""
+"""Times of the phases of a request."""
 
 import random
 

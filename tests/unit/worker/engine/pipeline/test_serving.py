@@ -1,4 +1,4 @@
-"""What clients are told of their requests, and what is told of iterations."""
+"""Events of requests, and reports of iterations."""
 
 from typing import Any
 

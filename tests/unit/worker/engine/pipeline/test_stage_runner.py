@@ -1,4 +1,4 @@
-"""What a stage is given to compute, and how long it takes."""
+"""Input of a stage, and the time that it takes."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Engines beside the measured one run what it runs, and are gone afterwards."""
+"""Co-running engines execute the measured batches and exit afterwards."""
 
 from pathlib import Path
 

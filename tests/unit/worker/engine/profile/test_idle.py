@@ -1,4 +1,4 @@
-"""Idle profiling: when it runs, what it leaves behind."""
+"""Idle profiling: when it runs, and its side effects."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a profiling measures and what it concludes."""
+"""Measurements and results of a profiling session."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""A GPU chooses the tokens that the host chooses, whatever the request asks for."""
+"""A GPU samples the same tokens as the host, for all options."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Sampling parameters that the API accepts keep the logits finite, however extreme they are."""
+"""Sampling parameters that the API accepts keep the logits finite, even at the extremes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Grammars over real tokenizers: what may follow, where an output may end, what is refused."""
+"""Grammars over real tokenizers: allowed tokens, ends of output, refused grammars."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Log probabilities of raw logits: the token's own, its rank, and the best ones."""
+"""Log probabilities of raw logits: of the token, its rank, and the best ones."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Penalties, bias, bad words and allowed tokens, as `transformers` and the formulas have them."""
+"""Penalties, bias, bad words and allowed tokens, compared with `transformers` and the formulas."""
 
 import random
 from collections import Counter

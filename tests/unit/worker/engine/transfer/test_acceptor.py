@@ -1,4 +1,4 @@
-"""A lane's listener while the engine has no descriptor left."""
+"""A lane's listener while no file descriptor is left."""
 
 import select
 import socket

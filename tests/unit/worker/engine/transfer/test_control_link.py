@@ -1,4 +1,4 @@
-"""Control messages over a real socket: cut into parts, too large, malformed, and not read."""
+"""Control messages over a real socket: split, too large, malformed, and unread."""
 
 import select
 import socket

@@ -1,4 +1,4 @@
-"""Where lanes listen, and what they tell peers to dial."""
+"""Listening addresses of lanes, and the addresses that they advertise."""
 
 import select
 import socket

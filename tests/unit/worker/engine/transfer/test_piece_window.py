@@ -1,4 +1,4 @@
-"""How much is on its way: what fills a link, and no more; and how large pieces are."""
+"""The window of bytes in flight that fills a link, and the size of pieces."""
 
 from collections import deque
 from dataclasses import replace

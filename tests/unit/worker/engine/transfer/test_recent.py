@@ -1,4 +1,4 @@
-"""What is remembered for a while is bounded by time and by number."""
+"""Recent entries are bounded by time and by number."""
 
 import random
 
