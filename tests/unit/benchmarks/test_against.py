@@ -35,7 +35,7 @@ ONCE = {"prefill": 1.0, "decode": 1.0}
 
 
 def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
-    """As `tideserve bench` writes it, as far as a simulation reads it."""
+    """A result of `tideserve bench`, with the fields that a simulation reads."""
     ours = {"kind": "tideserve", "paced": None, "options": OPTIONS, "kv_capacity_tokens": 4928}
     record = {
         "scenario": scenario,

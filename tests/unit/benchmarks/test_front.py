@@ -57,7 +57,7 @@ def test_processes_are_identified_by_their_command_line(command: str, kind: str)
 
 @pytest.fixture
 def busy_child() -> Iterator[int]:
-    """A process whose child has used some processor time and waits."""
+    """A process whose child has used some CPU time and waits."""
     code = "sum(range(2_000_000)); print(flush=True); input()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     with subprocess.Popen(

@@ -25,7 +25,7 @@ from benchmarks.systems.system import Deployment
 
 
 class CachingServer:
-    """Answers with tokens that follow from the prompt; its cache is a `CountedCache`."""
+    """Returns tokens that are derived from the prompt; its cache is a `CountedCache`."""
 
     def __init__(self, blocks: int, host_blocks: int = 0) -> None:
         self.cache = CountedCache(blocks, host_blocks=host_blocks)

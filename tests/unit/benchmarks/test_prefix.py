@@ -24,7 +24,7 @@ from tideserve.cli.errors import SystemUnavailable
 
 
 class CachingServer:
-    """Answers with tokens that follow from the prompt; its cache is one of `CountedCache`."""
+    """Returns tokens that are derived from the prompt; its cache is a `CountedCache`."""
 
     def __init__(self, blocks: int, salted: bool = True) -> None:
         self.caches: dict[str, CountedCache] = {}

@@ -15,7 +15,7 @@ def test_a_prompt_that_continues_another_hits_its_full_blocks() -> None:
 
 
 def test_prefix_count_equals_a_reference_cache() -> None:
-    """The oracle keeps each beginning as a tuple and looks all of them over."""
+    """The reference keeps each prefix as a tuple and scans all of them."""
     rng = random.Random(3)
     size, blocks = 2, 12
     cache, kept, hits = CountedCache(blocks, size), list[tuple[int, ...]](), 0

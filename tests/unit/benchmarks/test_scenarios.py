@@ -35,7 +35,7 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
 
 
 def test_prompts_of_steady_share_no_prefix() -> None:
-    """Or a prefix cache would skip that part, in the load or from one load to the next."""
+    """Otherwise a prefix cache would skip that part, within a load or across loads."""
     scenario = find_scenario("steady")
     choice = LoadChoice(quick=True)
     cases = scenario.cases(choice)

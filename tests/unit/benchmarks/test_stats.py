@@ -147,7 +147,7 @@ def test_demand_counts_running_and_queued() -> None:
 
 
 def test_bubbles_are_reported_for_the_round_and_the_arrivals() -> None:
-    """Due at 0 and 10 s; afterwards a lone answer keeps one stage of two idle."""
+    """Due at 0 and 10 s; afterwards a single request leaves one of two stages idle."""
     records = (record(due_s=0.0, tokens=100), record(due_s=10.0, tokens=300))
     samples = ((0.5, 1.0, 0.0), (5.0, 5.0, 1.0), (10.5, 10.0, 1.0), (40.0, 25.0, 16.0))
     whole = Round(records, busy_s=25.0, bubble_s=16.0, pipeline_samples=samples)

@@ -70,7 +70,7 @@ def test_a_specific_listening_address_is_advertised_unchanged(host: str) -> None
 
 
 def test_a_wildcard_listener_advertises_its_address_towards_etcd() -> None:
-    """A route to 127.0.0.2 starts at 127.0.0.1 on Linux, so the kernel has been asked."""
+    """A route to 127.0.0.2 starts at 127.0.0.1 on Linux, so the kernel was asked."""
     for url in ("127.0.0.2:2379", "http://127.0.0.2:2379/", "https://127.0.0.2:1,https://a:1"):
         assert advertised_address("auto", "0.0.0.0", 50051, url) == "127.0.0.1:50051"
 

@@ -88,7 +88,7 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 @asynccontextmanager
 async def serving(transport: Transport) -> AsyncIterator[str]:
-    """A worker's server that answers every call of every contract; its address."""
+    """A worker's server that implements every call of every contract; returns its address."""
     ours = [name for name in ALL if not name[1:].startswith(OFFERED_BY_EVERY_SERVER)]
     services = sorted({name[1:].partition("/")[0] for name in ours})
     process = ProcessServicer("worker", list, lambda: True)
@@ -113,7 +113,7 @@ async def serving(transport: Transport) -> AsyncIterator[str]:
 async def dialled(
     certified: Certified, caller: str, server: str = "worker", wanted: str = "worker"
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel of `caller` to `server`, which it believes to be a `wanted`."""
+    """A channel of `caller` to `server`, which it takes for a `wanted`."""
     async with (
         serving(certified.transport(server)) as address,
         certified.transport(caller).dial(address, wanted) as channel,
@@ -141,10 +141,8 @@ def answering(method: MethodDescriptor) -> grpc.RpcMethodHandler:
 
 
 async def answer_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """OK if a message came.
-
-    The client library says INTERNAL of itself where a refusal crosses the message that it still
-    sends; asked again, it tells what the server answers.
+    """OK if a message came. The client library reports INTERNAL if a refusal crosses a message that
+    it still sends; a second call returns the status of the server.
     """
     for _ in range(10):
         code = await answer_once(channel, method)
@@ -154,7 +152,7 @@ async def answer_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
 
 
 async def answer_once(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """The answer to one call."""
+    """The status of a single call."""
     call = channel.stream_stream(method)(iter([b""]), timeout=TIMEOUT_S)
     try:
         message = await call.read()
@@ -206,7 +204,7 @@ async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> N
 
 @pytest.fixture
 def unwelcome(certified: Certified) -> None:
-    """Pairs of a gateway that has expired, and of one of another CA."""
+    """Certificate pairs of an expired gateway, and of a gateway of another CA."""
     certified.issue("gateway", age_s=2 * DAY.total_seconds(), name="expired")
     certified.issue("gateway", Authority.create("test"), name="foreign")
 
@@ -235,7 +233,7 @@ async def test_calls_without_a_certificate_are_refused(certified: Certified) -> 
 
 
 async def test_a_server_of_another_role_is_not_called(certified: Certified) -> None:
-    """Whatever its address: etcd could name a wrong one."""
+    """At any address: etcd could name a wrong one."""
     async with dialled(certified, "gateway", "worker", "memmgr") as channel:
         code = await answer_of(channel, "/grpc.health.v1.Health/Check")
     assert code is grpc.StatusCode.UNAVAILABLE

@@ -22,7 +22,7 @@ def history(calls: EtcdCalls) -> EtcdHistory:
 
 
 def note(history: EtcdHistory, revision: int, cluster_id: int = CLUSTER) -> int:
-    """A call that begins after all others have been answered."""
+    """A call that starts after all others have completed."""
     return history.note_response(history.position, cluster_id, revision)
 
 
@@ -64,7 +64,7 @@ def test_concurrent_calls_detect_a_rollback_once(history: EtcdHistory, calls: Et
 
 
 class OvertakingStore(Store):
-    """Answers with these listings; its revision never goes back."""
+    """Returns these listings; its revision never goes back."""
 
     def __init__(self, *listings: Listing) -> None:
         super().__init__("127.0.0.1:1")

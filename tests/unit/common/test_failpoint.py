@@ -39,7 +39,7 @@ def unarmed() -> Iterator[None]:
 
 
 def passes(spec: str, file: Path, parent: int = 0) -> tuple[int, int]:
-    """The exit code of a process that passes a.b three times, and how often it came through."""
+    """The exit code of a process that passes a.b three times, and its completed passes."""
     command = [sys.executable, "-c", CHILD, spec, str(file), str(parent)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.getcwd())
     return ended.returncode, ended.stdout.count("passed")

@@ -11,7 +11,7 @@ from services.common.host_memory import available_bytes, limit_bytes
 
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of a control group; none yet."""
+    """The files of a control group, which has none yet."""
     monkeypatch.setattr(host_memory, "CONTAINER", tmp_path)
     return tmp_path
 

@@ -90,7 +90,7 @@ def test_an_exception_is_logged_in_the_same_line(capsys: pytest.CaptureFixture[s
 def test_messages_of_request_exceptions_are_not_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exceptions quote what they meet, and that may be what the client said."""
+    """Exceptions quote their input, which may be text of the client."""
     secret = "low" + "tide"
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:

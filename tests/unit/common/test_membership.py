@@ -14,7 +14,7 @@ from tideserve.common.v1 import record_pb2
 
 
 class Listings:
-    """A store that tells these listings, one after the other."""
+    """A store that returns these listings in order."""
 
     def __init__(self, *listings: Listing) -> None:
         self._listings = listings
@@ -52,7 +52,7 @@ async def test_a_change_of_a_record_reads_only_that_record(monkeypatch: pytest.M
 
 
 class AwayStore:
-    """A store that has granted a lease and answers nothing after that."""
+    """A store that has granted a lease and does not respond after that."""
 
     async def keep_alive(self, lease: int) -> int:
         raise StoreError("etcd does not answer")
@@ -61,7 +61,7 @@ class AwayStore:
 async def test_a_lease_is_lost_no_later_than_its_expiry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others wait a moment only for whoever is to register again after an outage."""
+    """After an outage others wait only a moment for workers to register again."""
     now_s = 100.0
 
     async def sleep(seconds: float) -> None:

@@ -20,7 +20,7 @@ def a_registry() -> CollectorRegistry:
 
 
 async def ask(port: int, request: bytes) -> bytes:
-    """What the server answers until it closes."""
+    """Return the server's response until it closes the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         writer.write(request)

@@ -19,7 +19,7 @@ from tideserve.cli.certificates import Authority, write_pair
 
 
 def make_certificate(folder: Path) -> Path:
-    """A self-signed certificate."""
+    """A self-signed certificate with this lifetime."""
     path = folder / "cert.pem"
     subprocess.run(
         [

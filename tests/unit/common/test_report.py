@@ -28,7 +28,7 @@ from tideserve.memmgr.v1 import memmgr_pb2
 
 
 def filled(message: Message) -> Any:
-    """The message with another value in each field."""
+    """The message with a different value in each field."""
     for field, number in zip(message.DESCRIPTOR.fields, count(1)):
         if field.message_type is not None:
             getattr(message, field.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)

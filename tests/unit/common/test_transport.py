@@ -29,7 +29,7 @@ def certified(tmp_path: Path) -> Certified:
 
 
 async def served_certificate(certified: Certified, address: str) -> str:
-    """What a server shows to a new connection, PEM; the gateway's pair is shown to it."""
+    """The certificate (PEM) of a server for a new connection, made with the gateway's pair."""
     files = certified.files("gateway")
     context = ssl.create_default_context(cafile=files.ca)
     context.load_cert_chain(files.cert, files.key)
@@ -52,7 +52,7 @@ async def healthy(client: Transport, address: str) -> bool:
 
 
 async def test_certificates_rotate_below_an_open_stream(certified: Certified) -> None:
-    """First the leaves, then the CA by way of a bundle, as the page on security says."""
+    """First the leaves, then the CA through a bundle, as the page on security describes."""
     ready = True
     process = ProcessServicer("worker", list, lambda: ready)
     transport = certified.transport("worker")

@@ -39,7 +39,7 @@ def test_search_depth_is_bounded() -> None:
 @pytest.mark.parametrize("overtaken_max", [0, 1, 5])
 @pytest.mark.parametrize("seed", range(30))
 def test_overtaking_is_bounded_and_every_request_starts(seed: int, overtaken_max: int) -> None:
-    """Room comes and goes; whenever all of it is free for long enough, the oldest starts."""
+    """Room varies; once all of it is free for long enough, the oldest request starts."""
     rng = random.Random(seed)
     line: list[Waiter] = []
     before: dict[Waiter, int] = {}  # how many younger ones have started, counted here

@@ -42,7 +42,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text(
 
 
 def rows_of(title: str) -> dict[str, str]:
-    """The limits in the table below a title, by the beginnings of their names."""
+    """The limits in the table below a title, by the start of their names."""
     return {
         line.split(" | ")[0].removeprefix("| ").split(",")[0].split(":")[0]: line.split(" | ")[1]
         for line in PAGE.partition(f"### {title}\n")[2].partition("\n#")[0].splitlines()

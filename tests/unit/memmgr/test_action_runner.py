@@ -101,7 +101,7 @@ def test_a_flapping_worker_is_not_merged_until_it_stays() -> None:
 
 
 def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
-    """Look twice a second at workers that speak."""
+    """Poll reporting workers twice a second."""
     for half in range(int(2 * first_s), int(2 * last_s)):
         state.note_workers(dict.fromkeys(names, "i"), half / 2)
 
@@ -121,7 +121,7 @@ def test_a_worker_that_falls_silent_often_is_not_merged() -> None:
 
 
 def test_a_stall_of_the_memory_manager_does_not_count_as_leaving() -> None:
-    """The first looks after it find no report, then some, for a moment."""
+    """The first polls after it find no reports, then some."""
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
         looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
@@ -179,7 +179,7 @@ def test_workers_with_other_weights_or_code_do_not_merge(changes: dict[str, Any]
 
 
 def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
-    """A first release of a model with four layers, and its next one with eight."""
+    """A first release of a model with four layers, and its next release with eight."""
     eight = ModelShape(8, 1000, 0, 0, False, 5)
     later = {
         f"x{n}": WorkerFacts(
@@ -276,7 +276,7 @@ def test_a_group_splits_into_its_members() -> None:
 
 
 class FakeDriver:
-    """Changes groups at once, or as it is told."""
+    """Changes groups at once, or as set by the test."""
 
     def __init__(self) -> None:
         self.leads = True
@@ -308,7 +308,7 @@ class Bench:
         self.actor = ActionRunner(self.driver, MemoryView(asyncio.Event()), pause_s, pause_s)
 
     async def act(self, action: Action, *group_ids: str) -> str:
-        """What has become of a decision a moment later."""
+        """Run a decision; returns its state a moment later."""
         entry = logged(action, *group_ids)
         self.actor.act(entry)
         for _ in range(10):

@@ -16,7 +16,7 @@ UNUSED = cast(Any, None)
 
 
 class Heard(CoordinatorState):
-    """Takes events and decides nothing."""
+    """Records events and decides nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Worker:
         self.memory.set_registered({"w": incarnation} if incarnation else {})
 
     def tell(self, hung: bool, incarnation: str = "i1") -> list[tuple[str, bool]]:
-        """Which events a report leads to."""
+        """The events caused by a report."""
         self.state.events.clear()
         report = memory_report("w", EngineReport(Load(0, 0, 4, 0)), incarnation)
         self.driver.note_report(replace(report, engine_hung=hung))
@@ -61,7 +61,7 @@ def test_a_frozen_engine_is_reported_at_start_and_end() -> None:
 
 
 def test_a_reregistered_worker_reports_its_engine_again() -> None:
-    """Its lease ended while its engine stood still, and the engine has gone on."""
+    """Its lease expired while its engine was frozen, and the engine has resumed."""
     worker = Worker()
     worker.tell(True)
     worker.register("")

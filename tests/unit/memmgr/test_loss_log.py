@@ -18,7 +18,7 @@ def losses(caplog: pytest.LogCaptureFixture) -> LossLog:
 
 
 def attempt(name: str, epoch: int, *group_ids: str) -> PrepareMembers:
-    """It changes these groups."""
+    """An attempt to change these groups."""
     groups = [Group(group_id, epoch, GroupPhase.DEGRADED, (), "tiny") for group_id in group_ids]
     return PrepareMembers(name, 7, tuple(Source(group, 3) for group in groups), (), 5.0)
 
@@ -54,7 +54,7 @@ def test_another_loss_is_a_new_warning(losses: LossLog, caplog: pytest.LogCaptur
 def test_attempts_at_an_unannounced_group_are_a_single_warning(
     losses: LossLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that was alone is lost: no member is left to tell of it."""
+    """A single worker is lost: no member is left to report it."""
     for name in ("1-1", "1-2", "1-3"):
         losses.note_attempt(attempt(name, 5, "g3"))
         losses.note_failed(name, "w3 refused: it is unreachable")

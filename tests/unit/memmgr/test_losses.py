@@ -25,7 +25,7 @@ def stuck(store: Store, worker_id: str, reason: str = "no way to w1") -> GroupSt
 
 
 def settle(store: Store, losses: Losses, unix_s: int) -> None:
-    """Do what the coordinator decides now, as the driver does."""
+    """Run all commands of the coordinator, as the driver does."""
     commands = store.read()
     while commands:
         command = transaction(commands.pop(0))

@@ -90,7 +90,7 @@ def test_groups_without_current_reports_have_no_numbers() -> None:
 
 
 class Watched:
-    """Two full workers and a queue, watched without dwell."""
+    """Two full workers and a queue, watched without dwell times."""
 
     def __init__(self) -> None:
         news = asyncio.Event()

@@ -122,7 +122,7 @@ def test_an_assignment_round_trips_and_an_unreadable_one_fences(
 
 
 def test_a_memory_report_round_trips() -> None:
-    """Its fields, and what makes a report invalid: `tests/unit/common/test_report.py`."""
+    """For its fields and validation see `tests/unit/common/test_report.py`."""
     memory = memmgr_pb2.WorkerMemory(worker_id="w0", incarnation="w0-a", budget_bytes=2**40)
     answer = to_get_cluster([to_memory_report(memory)], [STABLE])
     assert list(answer.workers) == [memory]

@@ -13,7 +13,7 @@ NEEDED = ("cat", "dpkg", "flock", "mkdir", "sed", "sh", "sort")
 
 @pytest.fixture
 def without_apt(tmp_path):
-    """A PATH on which there is no apt."""
+    """A PATH without apt."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in NEEDED:

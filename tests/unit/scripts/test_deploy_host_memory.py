@@ -13,7 +13,7 @@ RENDER_TIMEOUT_S = 60
 
 
 def worker_of(tmp_path: Path, values: dict[str, Any]) -> Any:
-    """The worker's container with these values."""
+    """The worker container for these values."""
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(values))
     try:

@@ -66,9 +66,8 @@ def test_every_option_has_a_row_with_its_variable() -> None:
 
 
 def without_labels(entries: Iterable[Entry]) -> list[str]:
-    """Metrics of a gateway whose declared labels are not those of their entries, by name.
-
-    An entry reads its labels from samples, so that a metric nobody has used yet lacks them.
+    """Gateway metrics whose declared labels differ from those of their entries, by name. An entry
+    reads its labels from samples, so an unused metric lacks them.
     """
     labels = {entry.name: set(entry.labels) for entry in entries}
     missing = []

@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 def run(command: list[str], log: Path) -> None:
-    """Run a step with a descriptor of no meaning in place of the lock."""
+    """Run a step with an unused descriptor in place of the lock."""
     with log.with_suffix(".lock").open("w") as lock:
         run_step("Working", command, log, os.environ, lock.fileno(), "Try harder.")
 

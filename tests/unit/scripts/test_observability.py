@@ -31,7 +31,7 @@ KUBECTL = {"logs", "describe", "scale", "delete", "get", "port-forward"}
 
 
 def commands_in(page: str) -> list[str]:
-    """What a page has its reader type: fenced lines, and quoted text that begins with a program."""
+    """Commands on a page: fenced lines, and quoted text that starts with a program."""
     fenced = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     lines = [line for block in fenced for line in block.splitlines()]
     quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
@@ -39,7 +39,7 @@ def commands_in(page: str) -> list[str]:
 
 
 def missing_of(command: str) -> str | None:
-    """What of a command there is not, None if all of it is there."""
+    """The unknown part of a command, None if all of it exists."""
     program, *arguments = command.split()
     if program not in PROGRAMS:
         return program
@@ -64,7 +64,7 @@ def queries(board: Path) -> list[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Metrics that a query asks for."""
+    """The metrics of a query."""
     return set(METRIC.findall(re.sub(r'"[^"]*"', '""', expression)))
 
 
@@ -98,7 +98,7 @@ def test_pages_name_only_existing_metrics_and_commands(path: Path) -> None:
 
 
 def sample_names() -> set[str]:
-    """The names that a query may ask for."""
+    """The names that a query may use."""
     names = set()
     for entry in (
         sample for samples_of_metric in reference().values() for sample in samples_of_metric

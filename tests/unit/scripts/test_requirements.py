@@ -27,7 +27,7 @@ def pins(name: str) -> dict[str, Requirement]:
 
 
 def needed_by(name: str, python: str) -> list[Requirement]:
-    """What an installed package says it needs on `python`, without its extras."""
+    """The declared requirements of an installed package on `python`, without extras."""
     environment = {"extra": "", "python_version": python, "python_full_version": f"{python}.0"}
     needed = [Requirement(text) for text in requires(name) or []]
     return [r for r in needed if r.marker is None or r.marker.evaluate(environment)]
@@ -79,7 +79,7 @@ GOOGLE = {"googleapis-common-protos", "protobuf"}
 
 
 def test_a_wheel_declares_what_its_modules_import() -> None:
-    """The ranges begin at the versions that are pinned, the only ones that are tested."""
+    """The ranges start at the pinned versions, which are the tested ones."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(r.name): r for r in map(Requirement, project["dependencies"])}
     pinned = {key: pin for name in ("serve", "nodeps", "torch") for key, pin in pins(name).items()}

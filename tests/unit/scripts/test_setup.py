@@ -56,7 +56,7 @@ def pip_calls(script: ModuleType) -> int:
 
 
 def set_up(script: ModuleType, for_tests: bool = False) -> list[list[str]]:
-    """Set up, without a model; return the recorded commands."""
+    """Run setup without a model; return the recorded commands."""
     script.ran.clear()
     script.set_up(for_tests=for_tests, with_model=False)
     return list(script.ran)
@@ -234,7 +234,7 @@ def test_a_failed_etcd_download_is_retried_after_a_day(
 
 @pytest.fixture
 def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists what they did."""
+    """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists their calls."""
     folder, calls = tmp_path / "programs", tmp_path / "calls"
     (tmp_path / "etc" / "sources.list.d").mkdir(parents=True)
     (tmp_path / "etc" / "sources.list.d" / "debian.sources").write_text(

@@ -45,7 +45,7 @@ def test_a_worker_waits_while_others_need_its_data(
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Knows of room in two groups, except for the first call."""
+    """Reports room in two groups, except for the first call."""
 
     def __init__(self) -> None:
         self.requests: list[scheduler_pb2.FindRoomRequest] = []
@@ -63,7 +63,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 async def returning(
     scheduler: scheduler_pb2_grpc.SchedulerServiceServicer,
 ) -> AsyncIterator[list[OtherRoom]]:
-    """A worker that leaves; yields what its engine receives."""
+    """A leaving worker; yields the requests that its engine receives."""
     rooms: list[OtherRoom] = []
 
     async def receive(room: OtherRoom) -> None:

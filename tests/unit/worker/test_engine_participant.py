@@ -172,7 +172,7 @@ async def test_a_split_passes_all_new_groups_to_the_engine(bench: Bench) -> None
 
 
 async def test_a_configuration_that_was_not_prepared_is_applied(bench: Bench) -> None:
-    """Members are where they were last known to be."""
+    """Members keep their last known addresses."""
     await bench.participant.prepare(MERGE)
     await bench.participant.commit(MERGED, "7-1", "")
     await bench.participant.prepare(replace(MERGE, attempt="7-2"))

@@ -18,7 +18,7 @@ FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 
 
 def make_reporter(responsive: bool = True) -> ReportSender:
-    """A sender whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
+    """A reporter whose engine runs a request at epoch 6; the worker is at epoch 7."""
     report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
     engine = SimpleNamespace(report=report, responsive=responsive, hung=not responsive)
     unused = cast(Any, None)
@@ -28,7 +28,7 @@ def make_reporter(responsive: bool = True) -> ReportSender:
 
 
 def change_load(sender: ReportSender) -> None:
-    """The engine has a block less, and has said so."""
+    """The engine reports a block less."""
     engine = cast(Any, sender)._engine
     load = replace(engine.report.load, kv_blocks_free=engine.report.load.kv_blocks_free - 1)
     engine.report = replace(engine.report, load=load)
@@ -37,7 +37,7 @@ def change_load(sender: ReportSender) -> None:
 
 @pytest.fixture(autouse=True)
 def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heartbeat comes in time, and no pause is waited for."""
+    """Disable heartbeats and pauses."""
     for name in ("LOAD", "MEMORY"):
         monkeypatch.setattr(reporter, f"{name}_PAUSE_S", 0.0)
         monkeypatch.setattr(reporter, f"{name}_MINOR_PAUSE_S", 0.0)
@@ -138,7 +138,7 @@ async def test_a_frozen_engine_is_not_reported_until_it_responds() -> None:
 async def test_an_engine_that_may_not_serve_is_not_reported_to_the_scheduler(
     hung: bool, responsive: bool
 ) -> None:
-    """One that was slow lately counts as hung later than as unresponsive."""
+    """An engine that was slow lately counts as hung later than as unresponsive."""
     silent = make_reporter(responsive)
     cast(Any, silent)._engine.hung = hung
     first = asyncio.ensure_future(anext(silent.load_reports()))

@@ -28,7 +28,7 @@ Call = Any
 
 
 class RecordingEngine:
-    """Stands where EngineClient does and remembers what it was told."""
+    """Stands in for EngineClient and records its calls."""
 
     def __init__(self) -> None:
         self.told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()

@@ -28,7 +28,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def system(**changes: Any) -> dict[str, Any]:
-    """Figures of a system of two rounds, in each of which groups merged and split."""
+    """Figures of a system with two rounds, in each of which groups merged and split."""
     figures: dict[str, Any] = {
         "processed_tokens_per_s": 1000.0,
         "recomputed_share": 0.0,
@@ -124,7 +124,7 @@ GOOD: dict[str, tuple[Rules, Systems]] = {
 def judged(
     name: str, changed: str = "", change: dict[str, Any] | None = None, paced: bool = True
 ) -> dict[str, Any]:
-    """The verdict on systems that are good but for one change."""
+    """The verdict on systems that hold all bars, except for a single change."""
     rules, systems = GOOD[name]
     if changed:
         systems = systems | {changed: merged(systems[changed], change or {})}
@@ -207,7 +207,7 @@ def test_groups_have_to_merge_and_split_in_each_round_and_soon(
 
 
 def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
-    """An arrival waits for an iteration: of a short P99 that is more than 15 %."""
+    """An arrival waits for an iteration, which is more than 15 % of a short P99."""
     assert failing(judged("coserve", "slo", p99(1.39))) == []
     _, systems = GOOD["coserve"]
     for ttft_s, fails in ((11.4, False), (11.6, True)):

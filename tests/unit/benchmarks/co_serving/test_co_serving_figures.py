@@ -27,7 +27,7 @@ def record(
     gap_s: float = 0.1,
     slo_class: str = "interactive",
 ) -> SentRequest:
-    """A completed request that is due `due_s` after the beginning of the round."""
+    """A completed request that is due `due_s` after the start of the round."""
     due_s += FROM_S
     times = tuple(due_s + first_s + gap_s * index for index in range(tokens))
     return SentRequest(
@@ -36,7 +36,7 @@ def record(
 
 
 def without_token(due_s: float, end_s: float, outcome: RequestOutcome, error: str) -> SentRequest:
-    """A request that got nothing and ended `end_s` after the beginning of the round."""
+    """A request without tokens that ended `end_s` after the start of the round."""
     return SentRequest(
         FROM_S + due_s,
         FROM_S + due_s,
@@ -49,7 +49,7 @@ def without_token(due_s: float, end_s: float, outcome: RequestOutcome, error: st
 
 
 def sample(time_s: float, processed: float, batch: float, again: float = 0.0) -> TokenSample:
-    """Counters `time_s` after the beginning; a tenth of the tokens is output."""
+    """Counters `time_s` after the start; a tenth of the tokens is output."""
     return TokenSample(
         FROM_S + time_s,
         processed,
@@ -100,7 +100,7 @@ def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
 
 
 def test_gaps_of_requests_that_were_cut_off_count() -> None:
-    """A system that is slow with tokens would otherwise hide it by not ending."""
+    """Otherwise a slow system could hide its gaps by never ending a request."""
     cut_off = SentRequest(
         FROM_S + 20.0,
         FROM_S + 20.0,

@@ -123,7 +123,7 @@ def test_an_unsettled_cluster_is_not_stable(change: Callable[[dict[str, Any]], N
 async def test_stability_counts_from_the_last_unstable_state(
     first_looks: Sequence[bool], later: bool, last_bad: int | None
 ) -> None:
-    """At first the loss is not noticed: that is no stable cluster."""
+    """A cluster that has not noticed the loss yet is not stable."""
     looks = chain(first_looks, repeat(later))
     looked: list[tuple[float, bool]] = []
 
@@ -142,7 +142,7 @@ async def test_stability_counts_from_the_last_unstable_state(
 
 
 async def test_the_last_observation_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else may have seen first that it is stable, and ended the watch."""
+    """Another observer may have seen the stable state first and ended the watch."""
     monkeypatch.setattr(cluster, "POLL_S", 60.0)
     looked: list[bool] = []
 

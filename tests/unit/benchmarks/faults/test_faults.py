@@ -23,7 +23,7 @@ KILLS = "2/(prepare|steady)/.*/kill-worker$"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the cells that were run. Each holds, and takes a minute."""
+    """The names of the cells that were run. Each passes and takes a minute."""
     names: list[str] = []
 
     def run_cell(_: Deployment, cell: FaultCell, *__: Any) -> CellVerdict:

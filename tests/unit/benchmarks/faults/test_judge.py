@@ -34,7 +34,7 @@ GATEWAY = replace(KILL, fault="gateway-kill")
 
 
 def seen(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> CellSeen:
-    """A run in which all holds, but for `outcomes` beside the good ones, and `changes`."""
+    """A valid run with `outcomes` beside the good ones, and `changes`."""
     every = [GOOD] * STREAMS_MIN + list(outcomes)
     cell = CellSeen(KILL, HIT_S, [WANTED] * len(every), every, [GOOD] * 2, 3.0, 9.0, 1.0)
     return replace(cell, **changes)

@@ -104,7 +104,7 @@ def test_each_violated_property_is_a_problem(changes: Any, problem: str) -> None
 
 
 def test_a_killed_process_that_is_still_there_does_not_serve() -> None:
-    """Else the next fault follows before the first one has any effect, and hits what is gone."""
+    """Otherwise the next fault would come before the first has an effect."""
     me = os.getpid()
     status = {
         "workers": [{"id": "worker-0", "pids": [me], "epoch": 3, "unsettled": False}],

@@ -43,7 +43,7 @@ def test_excess_requests_may_wait_but_not_fail() -> None:
 
 
 def test_throughput_after_a_death_ends_with_the_last_request_or_the_return() -> None:
-    """Fewer run at a time then, or more workers serve."""
+    """After that fewer requests run, or more workers serve."""
     assert loss().before == (4.0, 12.0)
     assert loss(whole_s=None).after == (12.5, 22.0)
     assert loss().after == (12.5, 22.0)
@@ -90,7 +90,7 @@ def test_the_first_of_many_lost_requests_are_listed() -> None:
 
 
 def test_an_outage_without_an_effect_has_no_problem() -> None:
-    """Nobody tells of groups for a while, and then they are those of before."""
+    """No groups are reported for a while, and then the former ones."""
     seen = outage([[GROUP], [GROUP], [], [GROUP]])
     assert seen.problems() == []
     figures = seen.figures()

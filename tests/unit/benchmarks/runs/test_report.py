@@ -24,7 +24,7 @@ from tideserve.load.record import RequestOutcome, Round, SentRequest
 
 
 def measured(ttft_s: float, capacity: int | None = 1000, bubble_s: float | None = None) -> Round:
-    """Ten requests with that time to first token; stages of pipelines were busy for 9 s."""
+    """Ten requests with this time to first token; pipeline stages were busy for 9 s."""
     records = tuple(
         SentRequest(
             float(due),
@@ -96,7 +96,7 @@ def test_a_reference_system_sets_no_target(plan: BenchPlan, outcomes: RunOutcome
 
 
 def test_the_best_system_has_the_same_pacing(plan: BenchPlan, outcomes: RunOutcomes) -> None:
-    """What another device does in its own time says nothing of a paced one."""
+    """An unpaced device cannot be compared with a paced one."""
     outcomes.rounds["burst"]["fast"] = [measured(0.01)]
     outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
     paced = result_of(plan, outcomes)["systems"]["recompute@A100-14B"]

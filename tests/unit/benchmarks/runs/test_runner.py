@@ -21,7 +21,7 @@ LOAD = fixed(2, 4, 1, seed=0)
 
 
 class Noted:
-    """A system that notes what is done to it; `patient` ones can rest."""
+    """A system that records its calls; `patient` ones can be paused."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name = name
@@ -51,14 +51,14 @@ class Noted:
 
 
 class Sent(list[tuple[str, Job]]):
-    """(system, job) of every job; those of LOAD are in `notes`, too."""
+    """(system, job) of every job; jobs of LOAD are also in `notes`."""
 
     notes: list[str]
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """The jobs that are sent; each of their requests is answered."""
+    """The jobs that are sent; each of their requests completes."""
     jobs = Sent()
     jobs.notes = []
 
@@ -114,7 +114,7 @@ def test_systems_rest_while_another_is_measured(
 def test_vllm_warms_up_before_its_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
-    """What it compiles for a batch size that it has not met is not its speed."""
+    """Compilation for a new batch size is not part of its speed."""
     loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
     case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)

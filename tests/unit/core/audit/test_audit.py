@@ -208,12 +208,12 @@ class Run:
 
 
 def find(lines: list[Line], kind: type, number: int = 0) -> int:
-    """Where the `number`-th entry of a type is."""
+    """The position of the `number`-th entry of a type."""
     return [i for i, line in enumerate(lines) if isinstance(line.value, kind)][number]
 
 
 def change(lines: list[Line], kind: type, number: int = 0, **values: Any) -> None:
-    """Rewrite fields of the `number`-th entry of a type."""
+    """Replace fields of the `number`-th entry of a type."""
     place = find(lines, kind, number)
     line = lines[place]
     lines[place] = Line(line.kind, replace(line.value, **values))
@@ -267,7 +267,7 @@ def in_two_groups(run: Run) -> None:
 
 
 def rewrite_commit(run: Run, number: int, groups: list[Group]) -> None:
-    """Have a transaction write other groups than it should."""
+    """Make a transaction write other groups than it should."""
     change(run.memmgr, Transact, number, groups=tuple(groups))
 
 
@@ -328,7 +328,7 @@ def began_late(run: Run) -> None:
 
 
 def resume(run: Run, again: int = 31, emitted: int = 31) -> None:
-    """A third request: b emits tokens 0 and 1, of which the second is lost; a goes on from it."""
+    """A third request: b emits tokens 0 and 1, of which the second is lost; a resumes it."""
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
         *iteration(7, 41.0, "t", 0, 30),
@@ -547,7 +547,7 @@ def test_only_a_lost_worker_may_run_a_request_beside_another(run: Run) -> None:
 
 
 def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> None:
-    """Its gateway lost the other worker, and does not know of the adoption."""
+    """Its gateway lost the other worker and does not know of the adoption."""
     adopted = SequenceState(request("s#b-1.1"), (20,), 2, 1, 0.0, 1)
     change(run.a, NoteAdopted, sequence=adopted)
     again = Request("s#a-1.2", (5, 6), Sampling(), Limits(3), 0.0, output_ids=(20,))
@@ -562,7 +562,7 @@ def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> No
 def test_two_engines_may_continue_a_request_handed_over_during_a_split(
     run: Run,
 ) -> None:
-    """The new leader has it; the old one never hears so, and takes it back."""
+    """The new leader has the request; the old one does not learn it and takes it back."""
     run.b += iteration(7, 22.5, "s", 1, 21)
     (broken,) = run.audit().violations
     assert broken.startswith("I5: token 1 of s came from")
@@ -637,7 +637,7 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end(run: Run) -> None:
 def test_tokens_of_a_killed_gateway_are_checked_without_its_assignments(
     run: Run,
 ) -> None:
-    """It notes the workers at the end of a request, which does not come."""
+    """A gateway logs the workers at the end of a request, which is missing here."""
     del run.gateway[find(run.gateway, SegmentRead, 1) :]
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
     assert not killed.violations

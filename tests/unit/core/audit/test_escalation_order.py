@@ -96,7 +96,7 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
 def test_a_planner_that_breaks_the_order_is_detected(
     monkeypatch: pytest.MonkeyPatch, precedence: Precedence, sentence: str
 ) -> None:
-    """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
+    """It takes the KV of the newest sequence of any class, or starts requests in arrival order."""
     monkeypatch.setitem(PRECEDENCES, Scheduling.PRIORITY, precedence)
     made_with = config(Scheduling.PRIORITY)
     violations = audited(made_with, flood(made_with)).violations
@@ -110,7 +110,7 @@ def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
     grow = SequenceTable.grow
 
     def hasty(self: SequenceTable, sequence: Any) -> bool:
-        """One of those that run has to give way, whether or not there is room."""
+        """Preempt a running sequence, whether or not there are free blocks."""
         others = [other for other in self.running if other is not sequence]
         if others:
             self.preempt(others[-1])

@@ -34,7 +34,7 @@ def committed(number: int, now_s: float, *groups: Group) -> list[Line]:
 
 
 def engine(name: str, *settled: tuple[float, int, bool]) -> list[Line]:
-    """An engine that noted its memory at these times, at these epochs."""
+    """An engine that logged its memory at these times and epochs."""
     return [
         Line(FACT, EngineStarted(0.0, name, f"{name}-1", "digest", LAYERS, 100)),
         *(

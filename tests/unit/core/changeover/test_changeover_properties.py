@@ -35,7 +35,7 @@ def explore(
     holders: bool = False,
     **options: Any,
 ) -> World:
-    """A run by chance."""
+    """A random run."""
     world = World(seed, prefixes=prefixes, classes=classes, holders=holders, **options)
     for _ in range(steps):
         world.step()
@@ -71,7 +71,7 @@ def test_random_changes_with_parked_batch_work() -> None:
 
 
 def explore_partial(seed: int) -> World:
-    """Four workers; each second group that could splits into smaller groups."""
+    """Four workers; every second group that can splits into smaller groups."""
     cached, classes = seed % 2 == 1, seed % 3 == 0
     return explore(seed, cached, DIVIDING_STEPS, classes, workers=4, losses=seed % 2, divides=True)
 
@@ -90,13 +90,13 @@ def test_many_random_changes_with_partial_splits() -> None:
 
 
 def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
-    """Runs that found a defect: a leader had preempted a request whose KV was on its way."""
+    """Regression seeds: a leader had preempted a request whose KV was in flight."""
     explore(1001389, True, 80)
     explore(9000471, False, 100)
 
 
 def test_random_changes_with_slabs_of_other_groups() -> None:
-    """Holders die, change, or have other weights, and each slab is restored all the same."""
+    """Holders die, change, or have other weights, and each slab is still restored."""
     worlds = [explore(seed, holders=True, workers=4, losses=2) for seed in range(HOLDER_RUNS)]
     assert sum(world.committed for world in worlds) > HOLDER_RUNS
     survivors = [member for world in worlds for member in world.members.values()]
@@ -130,7 +130,7 @@ def test_many_random_changes_with_parked_batch_work() -> None:
     ),
 )
 def test_any_order_of_operations_settles(workers: int, operations: list[tuple[str, int]]) -> None:
-    """The same, with what happens drawn one by one, so that a failure shrinks."""
+    """The same with events drawn one at a time, so that a failure shrinks."""
     world = World(workers, workers, losses=2)
     for name, chance in operations:
         world.rng.seed(chance)

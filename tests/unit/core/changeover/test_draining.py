@@ -39,7 +39,7 @@ class Member:
         self.switches = 0
 
     def do(self, event: vocabulary.Event) -> list[vocabulary.SendFrame]:
-        """Have it handle an event; returns the frames that it sends."""
+        """Make it handle an event; returns the frames that it sends."""
         sent = []
         for command in self.machine.handle(event):
             if isinstance(command, vocabulary.SendFrame):
@@ -53,7 +53,7 @@ class Member:
         return self.do(vocabulary.TurnTaken(now_s))
 
     def switched(self) -> int:
-        """How often it has switched after its turn."""
+        """The number of switches after its turn."""
         self.turn()
         return self.switches
 
@@ -136,7 +136,7 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) ->
 def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_counts(
     pair: Pair,
 ) -> None:
-    """Requests are dealt by the blocks that they have then."""
+    """Requests are divided by the blocks that they hold then."""
     pair.arrive("long", 40)
     pair.arrive("late", 8)
     number = pair.launch()
@@ -190,7 +190,7 @@ def test_nothing_runs_after_the_departure_of_its_leader(pair: Pair) -> None:
 
 
 def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt(pair: Pair) -> None:
-    """A request came to the stage, and its leader left while it was on its way there."""
+    """A request reached the stage, and its leader left while the request was in flight."""
     request = Request("late", (5,) * 6, Sampling(), Limits(4), 0.0)
     (sent,) = pair.b.do(RequestArrived(0.1, request))
     assert isinstance(sent.frame, Adopt)

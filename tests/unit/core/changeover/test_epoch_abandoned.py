@@ -54,7 +54,7 @@ def frames_to(peer: str, commands: list[vocabulary.Command]) -> list[object]:
 
 
 def take_own(machine: Changeover, commands: list[vocabulary.Command]) -> None:
-    """Have "a" take what it sends to itself."""
+    """Deliver the frames that "a" sends to itself."""
     for frame in frames_to("a", commands):
         take_own(machine, received(machine, "a", frame))
 

@@ -20,7 +20,7 @@ LEFT = (GroupStages("g-b", 3, (Stage("b", 2, 4),)),)
 
 
 def adopting() -> Script:
-    """ "a" has handed "s" to "b", where it has just arrived; word of that is on its way."""
+    """ "a" has handed "s" to "b", where it has just arrived; the notice is in flight."""
     script = pipeline("r", "s")
     part(script)
     script.stopped = {("b", "a")}
@@ -31,7 +31,7 @@ def adopting() -> Script:
 
 
 def handed(script: Script) -> Adopt:
-    """What is on its way from "a" to "b"."""
+    """The frames in flight from "a" to "b"."""
     (adopt,) = [frame for _, frame in script.ways["a", "b"] if isinstance(frame, Adopt)]
     return adopt
 
@@ -71,7 +71,7 @@ def test_an_aborted_sequence_ends_with_the_change() -> None:
 
 
 def test_a_sequence_returned_to_a_stage_goes_to_its_leader() -> None:
-    """ "a" leads no more; "b" never enters the change in which it was to lead "s"."""
+    """ "a" no longer leads; "b" never enters the change in which it was to lead "s"."""
     script = pipeline("r", "s")
     script.hear(groups(2, "ca", "b"))
     script.turn("a")
@@ -130,7 +130,7 @@ def test_a_former_leader_adopts_no_sequence() -> None:
 
 @pytest.mark.parametrize("adopted", [True, False])
 def test_a_request_restarts_only_if_its_sequence_was_adopted(adopted: bool) -> None:
-    """Its gateway has lost the worker where it began, and does not know where it is now."""
+    """Its gateway has lost the worker that started it and does not know the new one."""
     script = pipeline("r#g.1", "s#g.1")
     part(script)
     script.settle()
@@ -150,7 +150,7 @@ def test_a_late_sequence_at_a_stage_goes_to_its_leader() -> None:
 
 
 def test_kv_left_to_lost_leaders_is_freed() -> None:
-    """ "b" holds KV of "r", which "a" leads now; nobody can fetch it when "a" is gone."""
+    """ "b" holds KV of "r", which "a" leads now; the KV is useless once "a" is lost."""
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -199,7 +199,7 @@ def test_a_stale_configuration_is_ignored(epoch: int) -> None:
 
 
 def test_a_lost_connection_to_a_new_leader_keeps_its_sequences() -> None:
-    """Both live, and "c" is a stage of "b" now."""
+    """Both are alive, and "c" is a stage of "b" now."""
     script = Script("abc").change(groups(1, "abc"))
     for name in ("r", "s"):
         script.ask("a", name, 8)
@@ -214,7 +214,7 @@ def test_a_lost_connection_to_a_new_leader_keeps_its_sequences() -> None:
 
 
 def test_a_hand_over_from_a_lost_peer_is_ignored() -> None:
-    """One lane between the two is lost, and frames still come over the other one."""
+    """One lane between the two is lost, and frames still arrive over the other."""
     script = pipeline(waiting=("r", "s"))
     script.advance("a")
     script.stopped = {("a", "b")}
@@ -232,7 +232,7 @@ def test_a_hand_over_from_a_lost_peer_is_ignored() -> None:
 
 
 def test_a_stage_frees_everything_of_an_abandoned_leader() -> None:
-    """The leader lives, and hears of the change so late that its stage has left."""
+    """The leader is alive and learns of the change after its stage has left."""
     script = pipeline(waiting=("r",))
     script.stopped = {("b", "a")}
     script.advance("a")

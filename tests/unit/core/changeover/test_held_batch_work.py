@@ -26,7 +26,7 @@ def held(script: Script, name: str = "a") -> bool:
 
 
 def prepare(script: Script) -> None:
-    """ "a" gets ready."""
+    """Make "a" prepare."""
     script.do("a", ASKED)
     script.turn("a")
     assert held(script)
@@ -76,7 +76,7 @@ def test_online_work_continues() -> None:
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_batch_work_is_held_for_a_bounded_time(ready: bool) -> None:
-    """Another member may take long, or be gone, and so may the memory manager."""
+    """Another member or the memory manager may be slow or lost."""
     script = serving()
     script.now_s = 7.0
     script.do("a", ASKED)
@@ -90,7 +90,7 @@ def test_batch_work_is_held_for_a_bounded_time(ready: bool) -> None:
 
 
 def test_hold_time_starts_with_the_first_turn_after_the_order() -> None:
-    """The order tells no time, and the last event that did may be long ago."""
+    """The order has no time, and the last event with a time may be long past."""
     script = serving()
     script.now_s = 100.0
     script.do("a", ASKED)

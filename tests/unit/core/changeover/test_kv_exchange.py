@@ -51,7 +51,7 @@ def test_a_split_returns_the_other_layers() -> None:
 
 @dataclass
 class Cluster:
-    """Workers with so many blocks; carries out commands in a random order, some transfers fail."""
+    """Workers with this number of blocks; commands run in random order, and some transfers fail."""
 
     rng: random.Random
     free: dict[str, int]
@@ -101,7 +101,7 @@ class Cluster:
         self.carry_out(self.exchange.handle(RequestGone(request_id)))
 
     def turn(self) -> bool:
-        """Start what may start, then finish one thing; False when there is nothing left."""
+        """Start all possible moves, then finish one; False when none is left."""
         self.exchange.handle(RoomReported(self.free))
         self.now_s += self.rng.random() / 10
         self.carry_out(self.exchange.start(self.now_s))
@@ -125,7 +125,7 @@ class Cluster:
 
 
 def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> SequenceMove:
-    """A request of `origin`, "a" or "b", on its way into the merged group."""
+    """A request of `origin`, "a" or "b", that moves into the merged group."""
     old, other = (ALONE_A, "b") if origin == "a" else (ALONE_B, "a")
     return SequenceMove(
         name,

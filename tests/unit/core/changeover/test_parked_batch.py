@@ -26,7 +26,6 @@ APART, MERGED, SPLIT = groups(1, "a", "b"), groups(2, "ab"), groups(3, "a", "b")
 
 def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60.0) -> Script:
     """ "b" had an online request "o" and batch work, and follows "a" now; the KV of "o" has moved.
-
     "m" and "n" have had KV, "w" waits for a place.
     """
     script = Script("ab", scheduling=scheduling, shelf_max_s=shelf_max_s).change(APART)
@@ -40,7 +39,7 @@ def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60
 
 
 def leaving(epoch: int, name: str) -> Groups:
-    """Both lead groups of their own, and one of them is about to go."""
+    """Both lead their own groups, and one of them is about to leave."""
     stages = {name: (Stage(name, 0, LAYERS),) for name in "ab"}
     left = frozenset({name})
     return tuple(GroupStages(f"g-{name}", epoch, stages[name], left & {name}) for name in "ab")
@@ -135,7 +134,7 @@ def test_parked_work_can_be_aborted() -> None:
 
 
 def rest_returnable() -> Script:
-    """ "r" may go elsewhere and has not begun, when "b" stops leading; nor has "w"."""
+    """ "r" is returnable and not started when "b" stops leading; "w" is not started either."""
     script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0).change(APART)
     script.ask("b", "m", 8, service=BATCH)
     script.launch("b")
@@ -148,7 +147,7 @@ def rest_returnable() -> Script:
 
 
 def test_unstarted_work_returns_to_the_scheduler() -> None:
-    """There is room at its worker, which plans nothing; another group may have time for it."""
+    """Its worker has room but plans nothing; another group may have time for it."""
     script = rest_returnable()
     member = script.members["b"]
     assert sorted(script.names_at("b")) == ["m", "r", "w"]

@@ -21,13 +21,13 @@ def refusals(commands: list[vocabulary.Command]) -> list[str | None]:
 
 
 def capacities(script: Script) -> list[int]:
-    """What "b" has yet to tell "a" of its blocks."""
+    """The reports of blocks that "b" has yet to send to "a"."""
     frames = [frame for _, frame in script.ways["b", "a"]]
     return [frame.blocks for frame in frames if isinstance(frame, Capacity)]
 
 
 def fetching(script: Script) -> vocabulary.RestoreSlab:
-    """Have "b" make room for its first slab."""
+    """Make "b" free memory for its first slab."""
     while not isinstance(script.steps["b"], vocabulary.RestoreSlab):
         script.go_on("b")
         script.settle()
@@ -61,9 +61,8 @@ def test_attempts_are_exclusive(begun: bool) -> None:
 
 @pytest.mark.parametrize(("members", "epoch"), [("ab", 3), ("abc", 10)])
 def test_an_attempt_outdated_by_a_commit_blocks_nothing(members: str, epoch: int) -> None:
-    """As where a member dies while its group is made anew, or is to merge with one of high epochs.
-
-    The survivors are asked for their layers as soon as they have groups of their own.
+    """For example, a member dies while its group is rebuilt or is to merge with a group of high
+    epochs. The survivors are asked for their layers once they have groups of their own.
     """
     script = Script("abc").change(groups(1, "a", "b"))
     script.hear(groups(2, "ab"))
@@ -76,7 +75,7 @@ def test_an_attempt_outdated_by_a_commit_blocks_nothing(members: str, epoch: int
 
 
 def cut_amid_a_merge() -> Script:
-    """ "b" and "c" have lost "a", of whose requests they have yet to get the KV."""
+    """ "b" and "c" have lost "a" before they got the KV of its requests."""
     script = Script("abc").change(groups(1, "a", "b", "c"))
     for leader in "abc":
         script.ask(leader, f"of {leader}", 6)
@@ -99,7 +98,7 @@ def test_a_change_stalled_by_a_loss_does_not_delay_an_attempt() -> None:
 
 
 def test_an_attempt_waits_for_fetches_of_the_other_split_group() -> None:
-    """The lost connection is not needed for that, so both members wait for its end."""
+    """The lost connection is not needed, so both members wait until the fetches end."""
     script = Script("abcd", blocks=64).change(groups(1, "abcd"))
     for number in range(4):
         script.ask("a", f"r{number}", 6)

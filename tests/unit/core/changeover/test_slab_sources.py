@@ -22,7 +22,7 @@ ALL = frozenset(SLABS)
 
 
 def next_of(slabs: SlabSources, *, intact: bool) -> SlabSource:
-    """The source of the only slab in progress, which ends."""
+    """The source of the only slab in progress, which is then completed."""
     ((slab, source),) = slabs.start()
     assert slabs.end(slab, intact)
     return source

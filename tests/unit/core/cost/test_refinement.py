@@ -16,14 +16,14 @@ TRUE = CostModel(
 
 
 def off_by(factor: float) -> CostModel:
-    """A sketch: prompt tokens off by `factor`, decodes by its inverse."""
+    """A rough model: prompt tokens off by `factor`, decodes by its inverse."""
     assert TRUE.decode is not None
     decode = replace(TRUE.decode, beta=TRUE.decode.beta / factor)
     return replace(TRUE, beta=TRUE.beta * factor, decode=decode)
 
 
 def served(rng: Random) -> Chunks:
-    """An iteration as a server runs them: decodes, and often a prompt."""
+    """An iteration of a server: decodes, and often a prompt."""
     decodes = tuple((rng.randint(20, 900), 1) for _ in range(rng.randint(0, 16)))
     prompt = ((rng.choice((0, 0, 200)), rng.randint(2, 200)),)
     return decodes + prompt if rng.random() < 0.4 or not decodes else decodes
@@ -43,7 +43,7 @@ def learn(
     instant: float = 0.0,
     true: CostModel = TRUE,
 ) -> None:
-    """`pauses` and `instant`: shares of iterations that take seconds more, or a 1000th."""
+    """`pauses`, `instant`: shares of iterations that take seconds longer, or a 1000th."""
     for _ in range(count):
         batch = served(rng)
         measured_s = true.batch_s(batch) * rng.uniform(1 - noise, 1 + noise)
@@ -127,7 +127,7 @@ def test_prompts_and_decodes_in_turn_keep_what_was_learned_of_both(factor: float
 
 
 def test_coefficients_without_samples_keep_the_base_value() -> None:
-    """Decodes alone, twice as slow: prompts keep about their predicted time."""
+    """Decodes only, twice as slow: prompts keep about their predicted time."""
     refiner, rng = CostRefiner(TRUE), Random(1)
     for _ in range(2000):
         batch = tuple((rng.randint(20, 900), 1) for _ in range(rng.randint(1, 16)))
@@ -182,7 +182,7 @@ def test_changes_are_detected_in_any_batch() -> None:
 
 
 def test_the_update_takes_few_microseconds() -> None:
-    """Its refits included. The bound is generous: tests run on busy machines."""
+    """Including refits. The bound is generous, as tests run on busy machines."""
     refiner, rng = CostRefiner(TRUE), Random(4)
     batches = [served(rng) for _ in range(512)]
     costs = [(batch, TRUE.batch_s(batch)) for batch in batches]

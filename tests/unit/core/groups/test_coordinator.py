@@ -54,7 +54,7 @@ def split(*names: str) -> Targets:
 
 
 class Cluster:
-    """A coordinator that leads, a store, and members that do as they are told here."""
+    """A leading coordinator, a store, and members that are controlled by the test."""
 
     def __init__(self, config: CoordinatorConfig = CONFIG, names: Iterable[str] = NAMES) -> None:
         self.state = CoordinatorState(config)
@@ -122,13 +122,13 @@ class Cluster:
         self.write_all()
 
     def serve(self, *names: str) -> None:
-        """These workers serve their newest configuration."""
+        """These workers apply their newest configuration."""
         for name in names or NAMES:
             if (stored := self.store.assignments.get(name)) is not None:
                 self.epochs[name] = stored.assignment.epoch
 
     def look(self) -> None:
-        """All looks that are due."""
+        """Run all due polls."""
         due = [look for look in self.looks if look[0] <= self.now_s]
         self.looks = [look for look in self.looks if look[0] > self.now_s]
         for _, command in due:
@@ -305,7 +305,7 @@ def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
 
 
 class Chaos(Cluster):
-    """Anything may happen next."""
+    """A cluster with random events."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -360,7 +360,7 @@ class Chaos(Cluster):
             self.feed(LeadershipChanged(self.now_s, self.store.elect()))
 
     def finish(self) -> None:
-        """No more faults, and every change ends by its deadline."""
+        """No further faults; every change ends by its deadline."""
         self.unsettled.clear()
         for _ in range(200):
             self.write_all()

@@ -36,7 +36,7 @@ class Store:
         self.state = self.leader(token)
 
     def leader(self, token: int) -> GroupState:
-        """A memory manager that knows nothing yet."""
+        """A memory manager that has read nothing yet."""
         state = GroupState(ProtocolConfig(gone_after_s=GONE_AFTER_S))
         state.handle(LeadershipChanged(0.0, token))
         return state
@@ -46,7 +46,7 @@ class Store:
         self.workers[name] = Worker(name, incarnation, "m", LAYERS, self.revision)
 
     def left_behind(self, name: str, epoch: int) -> None:
-        """What a worker that has gone leaves."""
+        """The records of a departed worker."""
         tombstone = Group(f"group-{name}", epoch, GroupPhase.DISSOLVED, (), "m")
         assignment = Assignment(name, f"{name}-a", "", epoch, 0, LAYERS)
         self.groups[f"group-{name}"] = StoredGroup(tombstone, self.revision)

@@ -38,7 +38,7 @@ def mark(call: PrepareCall) -> StoredGroup:
 
 
 def prepare(state: MemberState, call: PrepareCall = ASKED) -> None:
-    """Let the member read the mark and accept the call."""
+    """Make the member read the mark and accept the call."""
     state.observe([mark(call)])
     assert state.judge(call) == Answer(Verdict.ACCEPTED)
 
@@ -129,7 +129,7 @@ def test_a_request_waits_for_the_record_that_bears_the_mark(state: MemberState) 
 
 
 def test_layers_fetched_for_a_commit_that_was_not_seen_are_kept(state: MemberState) -> None:
-    """The target may have been committed and followed by another one before anybody looked."""
+    """The target may have been committed and superseded before the member read it."""
     prepare(state)
     later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
@@ -168,7 +168,7 @@ def merged(state: MemberState) -> MemberState:
 
 
 def test_a_configuration_with_layers_that_it_lacks_is_not_followed(merged: MemberState) -> None:
-    """As a coordinator writes it that knows neither the group nor the assignment."""
+    """A coordinator that knows neither the group nor the assignment writes such a record."""
     whole = replace(ALONE, epoch=9)
     assert merged.observe([StoredGroup(whole, 40)]) == []
     half = replace(whole, phase=GroupPhase.DEGRADED, members=(Member("w0", "a", 0, 2),))

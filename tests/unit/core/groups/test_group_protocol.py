@@ -28,7 +28,7 @@ def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> No
 
 @pytest.mark.parametrize("first_seed", range(0, 80, 20))
 def test_invariants_hold_if_the_store_loses_writes(first_seed: int) -> None:
-    """Restored from an old copy, or empty: no invariant breaks, and groups change again."""
+    """Restored from an old copy, or empty: no invariant is violated, and groups change again."""
     worlds = [walk(seed, losses=2) for seed in range(first_seed, first_seed + 20)]
     assert sum(world.store.rollbacks for world in worlds) > 20
     assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
@@ -37,7 +37,7 @@ def test_invariants_hold_if_the_store_loses_writes(first_seed: int) -> None:
 @pytest.mark.parametrize("steps", [20, 80])
 @pytest.mark.parametrize("empty", [False, True])
 def test_invariants_hold_if_the_store_loses_writes_during_changes(empty: bool, steps: int) -> None:
-    """Calls of the lost history still arrive; the revisions stay far below those in them."""
+    """Calls of the lost history still arrive; revisions stay far below those in them."""
     for seed in range(20, 60):
         world = World(seed)
         world.backup = None if empty else world.store.data()

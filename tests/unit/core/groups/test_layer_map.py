@@ -39,7 +39,7 @@ def times(model: ModelShape, counts: tuple[int, ...]) -> list[float]:
 def best_score(
     model: ModelShape, rooms: list[MemberMemory], needed: int
 ) -> tuple[int, float, int] | None:
-    """(tokens up to the need, -time, tokens) of the best of all divisions, None if none fits."""
+    """(tokens up to the demand, -time, tokens) of the best division, None if none fits."""
     best = None
     for cuts in combinations(range(1, model.num_layers), len(rooms) - 1):
         edges = (0, *cuts, model.num_layers)

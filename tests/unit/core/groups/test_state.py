@@ -39,7 +39,7 @@ SPLIT: Targets = ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
 
 
 class Store:
-    """What etcd would hold, and a leader that has read it."""
+    """The content of etcd, and a leader that has read it."""
 
     def __init__(self, *workers: Worker) -> None:
         self.revision = 10
@@ -69,7 +69,7 @@ class Store:
         return self.feed(self.listing())
 
     def commit(self, command: Transact) -> list[Command]:
-        """Apply a transaction, and tell."""
+        """Apply a transaction and report it."""
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
@@ -89,7 +89,7 @@ class Store:
         return self.feed(Reconfigure(self.now_s, "r", targets))
 
     def prepare(self, targets: Targets) -> PrepareMembers:
-        """Begin an attempt, up to the point where members are asked."""
+        """Start an attempt, up to the requests to members."""
         (mark,) = self.ask(targets)
         (command,) = self.commit(transaction(mark))
         assert isinstance(command, PrepareMembers)

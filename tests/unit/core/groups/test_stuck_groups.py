@@ -58,7 +58,7 @@ def _slow(store: Store, worker_id: str, epoch: int, iteration_s: float) -> Group
 
 
 def renewal(store: Store) -> PrepareMembers:
-    """A member reports, and the coordinator asks the members."""
+    """A member reports, and the coordinator asks the members to reconnect."""
     (mark,) = report(store, "w0")
     (asked,) = store.commit(transaction(mark))
     assert isinstance(asked, PrepareMembers)
@@ -81,7 +81,7 @@ def test_a_stuck_group_is_rebuilt_with_the_same_members_and_layers(store: Store)
 
 
 def renewed(store: Store) -> None:
-    """A member reports, and the members connect again."""
+    """A member reports, and the members reconnect."""
     asked = renewal(store)
     store.answer("w0", asked.attempt)
     (commit,) = store.answer("w1", asked.attempt)
@@ -89,7 +89,7 @@ def renewed(store: Store) -> None:
 
 
 def test_a_repeatedly_stuck_group_is_divided(store: Store) -> None:
-    """Its members connect, and yet nothing of size comes through: a group of two never will."""
+    """Its members connect, but large frames never arrive."""
     for _ in range(REBUILDS_MAX):
         store.now_s += 20
         renewed(store)
@@ -106,7 +106,7 @@ def test_a_long_healthy_group_can_be_rebuilt_again(store: Store) -> None:
 
 
 def test_members_that_never_connect_are_divided_at_once() -> None:
-    """Nobody waits: neither for a lease, nor for the back-off of an attempt that has failed."""
+    """Neither a lease nor the back-off of a failed attempt delays the division."""
     for silent in (False, True):
         store = merged()
         asked = renewal(store)
@@ -135,7 +135,7 @@ def hung(store: Store, worker_id: str, process: str = "", still: bool = True) ->
 
 
 def divided(commands: list[Command]) -> bool:
-    """Whether each member gets a group of its own."""
+    """Whether each member gets its own group."""
     written = [
         group for command in commands if isinstance(command, Transact) for group in command.groups
     ]

@@ -14,7 +14,7 @@ TOGETHER = (("w0", "w1"),)
 
 
 def full_of_batch(online: int, yields: bool, total: int) -> EngineReport:
-    """All blocks are taken, `online` of them by online requests; batch requests wait."""
+    """All blocks are in use, `online` of them by online requests; batch requests wait."""
     load = Load(
         running=10,
         waiting=5,
@@ -32,7 +32,7 @@ def full_of_batch(online: int, yields: bool, total: int) -> EngineReport:
 def decisions(
     layout: tuple[tuple[str, ...], ...], online: int, yields: bool, seconds: int = 60
 ) -> list[Action]:
-    """What is decided in a minute of one load; the first decision ends it."""
+    """The decisions in a minute of constant load; the first decision ends it."""
     groups = [
         Group(f"g-{names[0]}", 1, GroupPhase.STABLE, tuple(Member(n, "i") for n in names), "m")
         for names in layout
@@ -65,7 +65,7 @@ def test_online_kv_decides_whether_a_group_can_split() -> None:
 
 
 def test_batch_kv_that_comes_and_goes_between_two_reports_is_no_demand() -> None:
-    """The leader has given the blocks of an ended batch request back, the other stage not yet."""
+    """The leader has freed the blocks of an ended batch request, the other stage not yet."""
     group = Group("g-w0", 1, GroupPhase.STABLE, (Member("w0", "i"), Member("w1", "i")), "m")
     monitor = OverloadMonitor()
     decided: list[Action] = []

@@ -33,7 +33,7 @@ def load(demand: float) -> ModelLoad:
 
 
 def raised(demand: Demand, seconds: float) -> list[float]:
-    """The times at which demand is reported as rising, of a model with merged groups."""
+    """The times at which the demand of a model with merged groups is reported as rising."""
     trend, times_s = DemandTrend(), []
     for tick in range(round(seconds / TICK_S)):
         now_s = tick * TICK_S
@@ -185,7 +185,7 @@ class Merged:
         members: int = 2,
         capacity: int = 16_000,
     ) -> bool:
-        """Whether demand rises, after reports of a tick."""
+        """Whether demand is reported as rising after the reports of a tick."""
         self.now_s += TICK_S
         names = [f"w{n}" for n in range(members)]
         uses = tuple(MemberUse(n, capacity, round(used), UNDROPPED // members) for n in names)

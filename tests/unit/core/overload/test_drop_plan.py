@@ -57,14 +57,14 @@ def most_freed(groups: list[PlanGroup], key: MergeKey) -> list[int]:
 
 
 class Plainly:
-    """The algorithm as the module's docstring has it, pair by pair: lists of groups, no columns."""
+    """The reference algorithm of the module's docstring, pair by pair, on lists of groups."""
 
     def __init__(self, groups: list[PlanGroup], needed_bytes: int) -> None:
         self.missing_bytes = needed_bytes
         self.standing: list[tuple[PlanGroup, ...]] = [(group,) for group in groups]
 
     def run(self) -> set[frozenset[str]]:
-        """The ids of the groups that each merge makes one."""
+        """The ids of the groups in each merge."""
         left_over: dict[MergeKey, tuple[PlanGroup, ...]] = {}
         done = 0
         while self.missing_bytes > 0:
@@ -94,7 +94,7 @@ class Plainly:
             alike.remove(chosen)
 
     def merge_pairs(self, alike: list[tuple[PlanGroup, ...]]) -> tuple[PlanGroup, ...] | None:
-        """Near ones first; the group without a partner."""
+        """Merge near groups first; returns the group without a partner."""
         if not alike or not self.fits(alike[0], alike[0]):
             return None
         places: dict[tuple[str, ...], list[tuple[PlanGroup, ...]]] = {}
@@ -131,7 +131,7 @@ def kv_of(groups: tuple[PlanGroup, ...]) -> int:
 
 
 def common(first: tuple[PlanGroup, ...], second: tuple[PlanGroup, ...]) -> tuple[str, ...]:
-    """The narrowest place that has all of them in it."""
+    """The narrowest location that contains both."""
     prefix = first[0].location
     for group_ in first + second:
         while group_.location[: len(prefix)] != prefix:
@@ -140,7 +140,7 @@ def common(first: tuple[PlanGroup, ...], second: tuple[PlanGroup, ...]) -> tuple
 
 
 def test_the_fast_plan_equals_the_reference_plan() -> None:
-    """Without equal KV there is one answer."""
+    """With different KV everywhere the plan is unique."""
     rng = Random(5)
     shares = set()
     for _ in range(1500):
@@ -281,7 +281,7 @@ def test_no_plan_is_needed_without_demand(needed: int) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
 def test_planning_scales_to_10000_instances(share: float) -> None:
-    """Racks and hosts as clusters have them; how long it takes, `tideserve plan` tells."""
+    """Realistic racks and hosts; `tideserve plan` reports how long planning takes."""
     rng = Random(1)
     groups = [
         group(f"g{number}", KEYS[0], kv=rng.randrange(1000))._replace(

@@ -66,7 +66,7 @@ class World:
         return self.decisions[before:]
 
     def change(self, action: Action) -> Decision:
-        """Somebody merges or splits the groups."""
+        """Merge or split the groups."""
         (decision,) = self.monitor.handle(ManualChange(self.now_s, MODEL, action, ("g0",)))
         self._take([decision])
         return decision
@@ -98,7 +98,7 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    """Groups that have settled."""
+    """A world of settled groups."""
     made = World()
     assert made.tick(20) == []
     return made
@@ -142,7 +142,7 @@ def test_the_forecast_counts_what_arrives_and_stays(world: World) -> None:
 
 
 def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
-    """As much ends as arrives; a few requests always wait for the next iteration."""
+    """Requests end at the arrival rate; a few always wait for the next iteration."""
     world.used, world.queued_tokens = 1700, 10
     assert world.tick(200) == []
     world.rate = 400.0
@@ -158,7 +158,7 @@ def test_the_forecast_counts_no_more_than_demand_grows(world: World) -> None:
 
 
 def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
-    """Two full groups of one, for which requests wait, and a merged group that uses that much."""
+    """Two full single-worker groups with waiting requests, and a merged group with this use."""
     pair = tuple(MemberUse(f"w{n}", 5600, half_empty, 1300) for n in range(2))
     full = (
         GroupUse(f"g{n}", MODEL, (MemberUse(f"w{n}", 1300, 1300, 1300),), 5, 600) for n in (2, 3)
@@ -169,7 +169,7 @@ def full_beside_half_empty(half_empty: int) -> tuple[GroupUse, ...]:
 def decisions_of(
     groups: tuple[GroupUse, ...], count: int = 100, queue: tuple[ModelDemand, ...] = ()
 ) -> list[Decision]:
-    """What a new monitor decides when it sees these groups and this queue for `count` ticks."""
+    """The decisions of a new monitor for these groups and this queue within `count` ticks."""
     monitor, decisions = OverloadMonitor(), []
     for tick in range(count):
         decisions += monitor.handle(DemandReported(tick * TICK_S, queue))
@@ -179,7 +179,7 @@ def decisions_of(
 
 
 def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
-    """Requests of full groups are assigned, and cannot go elsewhere."""
+    """Requests of full groups are assigned and cannot move."""
     first = decisions_of(full_beside_half_empty(2800))[0]
     assert (first.action, first.reason.cause) == (Action.MERGE, Cause.OVERLOAD)
     load = first.reason.load
@@ -189,7 +189,7 @@ def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
 
 
 def full_beside_roomy(used: int = 1300, waiting: int = 200) -> tuple[GroupUse, ...]:
-    """A full group for which requests wait, and three with room; requests may move."""
+    """A full group with waiting requests, and three with room; requests may move."""
     alone = [MemberUse(f"w{n}", 1300, 400 if n else used, 1300) for n in range(4)]
     return tuple(
         GroupUse(
@@ -538,7 +538,7 @@ def test_models_are_independent() -> None:
 
 
 def waves(period_s: float, seed: int) -> Iterator[bool]:
-    """Whether demand is high, tick by tick; with some noise at the edges."""
+    """Whether demand is high at each tick; with some noise at the edges."""
     rng = Random(seed)
     tick = 0
     while True:
@@ -590,7 +590,7 @@ def test_a_regretted_split_makes_the_next_wait_longer() -> None:
 
 
 def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -> None:
-    """Also while there is overload; a group of one need not be split."""
+    """Even under overload; a single-worker group need not split."""
     world.used, world.queued_tokens = 2500, 1000
     world.merged = True
     world.tick(20)
@@ -603,7 +603,7 @@ def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -
 
 
 def preparing_to_split(**config: object) -> World:
-    """Demand has subsided, and a split takes its time."""
+    """A world in which demand has subsided and a split is in preparation."""
     world = World(**config)
     world.merged = True
     world.tick(20)

@@ -93,7 +93,7 @@ def test_three_workers_split_in_two_if_the_largest_has_room_for_all_layers() -> 
 
 
 def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would_not() -> None:
-    """Without this rule, a member would give layers up whose KV it stores, and fetch others."""
+    """Without this rule a member would drop layers whose KV it stores and fetch others."""
     memories = [MemberMemory(name, ARENA) for name in ("w0", "w1")]
     neighbours = [Stage("w0", 0, 2), Stage("w1", 2, 4)]
     assert split_layers(SHAPE, memories, 0) == (Stage("w0", 0, 4), Stage("w1", 4, 8))
@@ -114,7 +114,7 @@ def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
 
 
 class Cluster:
-    """Workers whose groups change at once as decided; `used` is the KV of all requests."""
+    """Workers whose groups change as soon as decided; `used` is the KV of all requests."""
 
     def __init__(self, workers: int, **config: object) -> None:
         self.facts = facts_of([ARENA] * workers)
@@ -201,7 +201,7 @@ def test_singles_have_priority_while_the_kv_fits_them() -> None:
 
 
 def test_kv_that_soon_does_not_fit_singles_still_allows_halves() -> None:
-    """While a split into single workers is near, halves wait; then they come at once."""
+    """While a full split is near, halves wait; then they come at once."""
     cluster = Cluster(4)
     cluster.used = 1500
     assert cluster.run(3.0) == []
@@ -287,7 +287,7 @@ def test_only_oversized_splits_are_cancelled_at_low_demand() -> None:
 
 
 def test_a_full_group_cancels_no_split_at_low_demand() -> None:
-    """Otherwise every group that is full by chance would keep the others merged."""
+    """Otherwise every temporarily full group would keep the others merged."""
     cluster = Cluster(8)
     cluster.groups = [pipeline(4), *(group_of([Stage(f"w{n}", 0, 8)]) for n in range(4, 8))]
     cluster.used, cluster.executes = 5 * 500, False

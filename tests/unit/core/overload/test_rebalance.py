@@ -135,7 +135,7 @@ def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
 
 
 def test_a_move_that_was_not_tried_causes_no_back_off() -> None:
-    """A memory manager decides before its election, too."""
+    """A memory manager makes decisions before its election, too."""
     rebalancer, groups = Rebalancer(), [use("a", 9900, waiting_tokens=800), use("b", 4000)]
     now_s = 0.0
     for _ in range(5):

@@ -253,7 +253,7 @@ def test_a_new_leader_of_auto_goes_on_with_the_present_roles() -> None:
 
 @pytest.mark.parametrize("turns", [0, 1])
 def test_a_new_leader_rests_after_it_ends_roles(turns: int) -> None:
-    """Also if the only prefill worker can hand over nothing in that round."""
+    """Even if the only prefill worker can hand over nothing in that round."""
     leader, light = Leader(AUTO), demand(2000.0, 5000.0)
     roles = leader(mix=light)
     (gone,) = (name for name, role in roles.items() if role is P)

@@ -44,7 +44,7 @@ def size(rng: Random) -> int:
 
 
 def fleet(limits: QuotaLimits, way: Parts, overload: float, seed: int) -> tuple[Fleet, Rates]:
-    """The fleet, and rates that ask `overload` times the limit."""
+    """The gateways, and request rates of `overload` times the limit."""
     made = Fleet(limits, Random(seed), size if limits is TOKENS else None)
     per_s = 600 / 60 if limits is REQUESTS else 200_000 / 60 / 425
     rates = parts(way, per_s * overload)
@@ -144,7 +144,7 @@ def test_quotas_of_owners_are_independent() -> None:
 
 
 class Pair:
-    """Two gateways that count places, and tell each other every second."""
+    """Two gateways that count places and exchange reports every second."""
 
     def __init__(self, places: int) -> None:
         self.limits = QuotaLimits(concurrent=places)
@@ -155,7 +155,7 @@ class Pair:
         self._exchange()
 
     def second(self, asked: dict[str, float]) -> None:
-        """Requests come, as likely as `asked` says, and go."""
+        """Requests arrive with the probability `asked`, and others end."""
         for _ in range(20):
             self.now_s += 0.05
             for name in self.states:
@@ -253,7 +253,7 @@ class Gateways:
                 self.running.remove((use, reserved))
 
     def most(self) -> int:
-        """Most tokens in a minute."""
+        """The maximum number of tokens in a minute."""
         return max(
             sum(tokens for other_s, tokens in self.used if time_s - 60 < other_s <= time_s)
             for time_s in range(int(self.now_s) + 1)
@@ -264,7 +264,7 @@ class Gateways:
 @pytest.mark.parametrize("turn_s", [1, 10])
 @pytest.mark.parametrize("speed", [100, 5000])
 def test_floods_of_long_outputs_stay_within_the_quota(places: str, turn_s: int, speed: int) -> None:
-    """At some gateways at a time, then at others."""
+    """At some gateways first, then at others."""
     gateways, length = Gateways("abcd", 60_000), 5000
     for second in range(60):
         gateways.exchange()

@@ -178,7 +178,7 @@ def test_an_isolated_request_needs_its_adapter() -> None:
 
 
 class Workers:
-    """Workers with slots that run what they get for a while, as a seed says."""
+    """Workers with slots that run their requests for a random time."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)

@@ -55,7 +55,7 @@ def mixed_lengths(rng: Random, number: int) -> list[int]:
 
 
 def zipf_lengths(rng: Random, number: int) -> list[int]:
-    """Prompts and answers by Zipf's law with exponent 1.1, as BurstGPT's authors model them."""
+    """Prompt and output lengths by Zipf's law with exponent 1.1, as in the BurstGPT paper."""
     ranks = range(1, 4097)
     weights = [rank**-1.1 for rank in ranks]
     parts = [rng.choices(ranks, weights, k=number) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_equal_lengths_share_a_bucket_however_many_wait() -> None:
 
 
 def test_mass_in_the_upper_half_is_split() -> None:
-    """The paper's rule leaves requests of 2,100 to 4,000 tokens together for ever."""
+    """The rule of the paper never separates requests of 2,100 and 4,000 tokens."""
     lengths = [2100] * 50 + [4000] * 50
     assert adaptive_bounds(sorted(lengths), 20_000) == (2100, 4000)
     bounds = (4096,)

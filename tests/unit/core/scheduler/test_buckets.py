@@ -33,7 +33,7 @@ MODES = (Bucketing.ON, Bucketing.PAPER)
 
 
 class Line:
-    """A worker with `BLOCKS` blocks, and requests that wait for it; the order of their starts."""
+    """A worker with `BLOCKS` blocks, and requests that wait for it; records the order of starts."""
 
     def __init__(self, rules: ClassRules, overtaken_max: int = OVERTAKEN_MAX) -> None:
         self.state = SchedulerState(10_000, 1e6, rules=rules, overtaken_max=overtaken_max)
@@ -68,7 +68,7 @@ class Line:
         self.take(self.state.handle(Withdrawn(0.0, name)))
 
     def room(self, free: int) -> list[str]:
-        """The worker reports so many free blocks; returns what starts."""
+        """Report this number of free blocks; returns the requests that start."""
         self.number += 1
         before = len(self.started)
         # What runs is batch work, which could give all of its blocks away.
@@ -110,7 +110,7 @@ def drain(requests: Line, blocks: int = 20) -> list[int]:
 
 
 def runs(lengths: list[int]) -> int:
-    """How often the next request is of the other kind."""
+    """The number of changes between the two kinds in the sequence."""
     return sum(length != other for length, other in pairwise(lengths))
 
 
@@ -180,7 +180,7 @@ def test_online_and_resumed_requests_are_in_no_bucket() -> None:
 @pytest.mark.parametrize("order", list(BucketSort))
 @pytest.mark.parametrize("seed", range(4))
 def test_no_request_starves(seed: int, order: BucketSort, mode: Bucketing) -> None:
-    """Few others start before a request beyond those that waited when it came."""
+    """Few others start before a request, beyond those that waited at its arrival."""
     rng = Random(f"{seed} {order}")
     requests = line(mode, order)
     ahead: dict[str, int] = {}

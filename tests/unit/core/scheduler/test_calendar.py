@@ -132,14 +132,14 @@ def test_the_shape_falls_back_to_known_fields() -> None:
 
 
 def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Booking | None:
-    """A request that has no booking that is due: counted, then refused."""
+    """Count and refuse a request without a due booking."""
     calendar.is_retry(owner, (name,))
     return calendar.book(now_s, owner, (name,), 100, now_s, RATE)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_identical_requests_get_different_return_times(seed: int) -> None:
-    """Of many identical requests, as many are served per second as of different ones."""
+    """As many identical requests are served per second as different ones."""
     rng = random.Random(seed)
     calendar, returns = Calendar(), list[float]()
     for number in range(60):
@@ -181,7 +181,7 @@ def test_the_first_of_identical_bookings_is_released() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_refusals_and_retries_keep_the_invariants(seed: int) -> None:
-    """No request has two bookings, no slot more time than it has, no owner that of another."""
+    """No request has two bookings, no slot is overbooked, no owner uses the booking of another."""
     rng = random.Random(seed)
     calendar, now_s = Calendar(), rng.uniform(0, 1000)
     # The last booking of each client.
@@ -287,7 +287,7 @@ def test_a_single_owner_has_all_slots() -> None:
 
 
 def test_cost_of_many_refusals_is_bounded() -> None:
-    """A refusal costs a small part of handling its ask, however full the calendar is."""
+    """A refusal costs a small part of handling its ask, even with a full calendar."""
     calendar = Calendar()
     began_s = time.perf_counter()
     for name in range(20_000):

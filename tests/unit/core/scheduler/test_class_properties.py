@@ -38,7 +38,7 @@ def random_service(rng: Random) -> Service:
 
 
 def random_events(seed: int, services: bool) -> list[Event]:
-    """A stream that does not depend on answers; without `services` all requests are alike."""
+    """A stream that does not depend on responses; without `services` all requests are alike."""
     rng, now_s, events = Random(seed), 100.0, list[Event]()
     for number in range(400):
         now_s += rng.choice([0.0, 0.1, 0.5, 3.0])
@@ -99,7 +99,7 @@ def test_requests_of_a_single_class_are_served_as_under_fcfs(seed: int, order: O
 
 
 class World:
-    """Workers that run what they get, and clients that ask; batch work yields its blocks."""
+    """Workers that run their requests, and clients; batch work yields its blocks."""
 
     def __init__(self, seed: int, rules: ClassRules, queue_limit: int) -> None:
         self.rng = Random(seed)
@@ -232,7 +232,7 @@ def test_a_tenant_with_many_requests_leaves_the_others_their_share(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
-    """An owner that is refused has its share, or its batch request made way for an online one."""
+    """A refused owner has its share, or its batch request yielded to an online one."""
     rng = Random(seed)
     rules = ClassRules(Scheduling.SLO, batch_queue_limit=rng.choice([4, 12, 40]))
     state = SchedulerState(20, 1e6, rules=rules)
@@ -241,7 +241,7 @@ def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
     order = list(ServiceClass)
 
     def places(service: Service) -> int:
-        """How many the owner has, online ones or those of batch requests."""
+        """The number of the owner's requests, online or of the batch class."""
         return sum(
             (other.tenant, other.online) == (service.tenant, service.online)
             for other in waiting.values()

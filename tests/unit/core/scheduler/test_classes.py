@@ -385,7 +385,7 @@ def test_an_event_log_records_the_class_rules() -> None:
 
 
 def test_a_batch_backlog_does_not_determine_the_online_rate() -> None:
-    """The workers were hardly asked before: they could do more than that."""
+    """The workers were nearly idle before, so their capacity is higher than the rate."""
     scheduler = make(1024, queue_deadline_s=120.0)
     scheduler.join(capacity_blocks=4000)
     room = {"free": 4000, "total": 4000, "prefill": 5000, "batch_yields": True}

@@ -124,7 +124,7 @@ def test_sums_cover_the_last_seconds() -> None:
 
 
 def test_a_reported_capacity_admits_longer_requests() -> None:
-    """The group has ten blocks in its leader alone, and twenty as long as parameters have ebbed."""
+    """The group has ten blocks in its leader alone, and twenty while parameters are dropped."""
     scheduler = Scheduler()
     scheduler.report(1.0, free=10)
     assert isinstance(scheduler.ask("r1", 1.0, 200, 100)[0], SendRefusal)

@@ -14,7 +14,7 @@ LARGE, SMALL = 4000, 400  # blocks
 
 
 class Line:
-    """A full merged group, and one of a single worker, which takes what comes."""
+    """A full merged group, and a single-worker group that accepts every request."""
 
     def __init__(self) -> None:
         self.state = SchedulerState(1000, 30.0)

@@ -13,7 +13,7 @@ from services.core.scheduler.prefix_ranking import (
 def served(
     trust: HitCorrection, requests: int, predicted: int, reported: int, queries: int = 0
 ) -> int:
-    """Prompts of 1,000 tokens, of which so many tokens are predicted and told as hits."""
+    """Prompts of 1,000 tokens with this number of predicted and of reported hit tokens."""
     for _ in range(requests):
         trust.note_sent(1000, predicted)
         queries += 1000

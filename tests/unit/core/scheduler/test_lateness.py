@@ -62,7 +62,7 @@ class Overloaded(Scheduler):
         self.report(now_s=self.now_s, free=0, running=10, received=received)
 
     def start_next(self) -> list[str]:
-        """Report room for a request, and then that it is taken; returns the started request."""
+        """Report room for a request, and then its arrival; returns the started request."""
         started = assigned(self.report(now_s=self.now_s, free=3 + 5, running=10))
         self.fill(*started)
         return started
@@ -232,7 +232,7 @@ def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
 
 
 def test_a_returned_retry_waits_for_its_own_deadline() -> None:
-    """Its rank is that of its first try, but the time before its booking does not count."""
+    """It has the rank of its first try, but the time before its booking does not count."""
     scheduler = Overloaded()
     service = Service(ttft_s=2.0)
     scheduler.flood(400, service=service)

@@ -9,7 +9,7 @@ from services.core.scheduler.prefix_index import PrefixIndex
 
 
 class PlainIndex:
-    """The same, as a list of (hash, blocks) for each group, oldest first."""
+    """A reference index: a list of (hash, blocks) for each group, oldest first."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[tuple[int, int]]] = {}
@@ -32,7 +32,7 @@ class PlainIndex:
 
 
 def chat(rng: random.Random) -> ThinHashes:
-    """Some turns of one of six chats that begin with one of two texts."""
+    """A number of turns of one of six chats that start with one of two texts."""
     number, length = rng.randrange(6), rng.randrange(7)
     hashes = [number % 2 if place < 2 else 10 * number for place in range(length)]
     stride = rng.choice([8, 8, 16])

@@ -35,7 +35,7 @@ HASHED = STRIDE * 16
 
 
 class Dispatch:
-    """Groups w0, w1, … of 1,000 blocks and a scheduler that looks at what they have cached."""
+    """Groups w0, w1, … of 1,000 blocks, and a scheduler that ranks them by cached prefixes."""
 
     def __init__(self, groups: int, cost: CostModel = TOKEN_COSTS) -> None:
         self.state = SchedulerState(10_000, 1000.0, ttft=cost)
@@ -69,7 +69,7 @@ class Dispatch:
         affinity: int = 0,
         **load: Any,
     ) -> str:
-        """The worker that gets a prompt, and tells this with its arrival; all before it ended."""
+        """The worker that gets a prompt; it reports this with its arrival, after all others end."""
         request_id = f"r{next(self._numbers)}"
         tokens = tokens or len(hashes) * HASHED + 1
         (command,) = [

@@ -222,7 +222,7 @@ def test_groups_that_leave_are_forgotten() -> None:
 
 
 class RoleWorld(World):
-    """`World` whose groups get roles, and whose requests are handed over or not."""
+    """A `World` whose groups get roles, and whose requests may be handed over."""
 
     def __init__(self, seed: int, least: int | None, mixed: bool = False) -> None:
         super().__init__(seed, 8, TOKEN_COSTS)
@@ -295,7 +295,7 @@ def test_every_ask_ends_exactly_once_and_no_group_is_overbooked(least: int | Non
 
 @pytest.mark.parametrize("seed", range(30))
 def test_dispatch_is_unchanged_without_roles(seed: int) -> None:
-    """Mixed is off: whatever would be handed over, decisions are those without hand-overs."""
+    """The setting `mixed` is off: decisions equal those without hand-overs."""
     plain, other = World(seed, 8, TOKEN_COSTS), RoleWorld(seed, 1, mixed=True)
     for _ in range(400):
         plain.step()

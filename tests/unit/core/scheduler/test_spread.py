@@ -12,7 +12,7 @@ FEW = BACKLOG_ITERATIONS * BATCH_TOKENS // 32
 
 
 def waiting(requests: int, **settings: object) -> Scheduler:
-    """So many requests that have run, and then one that has not, wait for groups to come back."""
+    """This number of resumed requests, then a new one, wait for groups to return."""
     scheduler = Scheduler(queue_limit=64, **settings)
     scheduler.join()
     scheduler.report(free=0)

@@ -427,7 +427,7 @@ class TestGroups:
 
 
 class TestReturns:
-    """Requests that a worker could not begin keep their place, and come back a few times only."""
+    """Requests that a worker could not start keep their place and return a few times only."""
 
     def two_groups(self, **fields: object) -> Scheduler:
         scheduler = Scheduler(**fields)  # type: ignore[arg-type]
@@ -466,7 +466,7 @@ class TestReturns:
         assert scheduler.state.snapshot(0.3).returned_total == 1
 
     def test_a_request_that_was_moved_is_not_sent_back_to_where_it_came_from(self) -> None:
-        """Without the report, its first assignment would be repeated, as it has not failed."""
+        """Without the report its first assignment would be repeated, as it has not failed."""
         for moved in (False, True):
             scheduler = self.two_groups()
             scheduler.ask("r1")
@@ -520,7 +520,7 @@ class TestReturns:
 
 
 class TestUnsteadyWorkers:
-    """A flapping worker gets only requests that no other has room for, until it stays."""
+    """A flapping worker gets only requests without room elsewhere, until it stays."""
 
     def unsteady(self) -> Scheduler:
         scheduler = Scheduler()
@@ -551,7 +551,7 @@ class TestUnsteadyWorkers:
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
 
     def test_a_stall_of_the_scheduler_does_not_count_as_leaving(self, scheduler: Scheduler) -> None:
-        """After each stall it finds all reports old, and streams that workers have given up."""
+        """After each stall all reports are old, and workers have closed their streams."""
         scheduler.join("w0")
         scheduler.join("w1")
         now_s = 0.0
@@ -632,7 +632,7 @@ class TestRefusals:
         )
 
     def pressed(self, queued: int, deadline_s: float) -> Scheduler:
-        """4 a second leave a line that is never empty; after 10 s `queued` wait."""
+        """4 per second start from a queue that is never empty; after 10 s `queued` wait."""
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
         scheduler.serve(free=0)
         scheduler.ask("a0")
@@ -943,7 +943,7 @@ def test_the_snapshot_counts(scheduler: Scheduler) -> None:
 
 
 def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
-    """Bounded by work done, not by time: no event may walk the whole queue."""
+    """Bounded by counted work, not by time: no event may walk the whole queue."""
     state = SchedulerState(20_000, 1e9)
     for number in range(10_000):
         state.handle(ask(f"r{number}", prompt_tokens=1, max_tokens=1))
@@ -987,7 +987,7 @@ def test_queue_limit_and_deadline_do_not_apply_to_resumed_requests() -> None:
 
 
 def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None:
-    """A request that was at a worker until then has not waited in the line; its place is as old."""
+    """Time at the lost worker was not spent in the queue; the request keeps its place."""
     scheduler = full(queue_limit=2, queue_deadline_s=5.0)
     scheduler.ask("a", now_s=98.0)
     scheduler.ask("b", now_s=98.0)
@@ -1029,7 +1029,7 @@ def test_a_resumed_request_waits_for_the_workers_of_its_model(scheduler: Schedul
 def test_an_assigned_request_waits_for_the_workers_of_its_model(
     scheduler: Scheduler, returned: bool
 ) -> None:
-    """All survivors of a divided group load their layers: for a moment nobody serves."""
+    """All survivors of a divided group load their layers: for a moment none serves."""
     scheduler.serve()
     assert assigned(scheduler.ask("r")) == ["r"]
     scheduler(GroupLeft(0.0, "group-w0"))

@@ -32,9 +32,8 @@ DEADLINE_S = 20.0
 
 
 class World:
-    """Two gateways and three workers that do whatever the seed says.
-
-    What happened and was decided is in `log`, for a replay.
+    """Two gateways and three workers with random events. Events and decisions are in `log`, for a
+    replay.
     """
 
     def __init__(self, seed: int, overtaken_max: int, ttft: CostModel | None) -> None:
@@ -153,7 +152,7 @@ class World:
         self.feed(ask)
 
     def some_prefix(self) -> ThinHashes:
-        """One of a few chats, more or less of it."""
+        """A random part of one of a few chats."""
         chat, length = self.rng.randrange(4), self.rng.randrange(5)
         hashes = tuple(100 * chat + place for place in range(length))
         return ThinHashes(self.rng.choice([8, 8, 16]), hashes)

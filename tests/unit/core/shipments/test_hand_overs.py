@@ -130,7 +130,7 @@ def test_a_request_survives_the_loss_of_its_target(seed: int) -> None:
 
 
 def test_a_handed_over_request_stays() -> None:
-    """Its start at the target names a worker, too."""
+    """Its start at the target names a worker for a hand-over, too."""
     world = ShippingWorld(7)
     client = world.start("a", prompt(world, 40), 60, "w0", hand_to="w1")
     world.run_until(lambda: client.moves == 1)
@@ -186,7 +186,7 @@ def explore(seed: int) -> ShippingWorld:
 
 
 def test_random_worlds_hand_requests_over() -> None:
-    """The property test above is about something."""
+    """Guards the property test above against an empty run."""
     worlds = [explore(seed) for seed in range(20)]
     totals = [handed(world, name) for world in worlds for name in world.nodes]
     assert sum(done for done, _ in totals) > 60

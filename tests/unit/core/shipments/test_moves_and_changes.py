@@ -68,7 +68,7 @@ def test_every_request_has_its_tokens_if_prompts_are_computed_elsewhere() -> Non
 
 
 def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the end of all shipments at a change, blocks are kept or KV is wrong."""
+    """Unless all shipments end at a change, blocks leak or KV is wrong."""
     monkeypatch.setattr(Shipping, "end_all", lambda _self, _reason: None)
     with pytest.raises((Violated, AssertionError, KeyError, IndexError)):
         for seed in range(RUNS):
@@ -76,7 +76,7 @@ def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.Monke
 
 
 def runs_on(patch: pytest.MonkeyPatch) -> None:
-    """A worker returns a request whose KV it has sent, and goes on with it."""
+    """A worker returns a request whose KV it has sent, and continues it."""
 
     def ship(self: PinHandlers, event: SequenceShipped) -> list[RefuseRequest]:
         sequence = self.sequence_table.sequences[event.seq_id]
@@ -87,7 +87,7 @@ def runs_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_on_in_silence(patch: pytest.MonkeyPatch) -> None:
-    """The same, and sends none of its tokens."""
+    """The same, without sending its tokens."""
     runs_on(patch)
     handle, returned = Changeover.handle, set[str]()
 

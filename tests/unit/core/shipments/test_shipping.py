@@ -257,7 +257,7 @@ def test_random_moves_losses_aborts_and_pressure(seed: int) -> None:
 
 
 def test_random_worlds_move_requests() -> None:
-    """The property test above is about something."""
+    """Guards the property test above against an empty run."""
     world = ShippingWorld(11, workers=3, num_blocks=120)
     for number in range(10):
         world.start(f"r{number}", prompt(world, 30), 60, f"w{number % 3}")

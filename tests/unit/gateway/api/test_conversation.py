@@ -14,13 +14,13 @@ OTHER = {"type": "function", "function": {"name": "put"}}
 
 
 def call(call_id: str, arguments: str = '{"a": 1}') -> dict[str, Any]:
-    """A call, as clients send it back."""
+    """A tool call as clients return it."""
     function = {"name": "get", "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function, "index": 0}
 
 
 def chat(messages: list[Any], **fields: Any) -> ChatRequest:
-    """A body."""
+    """A chat body."""
     return parse_chat({"model": "m", "messages": messages} | fields)
 
 

@@ -12,7 +12,7 @@ from services.gateway.vocabulary.errors import BadRequest
 
 
 def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether it is refused without being read."""
+    """Whether the body is refused before parsing."""
     read = list[str]()
     monkeypatch.setattr(json_object.json, "loads", lambda text, **_: read.append(text) or {})
     try:
@@ -61,7 +61,7 @@ def parts_of(value: Any) -> int:
 
 
 def some(rng: Random, depth: int) -> Any:
-    """A value with anything in its texts."""
+    """A random value with arbitrary strings."""
     kind = rng.randrange(5 if depth else 2)
     if kind == 0:
         return rng.randrange(10)

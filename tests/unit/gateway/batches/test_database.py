@@ -19,7 +19,7 @@ from tests.support.postgres_server import PostgresServer
 
 
 class Observed:
-    """All transactions of a database."""
+    """A database that records all transactions."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []

@@ -11,13 +11,13 @@ from services.gateway.bounds.client import ClientGone, WatchedClient
 
 
 async def never_served(client: WatchedClient[int]) -> None:
-    """Raise ClientGone when the client is found to stall."""
+    """Raise ClientGone once the client is found to stall."""
     with CancelScope() as cancel_scope, client.watched(cancel_scope):
         await asyncio.get_running_loop().create_future()
 
 
 async def stalls(client: WatchedClient[int], sending: Coroutine[Any, Any, None]) -> None:
-    """Check that the client is found to stall while that goes on."""
+    """Check that the client is found to stall during the given work."""
     task = asyncio.create_task(sending)
     with pytest.raises(ClientGone):
         async with asyncio.timeout(20):

@@ -30,7 +30,7 @@ class Table(ClientConnections):
     def open(
         self, address: str, *, busy: bool = False, idle: bool = True, descriptors: int = 1
     ) -> ClientConnection:
-        """A new connection; `idle`: after a request; else its client has sent none."""
+        """A new connection; `idle`: after a request, otherwise its client has sent none."""
         connection = self.enter("http", address, descriptors)
         connection.close = lambda: self.closed.append(connection)
         if busy:

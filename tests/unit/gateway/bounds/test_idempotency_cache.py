@@ -34,7 +34,7 @@ def new(answers: IdempotencyCache[int], name: str) -> SharedResponse[int]:
 
 
 async def served(answers: IdempotencyCache[int], name: str, *sizes: int) -> None:
-    """An answer of messages that have these sizes, and are their sizes."""
+    """A response of messages with these sizes, which are also their values."""
     answer = new(answers, name)
     for size in sizes:
         await answer.put(size, size)
@@ -50,7 +50,7 @@ async def rest(reader: ResponseReader[int]) -> list[int]:
 
 @asynccontextmanager
 async def reading(answer: SharedResponse[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
-    """A reader that takes what comes, in a task of its own."""
+    """A reader that takes messages in its own task."""
     with answer.reading() as reader:
         yield asyncio.create_task(rest(reader))
 
@@ -232,7 +232,7 @@ def test_stored_bytes_are_bounded_and_released(ops: list[tuple[str, int, int]]) 
 
 
 async def walk(ops: list[tuple[str, int, int]]) -> None:
-    """Whatever happens to four requests, the bytes are bounded, and nothing is left."""
+    """Random events of four requests: the bytes are bounded, and nothing leaks."""
     clock = Clock()
     answers = kept(answers_max=3, bytes_max=3 * ENTRY_BYTES + 100, clock=clock)
     walks = [Walk(answers, str(number)) for number in range(4)]
@@ -254,7 +254,7 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
 
 
 class Walk:
-    """One name: the answer that is being made, and those that read it."""
+    """A key: the response in progress, and its readers."""
 
     def __init__(self, answers: IdempotencyCache[int], name: str) -> None:
         self.answers = answers

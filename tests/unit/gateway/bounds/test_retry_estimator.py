@@ -64,7 +64,7 @@ def test_batch_retry_times_follow_the_batch_turnover() -> None:
 
 @pytest.mark.parametrize("wait_s", [1.0, 5.0, RETRY_AFTER_MAX_S, 58.0, 600.0])
 def test_requests_refused_with_the_same_wait_retry_at_different_times(wait_s: float) -> None:
-    """At the least and the greatest wait as well, and with the whole seconds of HTTP."""
+    """Also at the shortest and the longest wait, and with the whole seconds of HTTP."""
     errors = [QueueFull("full", retry_after_s=wait_s) for _ in range(200)]
     delays_s = [error.retry_delay_s for error in errors if error.retry_delay_s is not None]
     assert len(set(delays_s)) > 100

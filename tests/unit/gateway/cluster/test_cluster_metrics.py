@@ -24,7 +24,7 @@ MODELS = {"w0": "m", "w1": "m", "other": "n"}
 
 
 class Memmgr:
-    """Answers after a moment, and counts the queries."""
+    """Responds after a moment and counts the queries."""
 
     def __init__(self, answer: ClusterStatus | None) -> None:
         self.answer = answer

@@ -19,7 +19,7 @@ def apply(
     message: str = "",
     logprobs: Sequence[TokenLogprobs] = (),
 ) -> int:
-    """Have the journal take an event."""
+    """Add an event to the journal."""
     ids, rows = tuple(token_ids), tuple(logprobs)
     return journal.apply(TokenEvent("r", first_index, ids, finish, message, logprobs=rows))
 

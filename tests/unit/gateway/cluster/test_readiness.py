@@ -15,7 +15,7 @@ from tests.support.clock import Clock
 
 @dataclass
 class Cluster:
-    """What the gateway knows; `groups` of the scheduler is None while it does not answer."""
+    """The gateway's view; `groups` of the scheduler is None while it does not respond."""
 
     model: str = "m"
     registered: int = 2

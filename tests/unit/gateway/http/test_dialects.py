@@ -33,14 +33,14 @@ BODIES = 4000
 
 
 def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
-    """What the description says of a body."""
+    """The schema of a body in the OpenAPI description."""
     described = describe_body(kind, vocabulary.policy, vocabulary.passed_on)
     schema: dict[str, Any] = described["requestBody"]["content"]["application/json"]["schema"]
     return schema
 
 
 def said_by(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    """A message of Messages."""
+    """A message of the Messages API."""
     return {"role": role, "content": [*blocks]}
 
 
@@ -57,7 +57,7 @@ VOCABULARIES = dict.fromkeys(("messages", "count_tokens"), messages.FIELDS) | {
 
 
 def check_names(error: GatewayError, vocabulary: BodyFields) -> None:
-    """Assert that an error has no name of the chat's that the API lacks."""
+    """Assert that an error has no field name of the chat API that this API lacks."""
     if error.code == "unknown_parameter":
         return
     own = set(vocabulary.names.names.values()) | vocabulary.own
@@ -152,7 +152,7 @@ def test_errors_name_the_fields_of_the_dialect(
 
 
 def mutated(rng: random.Random, value: Any, bad: float) -> Any:
-    """The value with junk in some places of it."""
+    """The value with random junk in some places."""
     if rng.random() < bad:
         return junk(rng)
     if isinstance(value, dict):
@@ -191,7 +191,7 @@ def chat_of(fields: dict[str, Any]) -> ChatRequest:
 
 
 def call(call_id: str) -> dict[str, Any]:
-    """A call as the chat has it."""
+    """A call in the form of the chat API."""
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -199,14 +199,14 @@ def call(call_id: str) -> dict[str, Any]:
     "field", [{"text": {"format": {"type": "text", "x": "\ud800"}}}, {"tool_choice": {"\ud800": 1}}]
 )
 def test_echoed_fields_are_valid_unicode(field: dict[str, Any]) -> None:
-    """It would be found out only when the answer is written."""
+    """Otherwise the error would occur only when the response is written."""
     with pytest.raises(BadRequest) as refused:
         parse_responses({"model": "m", "input": "hi", **field})
     assert refused.value.param is not None
 
 
 def said(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
-    """A message of the chat, with calls of these ids."""
+    """A chat message with calls of these ids."""
     called = {"tool_calls": [call(entry) for entry in calls]} if calls else {}
     return {"role": role, "content": content} | called | fields
 
@@ -349,7 +349,7 @@ def test_text_stands_between_calls() -> None:
 
 
 def input_of(arguments: str) -> Any:
-    """What a client reads as the input of a call with these arguments."""
+    """The input of a call with these arguments, as a client reads it."""
     answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
     return json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))["content"][0]["input"]

@@ -15,7 +15,7 @@ ADAPTER = Adapter("tone", "0f" * 32, "/adapters/tone", 8)
 
 
 def call_of(**fields: Any) -> LineCall:
-    """A line that has begun to run; "tone" is an adapter."""
+    """A line that has started; "tone" is an adapter."""
     models = {"m": SimpleNamespace(adapter=None), "tone": SimpleNamespace(adapter=ADAPTER)}
     serving = SimpleNamespace(models=SimpleNamespace(find=models.get))
     door = cast(LineDoor, SimpleNamespace(serving=serving, incarnation="i"))

@@ -67,7 +67,7 @@ async def serving(tls: ServerTls) -> AsyncIterator[int]:
 
 
 class Connection:
-    """A client of its own TLS connection."""
+    """A client with its own TLS connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -92,7 +92,7 @@ class Connection:
 
 @pytest.mark.parametrize("host", HOSTS)
 async def test_new_connections_use_a_new_certificate(certified: Certified, host: str) -> None:
-    """With a name, which clients tell in the handshake, and with an address, which they do not."""
+    """With a host name, which clients send in the handshake, and with an address."""
     async with asyncio.timeout(TIMEOUT_S), serving(tls_of(certified)) as port:
         old = await Connection.opened(certified, port, host)
         first = (certified.folder / "http.pem").read_text()

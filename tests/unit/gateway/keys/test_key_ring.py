@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 
 def write(path: Path, **keys: str) -> None:
-    """Replace the file by one with these keys by their owners; one in capitals is an admin's."""
+    """Replace the file by one with these keys by owner; upper-case owners are admins."""
     entries = [
         KeyEntry(owner=owner.lower(), sha256=hash_of(key), admin=owner.isupper())
         for owner, key in keys.items()

@@ -83,7 +83,7 @@ def test_debt_is_paid_before_it_is_forgotten() -> None:
 
 
 def served(limit: int, ask: Ask, at_once: int, per_s: float) -> float:
-    """The part of requests at a rate that is served, for five minutes, `at_once` each time."""
+    """The served part of requests at a rate, for five minutes, `at_once` each time."""
     load, outcomes = QuotaLoad(limit), list[bool]()
     for _ in range(int(5 * MINUTE_S * per_s / at_once)):
         load.wait(at_once / per_s)
@@ -112,14 +112,14 @@ def test_max_tokens_does_not_block_a_client_within_its_limit() -> None:
 def test_outputs_within_the_limit_never_end_early(
     limit: int, length: int, tokens_per_s: float, longest: int, piece: int
 ) -> None:
-    """Requests at a steady rate of 90 % of the limit are served, most of them at once."""
+    """A steady 90 % of the limit is served, mostly at once."""
     ask = Ask(20, 1, longest, length, tokens_per_s, piece)
     per_s = min(10.0, 0.9 * limit / MINUTE_S / (20 + length))
     assert served(limit, ask, 1, per_s) >= 0.9
 
 
 def test_few_outputs_start_after_some_have_ended_early() -> None:
-    """Twelve at a time, of which the minute has room for five."""
+    """Twelve at a time, while the quota of a minute covers five."""
     load = QuotaLoad(1000)
     for _ in range(60):
         assert load.send(Ask())

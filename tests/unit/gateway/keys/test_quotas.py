@@ -22,7 +22,7 @@ class Case:
         metrics.set_limits({("alice", limit): value for limit, value in given})
 
     def send(self, fails: type[Exception] | None = None, output_tokens: int = 0) -> None:
-        """One request from its beginning to its end."""
+        """A whole request."""
         with self.quotas.entered(self.alice) as lease:
             assert lease is not None
             lease.reserve(100, [50], lambda error: None)

@@ -39,17 +39,17 @@ CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": 
 def model(
     source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS, tools: str = "auto"
 ) -> ChatModel:
-    """A model's chat."""
+    """A chat model with this template and these tokens."""
     return ChatModel(source, ChatTemplate(source, {}).variables, tokens, tools, "auto")
 
 
 def prompt_of(body: ChatRequest, source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS) -> str:
-    """The prompt that a model's template makes of a body."""
+    """The prompt for a body."""
     return ChatTemplate(source, {}).render(**model(source, tokens).template_fields(body))
 
 
 def chat(**fields: Any) -> ChatRequest:
-    """A body."""
+    """A chat body."""
     messages = [{"role": "user", "content": "hi"}]
     return parse_chat({"model": "m", "messages": messages} | fields)
 

@@ -46,7 +46,7 @@ def request(content: str, bytes_max: int = 1000) -> bytes:
 
 @pytest.fixture
 async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRenderer]:
-    """A renderer of `SOURCE`; requests may wait long, as machines of tests are busy."""
+    """A renderer of `SOURCE`; its time limit is long, as test machines are busy."""
     monkeypatch.setattr(renderer_module, "RENDER_TIMEOUT_S", 120)
     made = TemplateRenderer(SOURCE, {"bos_token": "<s>"})
     yield made
@@ -54,7 +54,7 @@ async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRen
 
 
 async def started(renderer: TemplateRenderer) -> Child:
-    """The process, once it has rendered a chat."""
+    """The process, after it has rendered a chat."""
     await renderer.render(request(""), OWNER)
     assert renderer._short._process is not None
     return renderer._short._process._pipes.process

@@ -14,7 +14,7 @@ from tests.support.byte_tokenizer import VOCAB_SIZE, write_model_folder
 
 
 def folder(tmp_path: Path, **advice: Any) -> Path:
-    """A model whose generation_config.json says this."""
+    """A model folder with this generation_config.json."""
     write_model_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     return tmp_path

@@ -15,7 +15,7 @@ from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 
 
 def grown(text: str, times: int, steps: int) -> dict[str, Any]:
-    """A normalizer that makes `text` so many times as long, in each of `steps`."""
+    """A normalizer that multiplies the length of `text` in each of `steps`."""
     step = {"type": "Replace", "pattern": {"String": text}, "content": text * times}
     return {"normalizer": {"type": "Sequence", "normalizers": [step] * steps}}
 

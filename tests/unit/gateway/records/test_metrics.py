@@ -29,7 +29,7 @@ CHOICE = PreparedChoice(REQUEST, "m", n=3)
 
 
 class World:
-    """Metrics of requests that all take the same time."""
+    """Metrics of requests with identical times."""
 
     def __init__(self) -> None:
         self.metrics = Metrics(("m",), CollectorRegistry())
@@ -41,7 +41,7 @@ class World:
     def run(
         self, ending: BaseException | None, *bursts: int, service: Service = DEFAULT_SERVICE
     ) -> None:
-        """One choice: bursts of tokens a second apart, and then its end."""
+        """A choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0
         choice = ChoiceRecord([(101.0, 104.0)])
         request = replace(REQUEST, arrival_s=now_s, service=service)
@@ -127,7 +127,7 @@ def slo(samples_now: Samples, which: str, service_class: str, metric: str) -> fl
 def test_attained_and_missed_targets_are_counted(
     world: World, service: Service, ttft: tuple[int, int], tpot: tuple[int, int]
 ) -> None:
-    """First tokens count once a choice, the others once a group of the promise's size."""
+    """First tokens count once per choice, the others once per group of the promised size."""
     world.run(None, 1, 2, 1, 2, service=service)
     samples_now = world.told()
     name = service.service_class.value

@@ -36,7 +36,7 @@ OWNER = "alice"
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarChecker]:
-    """With two special tokens."""
+    """A checker with two special tokens."""
     made = GrammarChecker(1000, {7: "<|end|>", 900: "<tool_call>"})
     yield made
     await made.close()
@@ -61,7 +61,7 @@ async def running(checker: GrammarChecker) -> CheckClient:
 
 
 async def being_asked(checker: GrammarChecker) -> CheckClient:
-    """Return once a check has begun; nothing but steps of the loop is needed for that."""
+    """Return once a check has started; only turns of the event loop are needed."""
     for _ in range(100):
         if checker._client is not None and checker._client._pending:
             return checker._client
@@ -158,7 +158,7 @@ async def test_a_bomb_is_refused_without_delaying_other_checks(checker: GrammarC
 
 
 def of_tool(number: int, properties: dict[str, Any]) -> Structure:
-    """The arguments of a tool."""
+    """The argument grammar of a tool."""
     text = schema_text({"type": "object", "properties": properties}, "tools", lenient=True)
     return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), "tools", f"tool {number}")
 
@@ -298,7 +298,7 @@ async def test_a_process_that_has_ended_is_not_killed_again(
 
 
 def message_about(grammars: int, patched: str) -> dict[str, Any]:
-    """What a process that runs `patched` first says of the check of so many grammars."""
+    """The first message of a process running `patched` about a check of this many grammars."""
     code = (
         "import time; from services.gateway.structure import check_process as tested;"
         f"{patched}; tested.main()"
@@ -413,7 +413,7 @@ async def test_an_owner_with_many_bombs_delays_only_itself(checker: GrammarCheck
 
 
 class Broken(asyncio.WriteTransport):
-    """A pipe whose other end is gone, as uvloop has it."""
+    """A pipe whose other end is closed, as uvloop reports it."""
 
     def write(self, data: object) -> None:
         raise RuntimeError("the handler is closed")

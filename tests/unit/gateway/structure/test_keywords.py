@@ -109,14 +109,14 @@ ROWS: dict[str, Row] = {
 
 
 def checked(schema: dict[str, Any], lenient: bool) -> tuple[Grammar, dict[str, Any]]:
-    """The grammar that is enforced, and the result of its check."""
+    """The enforced grammar and the result of its check."""
     grammar = Grammar(GrammarKind.JSON_SCHEMA, schema_text(schema, "p", lenient))
     result = check(grammar, TOKENIZER)
     return Grammar(grammar.kind, result["text"] or grammar.text), result
 
 
 def permits(grammar: Grammar, value: Any) -> bool:
-    """Whether the JSON of the value is a whole output."""
+    """Whether the grammar accepts the JSON of the value as a complete output."""
     matcher = LLMatcher(TOKENIZER, source_of(grammar), log_level=0)
     tokens = TOKENIZER.tokenize_str(json.dumps(value))
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

@@ -20,7 +20,7 @@ NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A schema of so many objects inside each other."""
+    """A schema of this many nested objects."""
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
         schema = {"not": schema}

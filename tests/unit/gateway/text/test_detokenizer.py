@@ -28,12 +28,12 @@ def ids_of(data: bytes) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """All at once."""
+    """Decode all tokens at once."""
     return TOKENIZER.decode(list(ids), skip_special_tokens=True)
 
 
 def pieces_of(ids: Sequence[int]) -> list[str]:
-    """One by one; the last piece is the rest. Knowing what each token shows changes nothing."""
+    """Decode one token at a time; the last piece is the rest. `decode_single` changes nothing."""
     by_all, by_each = (
         Detokenizer(decode),
         Detokenizer(decode, decode_single=lambda single_id: decode([single_id])),
@@ -131,7 +131,7 @@ def test_tokens_that_split_characters_keep_the_window_small() -> None:
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece models are converted: words, and bytes for all else."""
+    """A converted SentencePiece model: a few pieces, and bytes for other text."""
     vocabulary = ["<unk>", "▁a", "b", "▁", "\ufffd"]
     names = [*vocabulary, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: place for place, name in enumerate(names)}
@@ -157,7 +157,7 @@ def fallback_pieces(ids: Sequence[int]) -> list[str]:
 
 
 def spelt(text: str) -> list[int]:
-    """Tokens of the text's bytes."""
+    """Byte tokens of the text."""
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 

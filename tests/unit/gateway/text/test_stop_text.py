@@ -8,7 +8,7 @@ from services.gateway.serving.output import StopText
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    """The text that is shown, and whether a stop string ended it."""
+    """The emitted text, and whether a stop string ended it."""
     stop = StopText(stops)
     shown = ""
     for piece in pieces:
@@ -19,7 +19,7 @@ def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 def expected(stops: list[str], text: str) -> tuple[str, bool]:
-    """The same from the definition: the earliest end, then the longest string, wins."""
+    """The same by definition: the earliest end, then the longest string, takes precedence."""
     for end in range(len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:

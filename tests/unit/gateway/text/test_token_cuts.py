@@ -19,7 +19,7 @@ STRIP_ACCENTS = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccent
 
 
 def with_tokens(*tokens: str | AddedToken) -> Backend:
-    """One token for each byte, and these tokens."""
+    """A tokenizer with a token for each byte, and these tokens."""
     backend = byte_tokenizer()
     backend.add_tokens(list(tokens))
     return backend
@@ -29,7 +29,7 @@ BACKEND = with_tokens(*TOKENS)
 
 
 def encode(backend: Backend, *parts: str) -> list[int]:
-    """Encode a prompt; every second part is text of a user."""
+    """Encode a prompt; every second part is user text."""
     tokenizer = Tokenizer(backend)
     cuts = tokenizer.token_cuts()
     prompt = "".join(cuts.cut(part) if number % 2 else part for number, part in enumerate(parts))
@@ -111,7 +111,7 @@ def test_normalized_text_does_not_become_a_token(
 
 
 def sentencepiece(backend: Backend) -> Backend:
-    """As models of SentencePiece are converted."""
+    """A tokenizer as converted from SentencePiece."""
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -151,7 +151,7 @@ def metaspace_first() -> Backend:
 
 
 def merging() -> Backend:
-    """Its merges make a token of the token's text."""
+    """A tokenizer whose merges produce a token equal to the special token's text."""
     backend = bpe([("<", "/"), ("s", ">"), ("</", "s>"), ("▁", "x")])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     return backend

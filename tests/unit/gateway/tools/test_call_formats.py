@@ -50,7 +50,7 @@ TEXTS = ("Paris", 'a "b" \\ c', "zwei\nZeilen\n", " \n x", "<b>é</b> 😀", "7"
 
 
 def two_way(text: str) -> Iterator[list[str]]:
-    """All ways to cut the text in two."""
+    """All ways to split the text in two."""
     return ([text[:at], text[at:]] for at in range(1, len(text)))
 
 
@@ -74,7 +74,7 @@ def random_calls(rng: Random) -> list[tuple[str, dict[str, Any]]]:
 
 
 def events_of(form: ToolFormat, pieces: list[str]) -> list[Event]:
-    """What the parser of the format makes of the pieces."""
+    """The parser events for the pieces."""
     parser = tool_parser(form, NAMES, TYPES)
     assert parser is not None
     return parsed(parser, pieces)

@@ -176,7 +176,7 @@ def test_events_of_random_text_do_not_depend_on_chunking(form: str, seed: int) -
 
 
 def _check_order(events: list[Event]) -> None:
-    """Calls begin in order, and each ends before anything else begins."""
+    """Calls start in order, and each ends before the next event of another kind."""
     index, open_call = 0, False
     for event in events:
         match event:

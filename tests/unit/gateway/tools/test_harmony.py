@@ -24,7 +24,7 @@ TEXTS = ("Paris", "a < b | c\n\n", " \n x", "<b>é</b> 😀", "{}", "to=function
 
 
 def read(pieces: list[str], opened: bool = False) -> list[Event]:
-    """The events of the pieces."""
+    """The parser events for the pieces."""
     return parsed(HarmonyParser(NAMES, opened), pieces)
 
 

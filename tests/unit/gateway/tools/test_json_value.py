@@ -10,7 +10,7 @@ from services.gateway.tools.json_value import DEPTH_MAX, JsonValue, Step
 
 
 def followed(text: str) -> tuple[Step, str]:
-    """What the last character is, and the text as JSON has it, up to there."""
+    """The state at the last character, and the text in JSON form up to there."""
     value, passed, step = JsonValue(), "", Step.MORE
     for char in text:
         step = value.push(char)

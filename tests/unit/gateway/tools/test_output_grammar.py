@@ -82,12 +82,12 @@ def schemas(*tools: Tool) -> dict[str, str]:
 
 
 def as_token(name: str) -> str:
-    """The mark as a token, if it is one."""
+    """The marker as a token, if it is one."""
     return f"<[{IDS[name]}]>" if name in IDS else lark_literal(name)
 
 
 def token_ids(text: str) -> list[int]:
-    """Tokens of a text, with marks as special tokens."""
+    """Tokens of a text, with markers as special tokens."""
     for index, name in SPECIAL.items():
         if name in text:
             before, _, after = text.partition(name)
@@ -101,7 +101,7 @@ def plain_ids(text: str) -> list[int]:
 
 
 def follows(structure: Structure, ids: list[int]) -> bool:
-    """Whether the whole of `ids` is an output of the grammar."""
+    """Whether all of `ids` is an output of the grammar."""
     matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -114,7 +114,7 @@ ENDINGS = ("\n</parameter>", "</arg_value>", "</｜DSML｜parameter>")
 def random_output(
     structure: Structure, seed: int, to_ids: Callable[[str], list[int]] | None = None
 ) -> str:
-    """An output that the grammar allows; `to_ids`: how it writes marks."""
+    """An output that the grammar allows; `to_ids` encodes markers."""
     rng = Random(seed)
     matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
@@ -136,7 +136,7 @@ def random_output(
 
 
 def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls; there must be nothing else."""
+    """Names and arguments of the calls; there must be no other events."""
     assert not events or isinstance(events[-1], CallEnd)
     names = [event.name for event in events if isinstance(event, CallBegin)]
     arguments = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]

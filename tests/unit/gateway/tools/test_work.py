@@ -104,14 +104,14 @@ OUTPUTS: list[tuple[Callable[[], Any], str, str]] = [
 
 
 class Taker(Protocol):
-    """What takes text in pieces."""
+    """A parser that takes text in pieces."""
 
     def push(self, text: str, /) -> object:
-        """More of it."""
+        """Add a piece of text."""
 
 
 def work(taker: Taker, pieces: list[str]) -> int:
-    """How many characters it looks at or copies."""
+    """The number of characters that it reads or copies."""
     before = COUNTED.chars
     for piece in pieces:
         taker.push(piece)

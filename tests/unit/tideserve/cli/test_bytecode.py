@@ -20,7 +20,7 @@ subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 
 
 def bytecode(folder: Path, **settings: str) -> Path:
-    """Where a process and its child keep the bytecode of a module of `folder`."""
+    """The location of the bytecode of a module in `folder`, for a process and its child."""
     (folder / "module.py").write_text("A = 1\n")
     environment = {k: v for k, v in os.environ.items() if k not in (NOT_WRITTEN, PREFIX)}
     environment |= {
@@ -70,7 +70,7 @@ def test_a_chosen_folder_is_used(tmp_path: Path) -> None:
 
 
 def test_existing_bytecode_is_used(tmp_path: Path) -> None:
-    """Whether it may be written or not."""
+    """Whether or not the folder is writable."""
     kept = bytecode(tmp_path)
     assert kept.parent == tmp_path / "__pycache__"
     assert bytecode(tmp_path, **{NOT_WRITTEN: "1"}) == kept

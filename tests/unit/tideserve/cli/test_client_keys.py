@@ -11,7 +11,7 @@ from tideserve.cli.errors import CommandError
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Lets nobody in."""
+    """Refuses every request."""
 
     def do_GET(self) -> None:
         self.send_response(401)
@@ -19,7 +19,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")

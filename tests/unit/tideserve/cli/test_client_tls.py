@@ -16,7 +16,7 @@ from tideserve.cli.host import url_of
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers {}."""
+    """Responds with {}."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -25,7 +25,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture

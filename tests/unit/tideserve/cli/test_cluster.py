@@ -38,7 +38,7 @@ class OneProcess:
         return self._told.getvalue()
 
     def death(self) -> str:
-        """The line that tells of its death, once there is one."""
+        """The log line of its death, once there is one."""
         end_s = time.monotonic() + DEADLINE_S
         while not (lines := [line for line in self.told.splitlines() if "died" in line]):
             assert time.monotonic() < end_s, self.told
@@ -47,7 +47,7 @@ class OneProcess:
         return lines[0]
 
     def kill(self) -> None:
-        """Send SIGKILL once it has said something."""
+        """Send SIGKILL after its first output."""
         end_s = time.monotonic() + DEADLINE_S
         while not tail_lines(self.log, 1):
             assert time.monotonic() < end_s
@@ -57,19 +57,19 @@ class OneProcess:
 
 
 def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> None:
-    cluster = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    cluster.processes.mark_ready()
-    cluster.kill()
-    assert cluster.death().endswith("worker-0 died (signal SIGKILL)")
+    running = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    running.processes.mark_ready()
+    running.kill()
+    assert running.death().endswith("worker-0 died (signal SIGKILL)")
 
 
 def test_a_death_and_its_consequences_are_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    cluster.processes.mark_ready()
-    cluster.kill()
-    cluster.death()
+    running = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    running.processes.mark_ready()
+    running.kill()
+    running.death()
     show_logs(tmp_path, "worker-0", 10, follow=False, raw=False)
     row, died, again = capsys.readouterr().out.splitlines()
     assert row.endswith("dropped 7 bytes in 3 us")
@@ -78,9 +78,9 @@ def test_a_death_and_its_consequences_are_logged(
 
 
 def test_the_output_of_an_exited_process_is_quoted(tmp_path: Path) -> None:
-    cluster = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
-    cluster.processes.mark_ready()
-    assert cluster.death().endswith("(exit code 1); its last line: the port is in use")
+    running = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
+    running.processes.mark_ready()
+    assert running.death().endswith("(exit code 1); its last line: the port is in use")
 
 
 def test_a_process_killed_at_every_start_names_the_signal(

@@ -9,7 +9,7 @@ CACHE = Path("/nonexistent")
 
 
 def fake_etcd(folder: Path, version: str) -> Path:
-    """An executable that answers `--version` as etcd does."""
+    """An executable that prints the version of etcd for `--version`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "etcd"
     path.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Git SHA: 1'\n")
@@ -19,7 +19,7 @@ def fake_etcd(folder: Path, version: str) -> Path:
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The packaged binary stands in the folder of an installed package; PATH is empty."""
+    """The packaged binary in the folder of an installed package; PATH is empty."""
     path = fake_etcd(tmp_path / "package", "3.5.1")
     monkeypatch.setattr(etcd_binary, "_package_candidate", lambda: path)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

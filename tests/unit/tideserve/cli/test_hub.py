@@ -25,7 +25,7 @@ def quiet(_line: str) -> None:
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> list[dict[str, Any]]:
-    """Replace the hub's client; returns the list that its calls are added to."""
+    """Replace the hub's client; returns the list of its calls."""
     calls: list[dict[str, Any]] = []
 
     def snapshot_download(hub_id: str, **options: Any) -> str:
@@ -39,7 +39,7 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> list[
 
 
 def http_error(kind: type[Exception]) -> Exception:
-    """An error as the hub's client raises it, without the response that it would carry."""
+    """An error of the hub's client, without its response."""
     error = kind.__new__(kind)
     Exception.__init__(error, "401 Client Error")
     return error
@@ -101,7 +101,7 @@ except ModelUnavailable as error:
 
 @pytest.fixture(params=["HF_HUB_OFFLINE", "HF_ENDPOINT"])
 def offline(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
-    """Resolves org/name with the hub's own client, which is offline or finds nobody there."""
+    """Resolve org/name with the hub's own client, offline or without a result."""
     value = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}[request.param]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), request.param: value}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):

@@ -115,7 +115,7 @@ def test_a_non_object_config_is_refused(folder: Path, text: str) -> None:
 
 
 def header_of(shapes: dict[str, list[int]]) -> bytes:
-    """A safetensors file without its data, which nothing reads here."""
+    """A safetensors file without its data, which is not read here."""
     entries = {
         name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
         for name, shape in shapes.items()

@@ -119,7 +119,7 @@ def test_a_cache_that_cannot_be_written_to_is_explained(
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder in which pip looks for packages; the default model's is not installed."""
+    """The only package folder of pip; the default model's package is not installed."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setattr(model_store, "DEFAULT_MODEL_PACKAGE", "tideserve-test-model==1.0")

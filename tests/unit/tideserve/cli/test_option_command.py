@@ -33,7 +33,7 @@ def help_of(command: str) -> str:
 
 
 def run(flags: Flags, arguments: list[str]) -> tuple[dict[str, Any], bool]:
-    """What a command with these flags finds."""
+    """The options that a command with these flags reads."""
     calls: list[tuple[dict[str, Any], bool]] = []
     app_under_test = typer.Typer(add_completion=False)
 
@@ -159,7 +159,7 @@ def test_help_imports_little(command: str, loaded: bool) -> None:
 
 
 def test_shared_options_use_the_definition_of_the_service() -> None:
-    """Same type, same checks; only the port of a cluster must be known beforehand."""
+    """Same type and checks; only the port of a cluster must be known beforehand."""
     checks = ("range", "multiple_of", "options", "pattern", "size", "secret")
     passed = 0
     for name, option in OPTIONS.items():

@@ -50,7 +50,7 @@ def test_no_stop_is_requested_while_the_parent_lives() -> None:
 
 
 def test_only_a_lasting_block_of_interrupts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parent that forks has its signals blocked for a moment, which must stop nothing."""
+    """A forking parent blocks signals for a moment, which must not stop the command."""
     blocked = False
 
     def status(pid: int) -> ProcessStatus:

@@ -142,7 +142,7 @@ def test_options_of_single_services_are_not_inherited(monkeypatch: pytest.Monkey
 
 
 def started_again(folder: Path, code: str) -> ServiceProcess:
-    """A process whose log is opened at its first start, when its folder has another name."""
+    """A process whose folder was renamed since its log was first opened."""
     logs, moved = folder / "logs", folder / "moved"
     logs.mkdir()
     program = Program(

@@ -8,7 +8,7 @@ from tideserve.cli.report import Report
 
 
 class Recorder(io.StringIO):
-    """A stream that keeps each write by itself."""
+    """A stream that records each write."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers at once, or fails as often as it is told to."""
+    """Responds at once, or fails a configured number of times."""
 
     target: str = ""
     fails: list[GatewayError] = field(default_factory=list)

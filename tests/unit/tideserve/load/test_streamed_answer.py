@@ -7,7 +7,7 @@ from tideserve.load.event_stream import StreamedAnswer
 
 
 def answer(*choices: dict[str, Any]) -> StreamedAnswer:
-    """One event a second, each with one choice."""
+    """A stream with an event per second and a choice in each."""
     made = StreamedAnswer()
     made.status = 200
     for second, choice in enumerate(choices):
@@ -16,7 +16,7 @@ def answer(*choices: dict[str, Any]) -> StreamedAnswer:
 
 
 def test_events_without_a_token_are_not_counted() -> None:
-    """Else a stream that sends such events would never be silent."""
+    """Otherwise a stream of such events would never count as silent."""
     made = answer(
         {"text": "a", "token_ids": [1]},
         {"text": "", "token_ids": []},

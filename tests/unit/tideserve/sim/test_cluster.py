@@ -54,7 +54,7 @@ def run(spec: ClusterSpec, workload: OpenLoop | ClosedLoop) -> tuple[Cluster, Ou
 
 
 def check_conservation(cluster: Cluster, outcomes: Outcomes) -> None:
-    """Every request has ended once, and nothing is held any more."""
+    """Every request has ended once, and no resources are held."""
     assert all(record.outcome is not Outcome.RUNNING for record in outcomes.records)
     for record in outcomes.records:
         assert record.end_s >= record.sent_s

@@ -44,7 +44,7 @@ def simulated(
 
 
 def counted(cluster: Cluster, outcomes: Outcomes, arrivals: Sequence[Arrival], blocks: int) -> int:
-    """Hits by other code, of the same requests at the same workers."""
+    """Independent count of the hits of the same requests at the same workers."""
     caches = {name: CountedCache(blocks) for name in cluster.instances}
     for number, (record, arrival) in enumerate(zip(outcomes.records, arrivals, strict=True)):
         output = (-1,) * arrival.output_tokens
@@ -66,7 +66,7 @@ def test_hits_are_those_of_an_independent_count(
 
 
 def test_dispatch_by_prefix_at_least_doubles_the_hits() -> None:
-    """Eight busy workers: idle ones would be picked in the order of their names."""
+    """Eight busy workers, as idle ones would be picked in order of their names."""
     arrivals = AGENTS.arrivals(0.8, 150, random.Random(1))
     plain, aware = (
         serve("agents", arrivals, dispatch, 500_000) for dispatch in ("least_loaded", PREFIX)

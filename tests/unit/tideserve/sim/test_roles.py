@@ -39,7 +39,7 @@ SETTINGS = (
 
 
 class _Roles(Cluster):
-    """Notes all roles that the memory manager writes."""
+    """Records all roles that the memory manager writes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -71,7 +71,7 @@ def spec_of(rng: random.Random, roles: RoleSetting) -> ClusterSpec:
 
 
 def load_of(rng: random.Random) -> OpenLoop:
-    """Requests of which some have tight targets; a burst in some worlds."""
+    """Requests, some of them with tight targets; a burst in some worlds."""
     rate = rng.choice([4.0, 10.0, 25.0])
     times = list(gamma_times(rate, rng.choice([1.0, 3.0]), SECONDS, rng))
     service = Service(ttft_s=1.0, tpot_s=rng.choice([0.03, 0.1]))
@@ -80,7 +80,7 @@ def load_of(rng: random.Random) -> OpenLoop:
 
 
 def run(seed: int, roles: RoleSetting) -> tuple[_Roles, Outcomes]:
-    """Simulate, with checks; every request must end, and no block may be taken afterwards."""
+    """Simulate with checks; every request must end, and no block may stay in use."""
     rng = random.Random(seed)
     cluster = _Roles(spec_of(rng, roles), DEVICE, load_of(rng))
     events = itertools.count()
@@ -130,7 +130,7 @@ HEAVY: dict[str, Any] = {
 
 
 def apart(**changes: Any) -> dict[str, Any]:
-    """The figures of `HEAVY` with other keys."""
+    """The figures of `HEAVY` with other options."""
     (prepared,) = simulations_of({**HEAVY, **changes}, Path("roles.yaml")).values()
     (system,) = prepared.systems
     result = figures(simulate(prepared, system))
@@ -153,7 +153,7 @@ def test_answers_do_not_wait_for_prompts_of_other_workers() -> None:
 
 
 def test_auto_matches_the_better_setting() -> None:
-    """Roles where whole prompts delay answers; mixed where chunks keep the targets."""
+    """Roles where whole prompts delay output; mixed where chunks keep the targets."""
     chunked = apart(roles="auto", max_batch_tokens=256)
     assert chunked["changes"]["moved_requests"] == 0
     whole = apart(roles="auto")

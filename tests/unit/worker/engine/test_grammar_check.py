@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate(Grammars):
-    """Compiles only while it is open."""
+    """Compiles only while open."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, 320)
@@ -56,7 +56,7 @@ class Bench:
         self.check = GrammarCheck(self.grammars, lambda: self.now_s)
 
     def until_one(self) -> list[CheckedRequest]:
-        """What comes once the descriptor is readable."""
+        """The checked requests once the descriptor is readable."""
         assert select.select([self.check], [], [], WAIT_S)[0], "nobody wakes the loop"
         return self.check.take()
 
@@ -169,7 +169,7 @@ def test_grammars_of_owners_alternate(bench: Bench) -> None:
 
 
 def test_the_descriptor_is_not_readable_once_drained(bench: Bench) -> None:
-    """Or the engine's loop would turn for nothing."""
+    """Otherwise the engine loop would spin."""
     bench.check.submit(request_id_of("a", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     assert bench.check.abort("a")

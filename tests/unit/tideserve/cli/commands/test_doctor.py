@@ -15,7 +15,7 @@ LOCAL, OTHER = "http://127.0.0.1:8155", "http://gateway.example:8000"
 
 @pytest.fixture
 def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
-    """The targets of doctors that are called, beside a cluster on port 8155 of this machine."""
+    """The targets of doctors, beside a local cluster on port 8155."""
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
     folder = ClusterFolder(default_folder(8155))
     folder.configs.mkdir(parents=True)

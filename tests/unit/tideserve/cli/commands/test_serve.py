@@ -22,7 +22,7 @@ def options_of(config: Path | None = None, part: float | None = None, **flags: A
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The memory of the GPUs of the machine: a test changes it."""
+    """The memory of the machine's GPUs, which a test changes."""
     sizes = [80 * GIB, 40 * GIB]
     monkeypatch.setattr(host, "gpu_memory_bytes", lambda: sizes)
     monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")
@@ -58,7 +58,7 @@ def test_the_memory_of_this_machine_is_divided_among_all_workers(
 
 
 class FakeDriver:
-    """Answers as libcuda with two GPUs does."""
+    """Responds as libcuda with two GPUs."""
 
     def cuInit(self, flags: int) -> int:
         return 0

@@ -13,7 +13,7 @@ if ON_GPU:
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A build for CUDA, with a compiler in the folder that is returned, and two GPUs."""
+    """A build for CUDA with two GPUs; returns the folder of its compiler."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("services.worker.engine.compute.gpu_needs.PACKAGES", ())
     monkeypatch.setattr(torch.cuda, "init", lambda: None)

@@ -30,7 +30,7 @@ ELEMENTS = CHUNK_BYTES // 4
 
 
 class Numbers:
-    """A source of weights: all of a parameter are the number of its name."""
+    """A source of weights: each parameter is filled with the number of its name."""
 
     on_device = False
 
@@ -41,7 +41,7 @@ class Numbers:
         target.fill_(self._numbers[name])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 @pytest.fixture(params=KINDS)

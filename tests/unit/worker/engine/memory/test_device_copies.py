@@ -20,7 +20,7 @@ CHUNKS = 6
 
 
 class Device:
-    """A KV range on a device whose copies run as late as they may."""
+    """A KV range on a device that runs copies as late as possible."""
 
     def __init__(self) -> None:
         driver = FakeCudaDriver(CHUNK_BYTES, CHUNKS)

@@ -20,7 +20,7 @@ class Numbers:
         target.copy_(torch.arange(target.numel()).remainder(251).view(target.shape))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 @pytest.mark.parametrize(

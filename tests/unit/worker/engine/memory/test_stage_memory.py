@@ -66,7 +66,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[StageMemory]:
 
 
 def layout_of(memory: StageMemory) -> list[object]:
-    """Everything that a full restore must bring back."""
+    """The state that a full restore must reproduce."""
     return [
         memory.layers,
         memory.num_blocks,
@@ -113,7 +113,7 @@ def test_a_tied_head_keeps_the_embedding() -> None:
 
 
 def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
-    """The second phase changes nothing but old mappings."""
+    """The second phase changes only old mappings."""
     before = memory.num_blocks
     for layer in (0, 5):
         memory.kv_ranges[layer].blocks()[:] = float(layer + 1)

@@ -21,7 +21,7 @@ SMALL = {"hidden_size": 10, "intermediate_size": 7, "num_attention_heads": 2, "h
 
 @dataclass
 class Mixing:
-    """Attention that depends on all it gets, and notes how it was asked."""
+    """Attention that depends on all of its inputs and records its calls."""
 
     asked: list[tuple[int | None, float]] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Mixing:
 def layer_and_rotation(
     model_type: str, sizes: dict[str, int], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """A layer whose parameters have been stored in `dtype`, its model, and those parameters."""
+    """A layer with parameters in `dtype`, its model, and these parameters."""
     config = AutoConfig.for_model(
         model_type, num_key_value_heads=1, num_hidden_layers=1, vocab_size=8, **sizes, **options
     )

@@ -25,7 +25,7 @@ MIXED = ((0, 1), (17, 1), (700, 1), (0, 40), (130, 70))
 
 
 def chunks_of(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) -> Batch:
-    """(prefix, new) of each request; blocks lie anywhere."""
+    """Chunks with (prefix, new) of each request; blocks are in random order."""
     free = list(range(BLOCKS))
     random.Random(seed).shuffle(free)
     chunks = []
@@ -36,7 +36,7 @@ def chunks_of(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) 
 
 
 def filled_cache(batch: Batch, shape: tuple[int, ...]) -> torch.Tensor:
-    """K and V of all prefixes; what nobody has written is NaN."""
+    """K and V of all prefixes; unwritten slots are NaN."""
     cache = torch.full((BLOCKS, 2, *shape), torch.nan)
     block_size = shape[0]
     for chunk in batch.chunks:
@@ -109,7 +109,7 @@ def test_kernel_equals_reference_attention(
 
 
 def test_combine_is_compiled_for_every_number_of_splits_and_launched_with_the_next() -> None:
-    """A tile of 64 parts for 2 would take a multiple of the time."""
+    """A tile of 64 parts for 2 splits would take many times as long."""
     attention = gpu.GpuPagedAttention(
         num_heads=4,
         num_kv_heads=2,

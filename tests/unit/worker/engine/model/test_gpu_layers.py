@@ -46,7 +46,7 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 
 @pytest.fixture
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are those of a GPU, whatever computes them."""
+    """Use the layers for GPUs on every device."""
     monkeypatch.setattr(assembly, "uses_gpu_kernels", lambda _device: True)
     monkeypatch.setattr(gpu_graphs, "CudaGraphCapture", GraphCapture)
 

@@ -102,7 +102,7 @@ def test_copy_errors_are_ignored(tmp_path: Path) -> None:
 
 
 def runs(cache: Path, **environment: str) -> bool:
-    """Run the program with its cache there; whether the kernels came out of it."""
+    """Run the program with this cache; returns whether its kernels were cached."""
     own = {"PYTHONPATH": str(REPOSITORY), CACHE_VARIABLE: str(cache)}
     done = run_python("-c", PROGRAM, env={**os.environ, **own, **environment})
     assert done.returncode == 0, done.stderr

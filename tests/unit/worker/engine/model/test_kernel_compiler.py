@@ -100,7 +100,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kernels(
     missing: str | None, tmp_path: Path
 ) -> None:
-    """Hidden ones take along what builds on them; None: all are hidden but the oldest."""
+    """Hidden instructions hide their extensions; None: only the oldest are visible."""
     every = get_host_cpu_features()
     features = "" if missing is None else every.replace(f"+{missing}", f"-{missing}")
     names = {"NUMBA_CPU_NAME": "generic"} if missing is None else {}

@@ -66,7 +66,7 @@ ROPES: list[dict[str, Any]] = [
 
 
 class Spy:
-    """Attention that depends on all it gets, and notes how it was asked."""
+    """Attention that depends on all of its inputs and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int | None, float]] = []
@@ -90,7 +90,7 @@ class Spy:
 def model_and_config(
     folder: Path, model_type: str, options: dict[str, Any]
 ) -> tuple[Any, ModelConfig]:
-    """A model of `transformers` with random weights, and how we read the same file."""
+    """A model of `transformers` with random weights, and our configuration of the same file."""
     raw = {"model_type": model_type, "architectures": [CLASSES[model_type]]} | SIZES | options
     (folder / "config.json").write_text(json.dumps(raw))
     config = transformers.AutoConfig.from_pretrained(folder)

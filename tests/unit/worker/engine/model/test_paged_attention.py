@@ -20,7 +20,7 @@ BUILDER = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
 
 
 class Cache:
-    """One sequence in a cache of its own, whose memory begins as NaN."""
+    """A sequence in its own cache, whose memory is initialised with NaN."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Cache:
         )
 
     def expected(self) -> torch.Tensor:
-        """All rows in float64, from what is rounded as the cache is."""
+        """All rows in float64, from inputs rounded as in the cache."""
         dtype = self.blocks.dtype
         query, key, value = (
             tensor.to(dtype).double() for tensor in (self.query, self.key, self.value)
@@ -81,7 +81,7 @@ class Cache:
 
 
 def cuts(length: int, *, seed: int) -> list[int]:
-    """Where to cut a prompt."""
+    """Random positions at which to split a prompt."""
     rng = random.Random(seed)
     made = [0]
     while made[-1] < length:
@@ -207,7 +207,7 @@ def test_unsupported_inputs_are_refused() -> None:
 def test_rows_and_heads_that_take_turns_have_the_same_bits(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a processor with AMX, with more pairs than a turn has, and some that are not full."""
+    """As with AMX, with more pairs than fit in a turn, and some incomplete ones."""
     outputs = []
     for instructions in ([], ["amx_bf16"]):
         monkeypatch.setattr(paged_attention, "product_instructions", lambda _, i=instructions: i)

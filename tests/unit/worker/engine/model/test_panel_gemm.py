@@ -190,7 +190,7 @@ def test_a_wrong_product_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: tor
 def test_vectors_write_only_the_columns_of_the_product(
     rows: int, columns: int, depth: int, add: int, dtype: torch.dtype
 ) -> None:
-    """In a wider matrix, from an element in its midst on, and with rows apart."""
+    """Within a wider matrix, at an offset and with a row stride."""
     generator = torch.Generator().manual_seed(rows * columns + depth)
     left = torch.randint(-8, 8, (rows, depth + 6), generator=generator).float()
     right = torch.randint(-8, 8, (64, depth), generator=generator).float()

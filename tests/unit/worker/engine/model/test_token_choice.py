@@ -12,7 +12,7 @@ VOCABULARIES = (1, 5, LANES - 1, LANES, 1000, 5000)
 
 
 def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens in the order of the draw, and their shares, as the definitions read."""
+    """Tokens in the order of the draw with their shares, by definition."""
     scaled = logits - logits.max()
     scaled = (scaled.astype(logits.dtype) / logits.dtype.type(terms.temperature)).astype(np.float64)
     order = np.lexsort((np.arange(len(logits)), -scaled))
@@ -33,7 +33,7 @@ def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray
 
 
 def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
-    """Whether `token` is that of the definition, or rounding alone decides against it."""
+    """Whether `token` matches the definition, up to rounding."""
     explained = False
     for slack in (0.0, -ROUNDING, ROUNDING):
         # Rounding may also move the border of the nucleus.

@@ -34,7 +34,7 @@ def test_microbatches_that_are_slow_raise_the_limit() -> None:
 
 
 def test_a_repeated_microbatch_has_twice_the_time() -> None:
-    """One that is slow for the first time is not discarded for ever."""
+    """Otherwise one that is slow once would be discarded forever."""
     health = GroupHealth()
     for limit_s in (STALLED_S, 2 * STALLED_S, 4 * STALLED_S):
         health.note_launched(0.0)

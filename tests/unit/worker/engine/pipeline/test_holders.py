@@ -59,7 +59,7 @@ def prepare(
     introduced: bool = True,
     limit_s: float = LIMIT_S,
 ) -> str:
-    """Ask a survivor to get ready, and introduce it to the holders that live."""
+    """Ask a survivor to prepare, and introduce it to the living holders."""
     group._attempts += 1
     attempt = f"attempt-{group._attempts}"
     plans = group._plans(target, group.epoch + 1)
@@ -98,7 +98,7 @@ def test_a_survivor_reads_nothing_from_disk(pairs: EngineGroup) -> None:
 
 
 def test_an_engine_waits_while_a_holder_sends(pairs: EngineGroup) -> None:
-    """Turns without frames would only take time from the thread that stores the pieces."""
+    """Turns without frames would only delay the thread that stores the pieces."""
     attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
     survivor = member(pairs, "w0")
     assert not survivor.awaits_transfers, "it connects"
@@ -196,7 +196,7 @@ def test_a_survivor_waits_once_for_a_holder_that_hangs(pairs: EngineGroup) -> No
 
 
 def test_a_holder_that_drops_its_layers_meanwhile_refuses(pairs: EngineGroup) -> None:
-    """Its group changes in the same moment: what it does not send comes from disk."""
+    """Its group changes at the same time: missing slabs come from disk."""
     turned = [[Stage("w3", 0, 1), Stage("w2", 1, LAYERS)]]
     attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
     pairs.change(turned)

@@ -25,7 +25,7 @@ SENT = SendBlocks("t", "r", Transfer("w0", "w1", 1, 3), 3)
 
 
 class Place:
-    """A member's part in transfers: `expected` has the blocks for each transfer that is to come."""
+    """The member's side of transfers: `expected` has the blocks of each expected transfer."""
 
     def __init__(self) -> None:
         self.table = StageTable(BlockPool(BLOCKS))

@@ -39,7 +39,7 @@ class Ends:
             self.links[sender].send("a", ForeignBlocksFreed(number))
 
     def received(self) -> list[tuple[str, int]]:
-        """What "a" takes in one turn: senders and numbers."""
+        """Senders and numbers of the frames that "a" takes in a turn."""
         self.network.pump()
         taken = self.links["a"].receive()
         return [

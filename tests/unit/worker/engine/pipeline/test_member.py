@@ -78,7 +78,7 @@ def test_requests_get_the_same_tokens_however_groups_change(
 
 
 def check_log(path: Path) -> None:
-    """What the machine decided is decided again, and facts lie beside it."""
+    """A replay repeats the decisions of the state machine, and the facts are logged."""
     entries = list(read_entries(path, WORKER_TYPES))
     again = replay(Changeover.of(read_config(path, MemberConfig)), entries)
     assert again.difference == "" and again.decisions > 50
@@ -145,7 +145,7 @@ def test_the_table_and_the_memory_change_under_the_lock_and_a_stage_runs_without
 def test_planner_events_do_not_read_the_phase_of_a_change(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly every event is one of these, and no phase of a change depends on them."""
+    """Nearly all events are planner events, and no phase of a change depends on them."""
     changeover = member(group := merged(make_group()), "w0").changeover
     phase, handle = Changeover.phase.fget, changeover.handle  # type: ignore[attr-defined]
     events: list[object] = []
@@ -221,7 +221,7 @@ def test_a_piece_of_an_epoch_that_starts_during_the_check_is_kept(
 
 
 def test_an_unreachable_member_is_reported_and_its_group_is_rebuilt(make_group: MakeGroup) -> None:
-    """Both live: they connect again, keep the KV, and run what was in flight once more."""
+    """Both are alive: they reconnect, keep the KV, and repeat work in flight."""
     group = merged_and_started(make_group())
     group.settle()
     group.network.cut("w1")
@@ -268,7 +268,7 @@ def test_a_lost_worker_of_another_group_is_reported_once(
 
 
 def deserted(group: EngineGroup) -> None:
-    """The follower goes on in a configuration of which the leader does not hear."""
+    """The follower continues in a configuration that its leader never learns."""
     group.epoch += 1
     plans = group._plans([[Stage("w1", 1, LAYERS)]], group.epoch)
     member(group, "w1").apply(ApplyConfiguration(plans))
@@ -278,7 +278,7 @@ def deserted(group: EngineGroup) -> None:
 def test_a_leader_abandoned_by_its_group_ends_its_requests(
     make_group: MakeGroup, cut: bool
 ) -> None:
-    """It is cut off from the records, so that only its former member can tell; or from both."""
+    """It is cut off from etcd, so that only its former member can notify it; or from both."""
     group = merged_and_started(make_group())
     group.settle()
     if cut:

@@ -114,7 +114,7 @@ def test_an_aborted_attempt_leaks_nothing_and_can_be_retried(
 
 
 def test_a_change_ends_the_preparation_of_another_one(make_group: MakeGroup) -> None:
-    """Its answer comes no more; the attempt may be asked for again afterwards."""
+    """No answer follows; the attempt may be repeated afterwards."""
     group = merged(make_group())
     attempt = group.prepare(TURNED)
     group.commit(MERGED)
@@ -211,7 +211,7 @@ def test_a_lane_that_expects_too_many_peers_already_ends_the_attempt(
 def test_parameters_missing_at_the_holder_come_from_the_folder(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has others under that name; no place for a transfer; sends what is not whole."""
+    """It has other weights, no place for a transfer, or sends incomplete slabs."""
     caplog.set_level(logging.INFO)
     group = merged_and_started(make_group())
     # w0 asks w1 for the slabs of layers 1 and 2 and of the head, w1 asks w0 for the other two.
@@ -260,7 +260,7 @@ def test_late_parameters_are_not_waited_for(
 def test_requests_go_on_while_parameters_are_verified(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slab from the folder; one that a member sends is checked piece by piece as it comes."""
+    """A slab from the folder; slabs of members are verified piece by piece."""
     monkeypatch.setattr(restoring, "CHECKED_BYTES_PER_TURN", 100)
     group = merged_and_started(make_group())
     monkeypatch.setattr(memory(group, "w1"), "pack_slab", failing(InvalidStage("not now")))

@@ -18,7 +18,7 @@ from tests.unit.worker.engine.pipeline.conftest import MakeGroup
 
 
 def test_ended_requests_leave_the_clock(make_group: MakeGroup) -> None:
-    """Else each iteration would be looked through for requests that wait for ever."""
+    """Otherwise each iteration would scan requests that wait forever."""
     group = make_group(1)
     lone = member(group, "w0")
     clock = lone._serving._clock
@@ -91,7 +91,7 @@ def test_stage_times_and_iteration_tokens_are_reported(make_group: MakeGroup) ->
     ran: list[int] = []
 
     def run() -> None:
-        """It takes a second."""
+        """Run an iteration of one second."""
         ran.append(1)
         group.network.skip(1.0)  # type: ignore[attr-defined]
         group.now_s += 1.0

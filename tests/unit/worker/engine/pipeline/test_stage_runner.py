@@ -66,7 +66,7 @@ def test_an_interrupted_stage_has_no_result(stages: list[StageRunner]) -> None:
 def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
     monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    """One that was given up is not padded: its requests are to go on at once."""
+    """A discarded iteration is not padded, so that its requests continue at once."""
     monkeypatch.setattr(stage_runner, "monotonic_s", lambda: 50.0)
     slept: list[float] = []
     pacer = Pacer(CostModel(0.0, 0.0, 3.0, 0.0), lambda: 50.25, slept.append)
@@ -80,7 +80,7 @@ def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
 def test_a_paced_iteration_resumes_where_it_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The time that ran counts, and what was computed waits for the rest of it."""
+    """The elapsed time counts, and finished results wait for the remaining time."""
     clock = [50.0]
     monkeypatch.setattr(stage_runner, "monotonic_s", lambda: clock[0])
 

@@ -42,13 +42,13 @@ TINY = Effort(
 
 
 def nobody() -> bool:
-    """Whether a request is here."""
+    """Report that no request is present."""
     return False
 
 
 @pytest.fixture(autouse=True)
 def any_noise_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests run on busy machines."""
+    """Accept any noise, as tests run on busy machines."""
     monkeypatch.setattr(session, "QUIET_NOISE_MAX", 1e9)
 
 
@@ -137,7 +137,7 @@ def test_profiling_stores_a_profile_and_frees_its_blocks(
 def test_profiling_yields_within_a_batch(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
-    """What was interrupted is not recorded, and keeps no block."""
+    """An interrupted measurement is not recorded and holds no block."""
     asked: list[int] = []
 
     def at_the_second_layer() -> bool:

@@ -105,7 +105,7 @@ def test_top_p_counts_all_that_top_k_keeps_though_min_p_keeps_few() -> None:
 
 
 def test_counts_follow_the_sampled_tokens() -> None:
-    """Through eviction, a discarded token, a preemption and the end of sequences."""
+    """Through eviction, a discarded token, preemption and the end of sequences."""
     rng = np.random.default_rng(5)
     on_device = device_sampler(VOCAB, slots=4)
     here, there = (

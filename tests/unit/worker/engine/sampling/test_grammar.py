@@ -93,7 +93,7 @@ def test_rows_beyond_the_tokenizer_are_never_chosen(model_dir: Path, grammars: G
 def test_a_random_model_follows_the_schema(
     model_dir: Path, tokenizer: Tokenizer, temperature: float, filters: dict[str, float]
 ) -> None:
-    """Random logits; history told in parts equals history told at once."""
+    """Random logits; incremental history equals whole history."""
     schema = {
         "type": "object",
         "properties": {
@@ -189,7 +189,7 @@ def test_catastrophic_expressions_match_in_linear_time(grammars: Grammars, text:
 def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work is too much only after some tokens, which no check could tell before."""
+    """The excess occurs only after some tokens and cannot be predicted by a check."""
     limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     ids, rng = tokenizer.encode("ab").ids, random.Random(0)
@@ -234,7 +234,7 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
 def test_a_lexer_filled_by_other_requests_is_rebuilt(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request may write never depends on what others wrote before it."""
+    """Allowed output of a request must not depend on earlier requests."""
     limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     grammars = Grammars(model_dir, ROWS)

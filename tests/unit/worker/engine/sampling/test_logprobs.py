@@ -16,14 +16,14 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def scored(logits: torch.Tensor, tokens: Sequence[int], top: int) -> LogprobRows:
-    """What a sampler says of `tokens[i]` after row i."""
+    """The sampler's scores of `tokens[i]` after row i."""
     vocab = logits.shape[1]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return Sampler(vocab, Grammars(NO_FOLDER, vocab), dtype).score(logits, tokens, top)
 
 
 def oracle(row: list[float], token: int, top: int) -> tuple[float, int, list[tuple[int, float]]]:
-    """As the definitions read."""
+    """The result by definition."""
     logprobs = torch.log_softmax(torch.tensor(row, dtype=torch.float64), -1).tolist()
     order = sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate))
     rank = 1 + sum(other > row[token] for other in row)

@@ -250,7 +250,7 @@ def test_a_request_without_blocks_is_forgotten() -> None:
 
 
 def test_a_long_history_costs_no_more_for_each_token() -> None:
-    """Counts grow by doubling; nothing is built again."""
+    """Counts grow by doubling and are never rebuilt."""
     terms = SampleTerms(replace(GREEDY, frequency_penalty=0.1))
     rules = SamplingRules(terms, VOCAB, Grammars(NO_FOLDER, VOCAB))
     assert rules.counts is not None

@@ -12,7 +12,7 @@ GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Probabilities after temperature, top-k, top-p, min-p, written as the definitions read."""
+    """Probabilities after temperature, top-k, top-p and min-p, by definition."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -88,7 +88,7 @@ def test_frequencies_match_the_definition(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
 def test_wide_nuclei_of_a_large_vocabulary_are_sampled(spread: float) -> None:
-    """The nucleus may have more tokens than the first look takes in."""
+    """The nucleus may exceed the first window of candidates."""
     logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
     for sampling in (
         Sampling(temperature=1.0, top_p=0.9),

@@ -40,7 +40,7 @@ def on_wire(message: Control) -> bytes:
 
 
 def received(link: ControlLink) -> list[Control]:
-    """What the link makes of the bytes that come next."""
+    """The messages that the link parses from the next bytes."""
     ready, _, _ = select.select([link], [], [], DEADLINE_S)
     assert ready, "nothing came"
     return link.receive()

@@ -46,7 +46,7 @@ def test_a_proof_covers_all_fields_and_a_wrong_proof_consumes_nothing(facts: Fac
 
 
 def test_a_version_mismatch_differs_from_failed_authentication() -> None:
-    """A message of a release without a version has a field less, a later one perhaps one more."""
+    """Messages of releases without a version have a field less, later ones may have more."""
     earlier = msgspec.convert(["a", "1", b"endpoint", 7], Facts)
     later = msgspec.convert(["a", "1", b"endpoint", 7, PROTOCOL_VERSION + 1, "news"], Facts)
     expected = ExpectedPeers()

@@ -106,6 +106,6 @@ def test_ucx_ports_and_devices_are_set_only_if_configured() -> None:
 
 
 def test_the_largest_pieces_under_way_fit_into_the_segments_of_a_lane() -> None:
-    """Else their sender is awake, and does nothing, until the receiver's process has run."""
+    """Otherwise their sender spins until the receiver's process has run."""
     under_way_bytes = PIECES_MIN * FAST_LINK_TIMES * CHUNK_BYTES_MAX
     assert UCX_SEGMENTS * int(UcxConfig().options()["SYSV_SEG_SIZE"]) >= under_way_bytes

@@ -71,7 +71,7 @@ class Engine:
 
 
 class Pair:
-    """Two engines, a sends to b. Time passes only when the test says so."""
+    """Two engines; a sends to b. Time is advanced by the test."""
 
     def __init__(self, config: MoverConfig = CONFIG) -> None:
         source = filled(SIZE_BYTES)
@@ -85,7 +85,7 @@ class Pair:
         self.network.pump()
 
     def round(self) -> bool:
-        """Step both, deliver everything; whether anything was to be done at once."""
+        """Step both and deliver everything; returns whether there was work."""
         wakes = [engine.step(self.now_s) for engine in (self.a, self.b)]
         return bool(self.network.pump()) or min(wakes) <= self.now_s
 
@@ -127,7 +127,7 @@ def received_from_a(size_bytes: int) -> TransferOutcome:
 
 
 def failed(transfer_id: str, peer: str, events: list[TransferOutcome]) -> str:
-    """The reason of the one failure among `events`."""
+    """The reason of the single failure among `events`."""
     (event,) = events
     assert event.status is TransferStatus.FAILED
     assert (event.transfer_id, event.peer) == (transfer_id, peer)
@@ -446,7 +446,7 @@ def test_memory_that_cannot_be_read_ends_the_transfer(pair: Pair) -> None:
 
 
 class ReadEarly:
-    """A piece whose copy has begun."""
+    """A piece whose copy has started."""
 
     def __init__(self, memory: Memory, offset_bytes: int, size_bytes: int) -> None:
         self.content = memory.slab[offset_bytes : offset_bytes + size_bytes].copy()
@@ -461,9 +461,8 @@ class ReadEarly:
 
 
 def read_early(pair: Pair, refused: Collection[int] = ()) -> tuple[list[ReadEarly], list[int]]:
-    """Send the slab of a by pieces that are read before they are due, but for those `refused`.
-
-    Returns these pieces, and where the others are.
+    """Send the slab of a by pieces that are read before they are due, except `refused` ones.
+    Returns these pieces and their places.
     """
     reads: list[ReadEarly] = []
     packed: list[int] = []
@@ -567,7 +566,7 @@ def test_transfers_are_bounded_and_ids_unique() -> None:
 
 
 def disturb(pair: Pair, engine: Engine, sent: list[str], rng: random.Random) -> None:
-    """One thing that may happen at any time."""
+    """A random event."""
     waiting = pair.network.waiting()
     match rng.randrange(8):
         case 0 if sent and rng.random() < 0.1:
@@ -606,7 +605,7 @@ def test_any_order_of_events_ends_every_transfer_once_on_both_sides(seed: int) -
 
 
 def check_ends(pair: Pair, names: list[str]) -> None:
-    """Each transfer ended once on each side; if it was sent, it was received, and whole."""
+    """Each transfer ended once on each side; a completed one was received whole."""
     for sender, receiver, letter in ((pair.a, pair.b, "a"), (pair.b, pair.a, "b")):
         mine = [name for name in names if name[0] == letter]
         out = [e for e in sender.ends if e.transfer_id in mine]

@@ -19,9 +19,8 @@ GROWING = replace(BOUNDS, piece_bytes_max=4 * PIECE_BYTES)
 
 
 def rate_over(window: PieceWindow, delay_s: float, bytes_per_s: float, pieces: int = 2000) -> float:
-    """Send pieces over a link of that bandwidth, which answers `delay_s` later.
-
-    Returns how much of the link the last half of the pieces used.
+    """Send pieces over a link of this bandwidth with acknowledgements `delay_s` later. Returns the
+    used share of the link for the last half of the pieces.
     """
     under_way: deque[tuple[float, PieceSent]] = deque()
     now_s = free_s = half_s = busy_s = 0.0

@@ -32,7 +32,7 @@ Open = Callable[..., LaneEnd]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Makes ends that can reach each other."""
+    """Create ends that can reach each other."""
     peers: dict[bytes, MemoryTransport] = {}
     ends: list[LaneEnd] = []
 
@@ -53,7 +53,7 @@ def pair(opened: Open, **settings: Any) -> tuple[LaneEnd, LaneEnd]:
 
 
 def join(ours: LaneEnd, theirs: LaneEnd) -> None:
-    """Connect them, and forget that this was news."""
+    """Connect them and discard the events."""
     theirs.connections.expect(ours.identity, NONCE)
     ours.connect(theirs, NONCE)
     step_until(lambda: ours.news and theirs.news, ours, theirs)
@@ -108,7 +108,7 @@ def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
 def test_a_peer_is_connected_once_its_data_arrives_through_the_transport(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A packet filter may let the handshake through, and nothing else."""
+    """A packet filter may pass the handshake and block the transport."""
     caplog.set_level("WARNING", logger=connection_table.__name__)
     ours, theirs = opened("ours"), opened("theirs")
     theirs.transport.deaf = True
@@ -138,7 +138,7 @@ def test_frames_before_the_welcome_are_queued(opened: Open) -> None:
 
 
 def test_a_dialling_peer_that_cannot_be_reached_is_lost(opened: Open) -> None:
-    """It expects the peer again then."""
+    """The listening side then expects the peer again."""
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     greet = ours.connections.dial("theirs", theirs.address, NONCE)
@@ -152,7 +152,7 @@ def test_a_dialling_peer_that_cannot_be_reached_is_lost(opened: Open) -> None:
 def test_the_log_names_the_lane_and_the_peer(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker has two lanes to each peer, which are lost one by one."""
+    """A worker has two lanes to each peer, which are lost separately."""
     caplog.set_level("INFO", logger=connection_table.__name__)
     ours, _ = pair(opened, name="bulk lane")
     connection = connection_of(ours)
@@ -262,7 +262,7 @@ def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
 
 
 class Tcp(socket.socket):
-    """One of a socket pair; it has none of the options of TCP."""
+    """A socket of a pair, without the options of TCP."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(fileno=connection.detach())
@@ -405,7 +405,7 @@ def test_frames_of_a_peer_can_be_left_for_later(opened: Open) -> None:
 
 
 def checked(end: LaneEnd, *others: LaneEnd) -> bool:
-    """Whether an end finds that it receives."""
+    """Whether an end detects that it receives."""
     end.check.begin()
     step_until(lambda: not end.check.under_way or end.check.has_failed, end, *others)
     return not end.check.has_failed
