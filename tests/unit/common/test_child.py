@@ -46,7 +46,7 @@ async def test_the_pid_of_a_child_is_reserved_until_it_is_reaped() -> None:
     for thread in threading.enumerate():
         if thread.name == f"child {child.pid}":
             thread.join()
-    os.kill(child.pid, 0)  # raises if somebody else could have it
+    os.kill(child.pid, 0)  # raises if another process could have it
     child.kill()
     assert await child.wait() == 0
     child.kill()

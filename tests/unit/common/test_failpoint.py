@@ -29,7 +29,7 @@ from services.common import failpoint
 failpoint.HOLD_MAX_S = 600
 atexit.register(lambda: [os.killpg(one.pid, 9) for one in failpoint._process.helpers])
 """
-"""So that nobody else lets it go on."""
+"""Prevents that another process resumes it."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_kill_is_recorded_first_and_happens_in_a_single_process(tmp_path: Path
     file = tmp_path / "hits"
     assert passes("a.b=kill@2", file) == (-signal.SIGKILL, 1)
     assert names(file) == ["a.b"]
-    assert passes("a.b=kill@2", file) == (0, 3), "the one that is started anew is not killed again"
+    assert passes("a.b=kill@2", file) == (0, 3), "the restarted process is not killed again"
     assert names(file) == ["a.b"]
 
 

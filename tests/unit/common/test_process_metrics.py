@@ -110,18 +110,18 @@ def test_the_exported_expiry_follows_the_loaded_certificate(tmp_path: Path) -> N
     )
     registry = service_registry("gateway", config, EtcdCalls())
 
-    def told() -> float | None:
+    def exported_expiry() -> float | None:
         name = "tideserve_tls_certificate_expiry_seconds"
         return value(samples(generate_latest(registry).decode()), name, purpose="tls")
 
     before = expiry_unix_s(certificate)
-    assert told() == before
+    assert exported_expiry() == before
     certificate.write_bytes(second.cert)
-    assert told() == before, "a certificate whose key is missing is not shown to anybody"
+    assert exported_expiry() == before, "a certificate without its key is not used"
     write_pair(tmp_path, "gateway", second)
     after = expiry_unix_s(certificate)
     assert after is not None and before is not None and after > before
-    assert told() == after
+    assert exported_expiry() == after
 
 
 def test_histogram_buckets_are_cumulative() -> None:

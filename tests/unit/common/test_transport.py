@@ -81,7 +81,7 @@ async def test_certificates_rotate_below_an_open_stream(certified: Certified) ->
         certified.trust(successor)
         assert await healthy(client, server.address)
 
-        # The stream of before all that still tells what changes.
+        # The stream opened at first still delivers changes.
         ready = False
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()

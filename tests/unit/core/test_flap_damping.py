@@ -28,7 +28,7 @@ def test_a_worker_that_leaves_often_flaps_until_it_stays() -> None:
     assert seen.is_flapping("w0", 50.0) and seen.is_flapping("w0", 50.0 + STEADY_S - 1)
     assert not seen.is_flapping("w0", 50.0 + STEADY_S) and not seen.is_flapping("w1", 50.0)
     leave(seen, "w0", 60.0)
-    assert seen.is_flapping("w0", 50.0 + STEADY_S), "each leave begins the time anew"
+    assert seen.is_flapping("w0", 50.0 + STEADY_S), "each leave restarts the time"
 
 
 def test_leaves_far_apart_do_not_count_together() -> None:

@@ -67,7 +67,7 @@ def test_reports_of_another_process_epoch_or_of_a_lone_worker_are_no_loss() -> N
     for event in (
         replace(report, incarnation="another"),
         replace(report, epoch=report.epoch - 1),
-        replace(report, worker_id="nobody"),
+        replace(report, worker_id="unknown"),
         stuck(store, "w2"),
     ):
         losses.note_trouble(store.state.records, event, 1)

@@ -29,7 +29,7 @@ def memory() -> MemoryView:
     return view
 
 
-def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
+def exported(leads: bool, changes: ChangeCount | None = None) -> Samples:
     groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
     driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
     watch = SimpleNamespace(
@@ -42,7 +42,7 @@ def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
 
 
 def test_the_leader_exports_cluster_metrics() -> None:
-    samples = told(leads=True)
+    samples = exported(leads=True)
     assert value(samples, "tideserve_memmgr_leader") == 1
     assert value(samples, "tideserve_memmgr_groups", phase="stable") == 2
     assert value(samples, "tideserve_memmgr_groups", phase="degraded") == 1
@@ -59,7 +59,7 @@ def test_the_leader_exports_cluster_metrics() -> None:
 
 
 def test_a_standby_exports_only_its_own_metrics() -> None:
-    samples = told(leads=False)
+    samples = exported(leads=False)
     assert value(samples, "tideserve_memmgr_leader") == 0
     cluster = (
         "_groups",
@@ -73,7 +73,7 @@ def test_a_standby_exports_only_its_own_metrics() -> None:
 
 
 def test_worker_metrics_are_not_exported() -> None:
-    assert [name for name, labels in told(leads=True) if "worker" in dict(labels)] == []
+    assert [name for name, labels in exported(leads=True) if "worker" in dict(labels)] == []
 
 
 def test_changes_are_counted_by_outcome() -> None:
@@ -85,7 +85,7 @@ def test_changes_are_counted_by_outcome() -> None:
         (ChangePhase.FAILED, 200.0),
     ):
         changes.note(phase, elapsed_s)
-    samples = told(leads=True, changes=changes)
+    samples = exported(leads=True, changes=changes)
     name = "tideserve_memmgr_change_duration_seconds"
     assert value(samples, "tideserve_memmgr_changes_total", result="stable") == 1
     assert value(samples, "tideserve_memmgr_changes_total", result="failed") == 1

@@ -18,7 +18,7 @@ def asked(request_id: str, model: str, tokens: int = 8) -> Asked:
     return Asked(request_id, model, tokens, 1, now_s=1.0, stream_id=1)
 
 
-def told(state: SchedulerState, leads: bool) -> Samples:
+def exported(state: SchedulerState, leads: bool) -> Samples:
     return collected(SchedulerCollector(lambda: state.snapshot(3.0), lambda: leads))
 
 
@@ -35,7 +35,7 @@ def test_the_leader_exports_its_queue_by_model() -> None:
     state.handle(asked("secret-id", "m"))
     state.handle(asked("another", "m"))
     state.handle(asked("bad", "m", tokens=0))
-    samples = told(state, leads=True)
+    samples = exported(state, leads=True)
     assert value(samples, "tideserve_scheduler_leader") == 1
     assert value(samples, "tideserve_scheduler_queued_requests") == 2
     assert value(samples, "tideserve_scheduler_oldest_wait_seconds") == 2
@@ -55,9 +55,9 @@ def test_the_leader_exports_its_queue_by_model() -> None:
 
 def test_a_served_model_exports_an_empty_queue() -> None:
     state = SchedulerState(8, 120.0)
-    assert waiting(told(state, leads=True)) == {}
+    assert waiting(exported(state, leads=True)) == {}
     state.handle(GroupJoined(0.0, GROUP))
-    assert waiting(told(state, leads=True)) == {"m": 0}
+    assert waiting(exported(state, leads=True)) == {"m": 0}
 
 
 def test_sums_over_leader_and_standby_count_once() -> None:
@@ -65,7 +65,7 @@ def test_sums_over_leader_and_standby_count_once() -> None:
     for state in (leader, standby):
         state.handle(GroupJoined(0.0, GROUP))
     leader.handle(asked("r", "m"))
-    both = [told(leader, leads=True), told(standby, leads=False)]
+    both = [exported(leader, leads=True), exported(standby, leads=False)]
     names = {name for name, _ in itertools.chain(*both)}
     summed = {
         name: sum(v for samples in both for (n, _), v in samples.items() if n == name)
@@ -81,13 +81,13 @@ def test_sums_over_leader_and_standby_count_once() -> None:
 def test_buckets_are_exported_while_requests_wait() -> None:
     state = SchedulerState(200, 120.0, rules=ClassRules(buckets=Bucketing.ON))
     state.handle(GroupJoined(0.0, replace(GROUP, max_model_len=4096, capacity_blocks=300)))
-    assert "tideserve_scheduler_buckets" not in str(told(state, leads=True))
+    assert "tideserve_scheduler_buckets" not in str(exported(state, leads=True))
     batch = Service(ServiceClass.BATCH)
     for number in range(100):
         tokens = (100, 2000)[number % 2]
         state.handle(replace(asked(f"r{number}", "m", tokens), service=batch, max_tokens=2))
     state.handle(Ticked(1.0))
-    samples = told(state, leads=True)
+    samples = exported(state, leads=True)
     assert value(samples, "tideserve_scheduler_buckets", model_name="m") == 2
     assert value(samples, "tideserve_scheduler_bucket_padding_share", model_name="m") == 0
     assert value(samples, "tideserve_scheduler_bucket_mean_tokens", model_name="m") == 1051

@@ -172,7 +172,7 @@ def test_dashboards_query_existing_metrics(path: Path) -> None:
 
 
 def test_queries_of_class_metrics_name_their_classes() -> None:
-    """A sum over all would show the times of batch work, for which nobody waits."""
+    """A sum over all would show the times of batch work, which no client waits for."""
     classed = re.compile(
         r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"
         r"|tideserve_(gateway_slo|scheduler_class|scheduler_oldest)_"

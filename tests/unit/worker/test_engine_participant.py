@@ -179,7 +179,7 @@ async def test_a_configuration_that_was_not_prepared_is_applied(bench: Bench) ->
     bench.engine.received.clear()
     await bench.participant.commit(replace(MERGED, epoch=9), "", "7-2")
     lanes = replace_own_nonces(MERGED_PLAN.members)
-    # The engine keeps what it has prepared if these are the layers, so it is told nothing else.
+    # The engine keeps prepared layers if they match, so no other call follows.
     assert bench.engine.received == [ApplyConfiguration([GroupPlan("group-w1", 9, lanes)])]
 
 

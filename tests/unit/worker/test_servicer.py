@@ -31,18 +31,18 @@ class RecordingEngine:
     """Stands in for EngineClient and records its calls."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.calls: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.unnoted: list[str] = []
 
     async def start_request(self, request: Request) -> None:
         self.unnoted.append(request.request_id)
-        await self.told.put(("start", request.request_id))
+        await self.calls.put(("start", request.request_id))
 
     async def abort_request(self, request_id: str) -> None:
-        await self.told.put(("abort", request_id))
+        await self.calls.put(("abort", request_id))
 
     async def next(self) -> tuple[str, str]:
-        return await asyncio.wait_for(self.told.get(), 20)
+        return await asyncio.wait_for(self.calls.get(), 20)
 
 
 class Bench:
@@ -81,10 +81,10 @@ class Bench:
     async def begin(self, call: Call, frame: pb.GenerateRequest) -> None:
         """Write a start, and wait until the engine has it."""
         await call.write(frame)
-        await self.told(("start", frame.start.request_id))
+        await self.expect_calls(("start", frame.start.request_id))
 
-    async def told(self, *expected: tuple[str, str]) -> None:
-        """Check what the engine is told next."""
+    async def expect_calls(self, *expected: tuple[str, str]) -> None:
+        """Check the next calls of the engine."""
         assert [await self.engine.next() for _ in expected] == [*expected]
 
     async def idle(self) -> None:
@@ -155,7 +155,7 @@ async def read(call) -> list[pb.RequestEvent]:
 async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call) -> None:
     await call.write(start("a"))
     await call.write(start("b"))
-    await bench.told(("start", "a"), ("start", "b"))
+    await bench.expect_calls(("start", "a"), ("start", "b"))
     assert bench.received == [], "the engine's load does not count them yet"
     bench.emit(received=["a", "b"])
     assert bench.received == ["a", "b"]
@@ -192,7 +192,7 @@ async def test_a_stale_epoch_never_reaches_the_engine(bench: Bench, call: Call) 
     bench.place = None
     await call.write(start("none", 0, group_id=""))
     assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 async def test_a_follower_takes_no_request(bench: Bench, call: Call) -> None:
@@ -202,7 +202,7 @@ async def test_a_follower_takes_no_request(bench: Bench, call: Call) -> None:
     assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
     assert "follows in g at epoch 7" in event.message
     assert bench.received == ["a"], "the scheduler's reservation can go"
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 async def test_invalid_and_duplicate_starts_are_refused(bench: Bench, call: Call) -> None:
@@ -244,7 +244,7 @@ async def test_requests_dropped_by_a_lost_group_are_aborted(bench: Bench, call: 
     (event,) = await read(call)
     assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
     await bench.servicer.sweep()
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     # A late event of its engine is no second ending.
     await bench.begin(call, start("b"))
     bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
@@ -265,7 +265,7 @@ async def test_requests_dropped_by_a_gateway_are_aborted(
         await call.done_writing()
     else:
         call.cancel()
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     await bench.idle()
     bench.emit(EmitToken("a", 0, 5, None))
 
@@ -298,7 +298,7 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open(bench: Bench, ca
     (event,) = await read(call)
     assert event.request_id == "b"
     await bench.idle()
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 async def test_the_last_event_has_the_times_for_late_readers(bench: Bench, call: Call) -> None:
@@ -367,7 +367,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert bench.servicer.active == 3
     bench.now_s += 1
     await bench.servicer.sweep()
-    await bench.told(("abort", "kept"))
+    await bench.expect_calls(("abort", "kept"))
     assert bench.servicer.active == 1
     await call.write(attach("kept", 0))
     (event,) = await read(call)
@@ -378,7 +378,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert (event.request_id, event.finish_reason) == ("awaited", pb.FINISH_REASON_STALE_EPOCH)
     assert "with g at epoch 8; the worker leads g at epoch 7" in event.message
     await bench.idle()
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 @pytest.mark.parametrize("when", ["adopted", "attached"])
@@ -387,7 +387,7 @@ async def test_an_adopted_request_can_be_aborted(bench: Bench, call: Call, when:
     if when == "attached":
         await call.write(attach("a", 0))
     await call.write(abort("a"))
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     assert bench.servicer.active == 0
 
 
@@ -409,7 +409,7 @@ async def test_an_abort_may_precede_its_request(
     await bench.servicer.sweep()
     # The end of a stream that did not know the request does not end it.
     if awaited or how == "abort":
-        await bench.told(("abort", "a"))
+        await bench.expect_calls(("abort", "a"))
     else:
         assert bench.servicer.active == 1
 
@@ -423,9 +423,9 @@ async def test_a_start_on_another_stream_replaces_a_request_of_a_broken_stream(
     bench.emit(EmitToken("a", 0, 5, None), received=["a"])
     await read(old)
     await new.write(start("a", output_ids=[5]))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     assert bench.servicer.active == 1
-    # News that the engine has told before it got the second start is of the first one.
+    # Events from before the engine got the second start belong to the first.
     bench.emit(EmitToken("a", 1, 6, None), received=())
     bench.emit(EmitToken("a", 2, 7, FinishReason.STOP), received=())
     bench.emit(moved("a", 3), received=())
@@ -443,7 +443,7 @@ async def test_a_start_on_another_stream_replaces_a_request_of_a_broken_stream(
 
 @pytest.mark.parametrize("how", ["the stream broke", "its gateway aborted it", "it was given up"])
 async def test_events_of_an_aborted_start_do_not_reach_the_next(bench: Bench, how: str) -> None:
-    """The engine takes the abort only when its iteration ends, and tells more of the first one."""
+    """The engine handles the abort after its iteration, and emits events of the first start."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     bench.emit(EmitToken("a", 0, 5, None), received=["a"])
@@ -454,7 +454,7 @@ async def test_events_of_an_aborted_start_do_not_reach_the_next(bench: Bench, ho
         await old.write(abort("a"))
     else:
         bench.servicer.abort_all("the group goes on without it")
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     await bench.begin(new, start("a", output_ids=[5]))
     # The token with index 1 went to the broken stream.
     bench.emit(EmitToken("a", 2, 7, None), received=())
@@ -471,17 +471,17 @@ async def test_events_of_an_aborted_start_do_not_reach_the_next(bench: Bench, ho
 async def test_two_losses_before_the_engine_has_noted_the_first_start(
     bench: Bench, aborted: bool
 ) -> None:
-    """The engine notes each start: what it tells before the last one is of the earlier ones."""
+    """The engine notes each start: events before the last note belong to earlier starts."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     if aborted:
         await old.write(abort("a"))
-        await bench.told(("abort", "a"))
+        await bench.expect_calls(("abort", "a"))
         await new.write(start("a"))
     else:
         await new.write(start("a"))
-        await bench.told(("abort", "a"))
-    await bench.told(("start", "a"))
+        await bench.expect_calls(("abort", "a"))
+    await bench.expect_calls(("start", "a"))
     bench.emit(EmitToken("a", 0, 6, FinishReason.STOP), received=["a"])
     assert bench.servicer.active == 1, "that was the first one"
     bench.emit(EmitToken("a", 0, 7, None), received=["a"])
@@ -492,7 +492,7 @@ async def test_two_losses_before_the_engine_has_noted_the_first_start(
 async def test_events_of_a_late_adoption_do_not_reach_the_next_start(
     bench: Bench, call: Call
 ) -> None:
-    """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
+    """Its gateway timed out and asked again; the engine adopted it before the start."""
     await bench.begin(call, start("a"))
     bench.emit(adopted("a", 5, 6), EmitToken("a", 2, 7, None), received=())
     bench.emit(EmitToken("a", 0, 4, None), received=["a"])
@@ -536,7 +536,7 @@ async def test_a_call_cancelled_at_its_end_leaks_nothing(bench: Bench) -> None:
 
     context = StuckCall()
     calling = asyncio.create_task(bench.servicer.Generate(frames(), context))
-    await bench.told(("start", "a"))
+    await bench.expect_calls(("start", "a"))
     bench.emit(EmitToken("a", 0, 5, None))
     await asyncio.wait_for(context.writing.wait(), 20)
     cut.set()
@@ -545,9 +545,9 @@ async def test_a_call_cancelled_at_its_end_leaks_nothing(bench: Bench) -> None:
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert bench.servicer.active == 0
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     bench.emit(adopted("b"))
-    await bench.told(("abort", "b"))
+    await bench.expect_calls(("abort", "b"))
 
 
 async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call) -> None:
@@ -557,7 +557,7 @@ async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call
     (event,) = await read(call)
     assert (event.request_id, event.moved.address) == ("a", "w1:1")
     await call.write(abort("b"))
-    await bench.told(("abort", "b"))
+    await bench.expect_calls(("abort", "b"))
     bench.emit(moved("b", 0))
     (event,) = await read(call)
     assert (event.request_id, event.moved.address) == ("b", "w1:1")
@@ -599,7 +599,7 @@ async def test_a_reader_on_another_stream_must_reattach(bench: Bench) -> None:
     (event,) = await read(new)
     assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
     await new.write(start("a", output_ids=[5]))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 1, 6, None))
     assert list((await read(new))[0].token_ids) == [6]
 
@@ -607,7 +607,7 @@ async def test_a_reader_on_another_stream_must_reattach(bench: Bench) -> None:
 async def test_a_start_replaces_unread_output(bench: Bench, call: Call) -> None:
     bench.emit(adopted("a", 5))
     await call.write(start("a"))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH), received=["a"])
     assert list((await read(call))[0].token_ids) == [5]
     await bench.idle()
@@ -675,7 +675,7 @@ async def test_tokens_gathered_for_an_earlier_start_are_dropped(bench: Bench, ca
     bench.emit(EmitToken("a", 0, 5, None))
     other = bench.stub.Generate()
     await other.write(start("a"))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 0, 6, None))
     (first,) = await read(other)
     assert list(first.token_ids) == [6]

@@ -32,12 +32,12 @@ class Records:
 class World:
     def __init__(self, answers: bool) -> None:
         self.now_s = 0.0
-        self.told = 0
+        self.notified_count = 0
         self.records = Records(answers)
         self.watch = StrandedGroupWatch(cast(Any, self.records), self._note)
 
     def _note(self) -> None:
-        self.told += 1
+        self.notified_count += 1
 
     def report(self, trouble: str, epoch: int = 1) -> None:
         self.watch.note(EngineReport(Load(0, 0, 0, 0), epoch, trouble=trouble))
@@ -68,54 +68,58 @@ async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator
 async def test_requests_end_once_when_etcd_stays_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(monkeypatch, answers=False) as stranding:
-        stranding.report(LOST)
-        await stranding.asked_again()
-        stranding.now_s = SILENCE_MAX_S - 0.1
-        await stranding.asked_again()
-        assert not stranding.watch.stranded
-        stranding.now_s = SILENCE_MAX_S
-        await eventually(lambda: stranding.watch.stranded)
-        stranding.report(LOST)  # it is repeated with each report
-        stranding.now_s = 100.0
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report(LOST)
+        await stranded_world.asked_again()
+        stranded_world.now_s = SILENCE_MAX_S - 0.1
+        await stranded_world.asked_again()
+        assert not stranded_world.watch.stranded
+        stranded_world.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranded_world.watch.stranded)
+        stranded_world.report(LOST)  # it is repeated with each report
+        stranded_world.now_s = 100.0
         for _ in range(10):
             await asyncio.sleep(0)
-        assert stranding.watch.stranded
-        assert stranding.told == 1
+        assert stranded_world.watch.stranded
+        assert stranded_world.notified_count == 1
 
 
 async def test_a_stranded_group_recovers_while_etcd_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(monkeypatch, answers=True) as stranding:
-        stranding.report(LOST)
+    async with world(monkeypatch, answers=True) as stranded_world:
+        stranded_world.report(LOST)
         for now_s in (1.0, 5.0, 20.0):
-            stranding.now_s = now_s
-            await stranding.asked_again()
-        assert not stranding.watch.stranded
-        stranding.records.answers = False  # it goes away before the group has changed
-        stranding.now_s = 24.0
-        await eventually(lambda: stranding.watch.stranded)
+            stranded_world.now_s = now_s
+            await stranded_world.asked_again()
+        assert not stranded_world.watch.stranded
+        stranded_world.records.answers = False  # it goes away before the group has changed
+        stranded_world.now_s = 24.0
+        await eventually(lambda: stranded_world.watch.stranded)
 
 
 @pytest.mark.parametrize(("trouble", "epoch"), [("", 1), (LOST, 2)])
 async def test_the_timer_ends_with_recovery_or_a_new_epoch(
     monkeypatch: pytest.MonkeyPatch, trouble: str, epoch: int
 ) -> None:
-    async with world(monkeypatch, answers=False) as stranding:
-        stranding.report(LOST)
-        await stranding.asked_again()
-        stranding.now_s = SILENCE_MAX_S
-        await eventually(lambda: stranding.watch.stranded)
-        stranding.report(trouble, epoch)
-        assert not stranding.watch.stranded
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report(LOST)
+        await stranded_world.asked_again()
+        stranded_world.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranded_world.watch.stranded)
+        stranded_world.report(trouble, epoch)
+        assert not stranded_world.watch.stranded
         await asyncio.sleep(0)
-        assert not stranding.watch.stranded
+        assert not stranded_world.watch.stranded
 
 
 async def test_a_healthy_group_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(monkeypatch, answers=False) as stranding:
-        stranding.report("")
-        stranding.now_s = 100.0
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report("")
+        stranded_world.now_s = 100.0
         await asyncio.sleep(0)
-        assert (stranding.records.asked, stranding.watch.stranded, stranding.told) == (0, False, 0)
+        assert (
+            stranded_world.records.asked,
+            stranded_world.watch.stranded,
+            stranded_world.notified_count,
+        ) == (0, False, 0)

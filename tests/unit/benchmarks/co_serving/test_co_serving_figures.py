@@ -87,7 +87,7 @@ def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
     refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
     broken = without_token(40.0, 41.0, RequestOutcome.FAILED, "the stream ended early")
     assert ttft_s(cut_off, FROM_S + 70.0) == pytest.approx(40.0)
-    # A refusal at once would make a system fast that serves nobody.
+    # Otherwise a system that refuses every request at once would be fast.
     assert ttft_s(refused, FROM_S + 70.0) == pytest.approx(40.0)
     assert ttft_s(broken, FROM_S + 70.0) == pytest.approx(30.0)
     rounds = [Round((record(0.0), cut_off, refused, broken, record(50.0)))]

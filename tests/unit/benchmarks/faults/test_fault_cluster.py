@@ -169,7 +169,7 @@ def test_blocks_are_free_only_if_there_are_workers_that_have_some(
 def test_a_held_process_is_waited_for_before_other_faults() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    # It stops itself a moment after it was told of, as a process with a failpoint does.
+    # It stops itself a moment after it was reported, as a process with a failpoint does.
     holding = subprocess.Popen(["sh", "-c", "sleep 0.2; kill -STOP $$; exec sleep 60"])
     try:
         await_stopped([gone.pid, holding.pid])

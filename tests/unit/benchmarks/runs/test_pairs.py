@@ -50,7 +50,7 @@ def test_each_system_is_compared_in_its_faster_dtype_and_in_float32(plan: BenchP
     )
     second = pairs_["tables"]["float32"]
     assert set(second["dtypes"].values()) == {"float32"}
-    # A load that was measured in bfloat16 alone is not told as float32.
+    # A load that was measured in bfloat16 alone is not reported as float32.
     assert list(second["loads"]) == ["steady/mixed"]
     assert second["loads"]["steady/mixed"]["vllm"]["throughput"] == pytest.approx(1.2)
     assert faster_than_chosen(pairs_) == []

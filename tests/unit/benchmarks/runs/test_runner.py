@@ -122,7 +122,7 @@ def test_vllm_warms_up_before_its_first_round(
     turns = [
         turn for _, job in sent for turn, load in enumerate(loads) if load.requests == job.requests
     ]
-    # Its server was started anew for the second round, so it rehearses again.
+    # Its server was restarted for the second round, so it warms up again.
     assert turns == [2, 0, 2, 1]
     assert len(outcomes.rounds["one"]["vllm"]) == 2
 

@@ -364,7 +364,7 @@ def got_what_was_not_its_segments(run: Run) -> None:
     resume(run, again=32)
 
 
-def give_back(run: Run, at_s: float = 43.0) -> None:
+def return_request(run: Run, at_s: float = 43.0) -> None:
     """As `resume`, but b shuts down and returns the request."""
     resume(run)
     place = find(run.b, RequestAborted)
@@ -376,11 +376,11 @@ def give_back(run: Run, at_s: float = 43.0) -> None:
 
 
 def returned_too_late(run: Run) -> None:
-    give_back(run, at_s=44.5)
+    return_request(run, at_s=44.5)
 
 
 def ran_after_its_return(run: Run) -> None:
-    give_back(run)
+    return_request(run)
     run.b += iteration(9, 46.0, "t", 2, 32)
 
 
@@ -535,7 +535,7 @@ def test_a_request_resumed_after_a_loss_is_valid(run: Run) -> None:
 
 
 def test_only_a_lost_worker_may_run_a_request_beside_another(run: Run) -> None:
-    give_back(run)
+    return_request(run)
     findings = run.audit()
     assert not findings.violations and findings.checks["I15"]
     lost = Run()
@@ -646,5 +646,5 @@ def test_tokens_of_a_killed_gateway_are_checked_without_its_assignments(
     assert killed.violations == ["I5: s received 99 as token 1, but the workers emitted 21"]
     ended = Audit().run([run.a, run.b], [run.memmgr], [run.gateway])
     assert "I5: s received tokens without a worker" in ended.violations, (
-        "one that lives has told them"
+        "a living worker has reported them"
     )

@@ -62,7 +62,7 @@ def test_an_aborted_sequence_does_not_come_back_from_a_lost_leader() -> None:
 def test_an_aborted_sequence_ends_with_the_change() -> None:
     script = adopting()
     script.do("a", RequestAborted(0.0, "s"))
-    del script.members["b"]  # and nobody says so
+    del script.members["b"]  # without an event
     script.now_s = 10.0
     script.hear(groups(3, "a"))
     script.now_s = 20.0

@@ -27,7 +27,7 @@ def merged(workers: str, requests: int, *, resumable: bool = True) -> Script:
 
 
 def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
-    """The requests that a leader gives back when it is alone with its layers."""
+    """The requests that a leader returns when it is alone with its layers."""
     script.do(leader, vocabulary.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
     commands = script.turn(leader)
     refusals = [command for command in commands if isinstance(command, RefuseRequest)]
@@ -46,7 +46,7 @@ def test_a_leader_keeps_its_share_among_living_members(
     script.lose(workers[-1])
     assert divided(script, "a", end) == back
     assert set(script.names_at("a")) == {"r0", "r1", "r2", "r3"} - set(back)
-    assert divided(script, "a", end, epoch=4) == [], "there is nobody left to share with"
+    assert divided(script, "a", end, epoch=4) == [], "there is no member left to share with"
     script.change(alone(5, "a", 0, 4))
     script.run("a")
     assert script.names_at("a") == [], "the others have ended here"
@@ -81,12 +81,12 @@ def test_a_change_without_a_loss_returns_no_request() -> None:
 def cut_off(resumable: bool = True) -> tuple[Script, list[str]]:
     """A group of four splits; its leader cannot be answered, and then the ways to it are lost.
 
-    Returns the requests that it gives back, too.
+    Also returns the requests that the leader returns.
     """
     script = merged("abcd", 8, resumable=resumable)
     script.stopped = {(peer, "a") for peer in "bcd"}
     script.change(groups(3, *"abcd"))
-    assert len(script.names_at("a")) == 8, "nobody is known to have taken any"
+    assert len(script.names_at("a")) == 8, "no member is known to have taken any"
     commands = script.do("a", vocabulary.PeersLost(script.now_s, frozenset("bcd")))
     refused = [effect for effect in commands if isinstance(effect, RefuseRequest)]
     assert all(command.returned for command in refused)

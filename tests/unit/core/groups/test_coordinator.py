@@ -166,7 +166,7 @@ def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -
     merging.commit_all()
     merging.unsettled.add("w1")
     merging.look()
-    assert merging.steps["c"] == [PREPARING, COMMITTED], "nobody serves it yet"
+    assert merging.steps["c"] == [PREPARING, COMMITTED], "no member serves it yet"
     merging.serve("w0")
     merging.pass_time(0.2)
     assert merging.steps["c"] == [PREPARING, COMMITTED], "w1 does not serve it yet"
@@ -240,7 +240,7 @@ def test_a_change_waits_for_a_write_that_is_under_way(merging: Cluster) -> None:
     group = merging.store.groups["group-w1"].group
     merging.store.groups["group-w1"] = StoredGroup(group, merging.store.revision)
     merging.write(mark)
-    assert merging.steps["c"] == [PREPARING, FAILED], "somebody else has written"
+    assert merging.steps["c"] == [PREPARING, FAILED], "another writer came first"
     merging.pass_time(0.2)
     assert merging.steps["d"] == [PREPARING]
 

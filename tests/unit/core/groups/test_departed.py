@@ -150,7 +150,7 @@ def test_a_floor_never_sinks(store: Store) -> None:
     store.read(0.0)
     (removal,) = store.pass_time(GONE_AFTER_S)
     assert (removal.epoch_floor, removal.floor_revision) == (99, 5)
-    store.epoch_floor = store.floor_revision = 0  # somebody has deleted it
+    store.epoch_floor = store.floor_revision = 0  # the record was deleted
     store.register("w1", "w1-a")
     (settlement,) = store.read(GONE_AFTER_S)
     assert settlement.groups[0].epoch == 100

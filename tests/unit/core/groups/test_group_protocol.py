@@ -23,7 +23,7 @@ def walk(seed: int, removed: frozenset[str] = frozenset(), losses: int = 0) -> W
 def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> None:
     worlds = [walk(seed) for seed in range(first_seed, first_seed + 20)]
     assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
-    assert sum(world.store.removed_workers for world in worlds) > 4, "nobody was gone for long"
+    assert sum(world.store.removed_workers for world in worlds) > 4, "no worker was gone for long"
 
 
 @pytest.mark.parametrize("first_seed", range(0, 80, 20))

@@ -143,7 +143,7 @@ def divided(commands: list[Command]) -> bool:
 
 
 def test_a_stuck_group_with_a_frozen_engine_is_divided_at_once(store: Store) -> None:
-    assert hung(store, "w1") == [], "nobody misses it yet"
+    assert hung(store, "w1") == [], "no member misses it yet"
     assert divided(report(store, "w0"))
 
 
@@ -162,7 +162,7 @@ def test_a_recovered_engine_does_not_block_its_group(store: Store) -> None:
 
 
 def test_engines_of_other_groups_and_former_processes_do_not_count(store: Store) -> None:
-    assert hung(store, "w1", "w1-before") == hung(store, "nobody", "x") == []
+    assert hung(store, "w1", "w1-before") == hung(store, "unknown", "x") == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
@@ -191,7 +191,7 @@ def test_a_change_in_preparation_is_cancelled(store: Store) -> None:
 
 def test_reports_of_another_process_or_a_single_worker_are_ignored(store: Store) -> None:
     assert report(store, "w0", process="older") == []
-    assert store.feed(GroupStuck(0.0, "nobody", "x", 1, "?")) == []
+    assert store.feed(GroupStuck(0.0, "unknown", "x", 1, "?")) == []
     alone = Store(worker("w0"), worker("w1"))
     alone.settle()
     assert report(alone, "w0") == []

@@ -57,7 +57,7 @@ def test_an_owner_has_a_salt_that_no_other_and_no_anonymous_client_has() -> None
     salts = [tenant_salt("ann", ""), tenant_salt("bob", ""), tenant_salt("ann", "s")]
     salts += [tenant_salt("", ""), tenant_salt("", "s"), tenant_salt("", "ann")]
     salts += [tenant_salt(owner, salt) for owner in ("", "bob") for salt in salts if salt]
-    assert len(set(salts)) == len(salts), "a salt that somebody asks for is that of somebody else"
+    assert len(set(salts)) == len(salts), "a requested salt equals that of another owner"
     assert tenant_salt("ann", "s" * 128) == tenant_salt("ann", "s" * 128)
     assert len(tenant_salt("ann" * 100, "s" * 128)) < 64
 

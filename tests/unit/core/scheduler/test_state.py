@@ -244,7 +244,7 @@ def test_running_requests_have_room_to_grow(scheduler: Scheduler) -> None:
     assert assigned(scheduler.report(free=7, running=8)) == ["needs 3"]
     scheduler.report(free=6, running=8, received=("needs 3",))
     scheduler.serve("w1", free=3)
-    assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
+    assert assigned(scheduler.ask("another")) == ["another"], "no request runs there"
 
 
 def test_the_room_to_grow_is_a_setting() -> None:
@@ -350,7 +350,7 @@ class TestReports:
         scheduler.report(number=2, received=("r1",))
         assert scheduler.state.snapshot(0.0).reserved_blocks == 0
         assert kinds(scheduler(ask("r2"))) == [SendTicket, SendAssignment]
-        assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
+        assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer report has 5 free blocks"
         assert kinds(scheduler.report(number=4)) == [SendAssignment]
 
     def test_a_forwarded_report_is_not_a_sign_of_life(self, scheduler: Scheduler) -> None:
@@ -435,7 +435,9 @@ class TestReturns:
             scheduler.serve(name, free=0)
         return scheduler
 
-    def give_back(self, scheduler: Scheduler, place: SendAssignment, now_s: float) -> list[Command]:
+    def return_request(
+        self, scheduler: Scheduler, place: SendAssignment, now_s: float
+    ) -> list[Command]:
         return scheduler.ask(
             place.request_id,
             now_s=now_s,
@@ -449,7 +451,7 @@ class TestReturns:
         assert place.returnable
         scheduler.report("w0", free=0, received=("old",))
         scheduler.ask("young", now_s=0.1)
-        assert self.give_back(scheduler, place, 0.3) == [SendTicket(1, "old")]
+        assert self.return_request(scheduler, place, 0.3) == [SendTicket(1, "old")]
         assert placed(scheduler.report("w1", now_s=0.4, free=3)).request_id == "old"
 
     def test_a_returned_request_runs_at_another_group_with_room(
@@ -461,7 +463,7 @@ class TestReturns:
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.report("w1", free=9)
         assert scheduler.state.snapshot(0.3).returned_total == 0
-        assert placed(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
+        assert placed(self.return_request(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
         assert scheduler.state.snapshot(0.3).returned_total == 1
 
@@ -485,7 +487,7 @@ class TestReturns:
         place = placed(scheduler.report("w0", free=3))
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.ask("r2")
-        assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
+        assert kinds(self.return_request(scheduler, place, 0.3)) == [SendTicket]
         stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
@@ -513,7 +515,7 @@ class TestReturns:
             assert place.returnable == (number < REQUEUES_MAX)
             scheduler.report("w0", now_s=number + 0.1, free=0)
             scheduler.report("w1", now_s=number + 0.1, free=0)
-            self.give_back(scheduler, place, number + 0.3)
+            self.return_request(scheduler, place, number + 0.3)
         alone = Scheduler()
         alone.serve()
         assert not placed(alone.ask("r1")).returnable
@@ -540,7 +542,9 @@ class TestUnsteadyWorkers:
     def test_a_flapping_worker_is_chosen_last(self) -> None:
         scheduler = self.unsteady()
         assert self.chosen(scheduler, "r1", 30.0) == "w1", "though w0 is empty"
-        assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", "nobody else can"
+        assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", (
+            "no other worker can"
+        )
 
     def test_a_flapping_worker_is_chosen_like_others_once_it_has_stayed(self) -> None:
         scheduler = self.unsteady()
@@ -667,7 +671,7 @@ class TestRefusals:
         idle.serve(free=0)
         idle(ShortfallsReported(0.0, {"m": 100}))
         for number in range(3):
-            assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
+            assert kinds(idle.ask(f"r{number}")) == [SendTicket], "the rate is unknown"
 
     def test_few_dispatches_do_not_determine_the_queue_rate(self) -> None:
         """Long requests run in waves; between two of them one small request finds room."""
@@ -884,7 +888,7 @@ class TestRepeats:
         refused = FailedAssignment(first.group_id, first.epoch)
         second = placed(scheduler.ask("r1", failed=refused))
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
-        # Both groups are at epoch 1: the group's id tells which assignment failed.
+        # Both groups are at epoch 1: the group's id identifies the failed assignment.
         assert scheduler.ask("r1", failed=refused) == [second]
 
     def test_an_assignment_to_a_departed_group_is_dispatched_again(

@@ -52,7 +52,7 @@ class World:
         self.epochs = [0, 0, 0]
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
-        self.told = 0
+        self.reports_sent = 0
         self.queries = 0
         self.newest: dict[str, int] = {}  # per group: the largest number that it heard
         self.running: dict[str, int] = {}  # per group, of the same report
@@ -276,8 +276,8 @@ class World:
         running = self.rng.randrange(5)
         passed_on = self.rng.random() < 0.3
         self.queries += self.rng.choice([0, 0, 300])
-        self.told += 1
-        number = self.told - self.rng.choice([0, 0, 0, 4])
+        self.reports_sent += 1
+        number = self.reports_sent - self.rng.choice([0, 0, 0, 4])
         known = group.group_id in self.room
         if not stale and (known or not passed_on):
             if number > self.newest.get(group.group_id, 0):

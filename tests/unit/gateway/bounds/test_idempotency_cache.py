@@ -186,7 +186,7 @@ async def test_a_response_without_readers_ends_after_the_grace_period() -> None:
     with pytest.raises(ClientGone):
         async with asyncio.timeout(60):
             await desertion
-    assert "a" not in answers, "a retry runs anew"
+    assert "a" not in answers, "a retry runs again"
     answer.end(whole=False)
     assert answers.bytes_held == 0
 

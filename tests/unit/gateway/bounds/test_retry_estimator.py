@@ -15,7 +15,7 @@ from tests.support.clock import Clock
 def test_refused_requests_get_staggered_retry_times() -> None:
     clock = Clock()
     turnover = RetryEstimator(clock)
-    assert turnover.count_refusal() == RETRY_AFTER_MAX_S, "nobody leaves"
+    assert turnover.count_refusal() == RETRY_AFTER_MAX_S, "no request leaves"
     for _ in range(50):
         turnover.count_completion()
     assert turnover.count_refusal() == 1, "five leave in a second"

@@ -100,7 +100,7 @@ def test_log_probabilities_are_returned_once() -> None:
     apply(journal, 0, [5, 6], logprobs=rows[:2])
     assert list(journal.take_logprobs()) == rows[:2]
     assert list(journal.take_logprobs()) == []
-    # As a worker tells them again that has taken over.
+    # A worker that has taken over repeats them.
     apply(journal, 1, [6, 7, 8], logprobs=rows[1:])
     assert list(journal.take_logprobs()) == rows[2:]
     with pytest.raises(JournalError, match="only some"):

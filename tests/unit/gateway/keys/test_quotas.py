@@ -31,7 +31,7 @@ class Case:
             if fails is not None:
                 raise fails("it broke")
 
-    def told(self, name: str, **labels: str) -> float | None:
+    def metric(self, name: str, **labels: str) -> float | None:
         """A metric of the owner."""
         exported = samples(generate_latest(self.registry).decode())
         return value(exported, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
@@ -92,8 +92,8 @@ def test_a_refusal_has_retry_after_and_is_counted() -> None:
     error = caught.value
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
     assert error.retry_after_s == pytest.approx(1)
-    assert case.told("refusals_total", limit="requests") == 1
-    assert case.told("used_total", limit="requests") == 5
+    assert case.metric("refusals_total", limit="requests") == 1
+    assert case.metric("used_total", limit="requests") == 5
     case.clock.now_s += error.retry_after_s
     case.send()
 
@@ -106,17 +106,17 @@ def test_concurrent_places_are_released_however_a_request_ends() -> None:
         else:
             with pytest.raises(fails), case.quotas.entered(case.alice):
                 raise fails("it broke")
-    assert case.told("running") == 0
+    assert case.metric("running") == 0
     with (
         case.quotas.entered(case.alice),
         pytest.raises(OverQuota, match=r"alice has reached its limit of 1 concurrent"),
         case.quotas.entered(case.alice),
     ):
         pass
-    assert case.told("refusals_total", limit="concurrent") == 1
+    assert case.metric("refusals_total", limit="concurrent") == 1
     with case.quotas.entered(case.alice):
-        assert case.told("running") == 1
-    assert case.told("running") == 0
+        assert case.metric("running") == 1
+    assert case.metric("running") == 0
 
 
 def test_unserved_requests_are_not_charged() -> None:
@@ -125,13 +125,13 @@ def test_unserved_requests_are_not_charged() -> None:
         with pytest.raises(fails):
             case.send(fails)
         assert (case.remaining("requests"), case.remaining("tokens")) == (5, 3000)
-        assert case.told("used_total", limit="requests") == 0
+        assert case.metric("used_total", limit="requests") == 0
     # The requests before the failure were served.
     with pytest.raises(QueueFull):
         case.send(QueueFull, output_tokens=20)
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
-    assert case.told("used_total", limit="requests") == 1
-    assert case.told("used_total", limit="tokens") == 120
+    assert case.metric("used_total", limit="requests") == 1
+    assert case.metric("used_total", limit="tokens") == 120
     # The prompt of a client that hangs up, or waits too briefly, has been read.
     with pytest.raises(ValueError):
         case.send(ValueError)
@@ -166,7 +166,7 @@ def test_a_token_of_a_heavy_model_costs_more() -> None:
         lease.reserve(100, [50], lambda error: None, 2.5)
         for _ in range(3):
             assert lease.count_output(1)
-    assert case.told("used_total", limit="tokens") == 250 + 8
+    assert case.metric("used_total", limit="tokens") == 250 + 8
     with case.quotas.entered(case.alice) as lease:
         assert lease is not None
         with pytest.raises(OverQuota):
@@ -190,7 +190,7 @@ def test_owners_without_limits_are_forgotten() -> None:
     metrics = QuotaMetrics(registry)
     metrics.set_limits({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
     metrics.count_usage("alice", Limit.TOKENS, 7)
-    # No limits of theirs, so nobody asks.
+    # Owners without limits do not query their state.
     metrics.count_usage("alice", Limit.REQUESTS, 1)
     metrics.set_running("bob", 1)
     exported = samples(generate_latest(registry).decode())

@@ -35,7 +35,7 @@ class World:
         self.metrics = Metrics(("m",), CollectorRegistry())
         self.times: WorkerTimes | None = WorkerTimes(0.25, 0.5, 2.0)
 
-    def told(self) -> Samples:
+    def samples(self) -> Samples:
         return samples(self.metrics.render().decode())
 
     def run(
@@ -65,7 +65,7 @@ def world() -> World:
 
 def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     world.run(None, 1, 2, 1)
-    samples_now = world.told()
+    exported = world.samples()
     sums = {
         "e2e_request_latency_seconds": 7.0,
         "request_queue_time_seconds": 3.25,
@@ -79,17 +79,17 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
         "request_params_max_tokens": 9,
     }
     for name, total in sums.items():
-        assert value(samples_now, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
-        assert value(samples_now, f"vllm:{name}_count", model_name="m") == 1, name
+        assert value(exported, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
+        assert value(exported, f"vllm:{name}_count", model_name="m") == 1, name
     for name, total, count in (
         ("time_to_first_token_seconds", 5.0, 1),
         ("inter_token_latency_seconds", 0.5 + 1.0, 2),
         ("request_time_per_output_token_seconds", 2 / 3, 1),
     ):
-        assert of_class(samples_now, f"{name}_sum") == pytest.approx(total), name
-        assert of_class(samples_now, f"{name}_count") == count, name
-    assert value(samples_now, "tideserve_gateway_output_tokens_total", model_name="m") == 4
-    assert ended(samples_now) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+        assert of_class(exported, f"{name}_sum") == pytest.approx(total), name
+        assert of_class(exported, f"{name}_count") == count, name
+    assert value(exported, "tideserve_gateway_output_tokens_total", model_name="m") == 4
+    assert ended(exported) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     totals = world.metrics.totals()["m"]
     assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
 
@@ -97,20 +97,20 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
 def test_phases_missing_from_the_worker_are_not_recorded(world: World) -> None:
     world.times = None
     world.run(None, 1)
-    samples_now = world.told()
-    assert value(samples_now, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
+    exported = world.samples()
+    assert value(exported, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
     for phase in ("prefill", "decode", "inference"):
-        assert value(samples_now, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
+        assert value(exported, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
 
 
-def of_class(samples_now: Samples, name: str, service_class: str = "standard") -> float | None:
+def of_class(exported: Samples, name: str, service_class: str = "standard") -> float | None:
     labels = {"model_name": "m", "class": service_class}
-    return value(samples_now, f"vllm:{name}", **labels)
+    return value(exported, f"vllm:{name}", **labels)
 
 
-def slo(samples_now: Samples, which: str, service_class: str, metric: str) -> float | None:
+def slo(exported: Samples, which: str, service_class: str, metric: str) -> float | None:
     labels = {"model_name": "m", "class": service_class, "metric": metric}
-    return value(samples_now, f"tideserve_gateway_slo_{which}_total", **labels)
+    return value(exported, f"tideserve_gateway_slo_{which}_total", **labels)
 
 
 @pytest.mark.parametrize(
@@ -129,24 +129,23 @@ def test_attained_and_missed_targets_are_counted(
 ) -> None:
     """First tokens count once per choice, the others once per group of the promised size."""
     world.run(None, 1, 2, 1, 2, service=service)
-    samples_now = world.told()
+    exported = world.samples()
     name = service.service_class.value
     for metric, counts in (("ttft", ttft), ("tpot", tpot)):
         assert (
-            tuple(slo(samples_now, which, name, metric) for which in ("attained", "missed"))
-            == counts
+            tuple(slo(exported, which, name, metric) for which in ("attained", "missed")) == counts
         )
-    assert of_class(samples_now, "time_to_first_token_seconds_count", name) == 1
+    assert of_class(exported, "time_to_first_token_seconds_count", name) == 1
 
 
 def test_a_group_that_did_not_end_counts_only_if_its_request_finished(world: World) -> None:
     service = Service(tpot_s=0.5, token_group=4)
     with pytest.raises(WorkerLost):
         world.run(WorkerLost("gone"), 1, 2, service=service)
-    assert slo(world.told(), "attained", "standard", "tpot") == 0
+    assert slo(world.samples(), "attained", "standard", "tpot") == 0
     world.run(None, 1, 2, service=service)
-    assert slo(world.told(), "attained", "standard", "tpot") == 1
-    assert slo(world.told(), "missed", "standard", "tpot") == 0
+    assert slo(world.samples(), "attained", "standard", "tpot") == 1
+    assert slo(world.samples(), "missed", "standard", "tpot") == 0
 
 
 def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> None:
@@ -155,11 +154,11 @@ def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> 
         world.run(WorkerLost("gone"), service=service)
     with pytest.raises(GeneratorExit):
         world.run(GeneratorExit(), service=service)
-    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+    assert slo(world.samples(), "missed", "interactive", "ttft") == 1
     with pytest.raises(WorkerLost):
         world.run(WorkerLost("gone"), 1, service=service)
-    assert slo(world.told(), "attained", "interactive", "ttft") == 1
-    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+    assert slo(world.samples(), "attained", "interactive", "ttft") == 1
+    assert slo(world.samples(), "missed", "interactive", "ttft") == 1
 
 
 def test_choices_inflight_are_counted_by_class(world: World) -> None:
@@ -167,15 +166,15 @@ def test_choices_inflight_are_counted_by_class(world: World) -> None:
     name = "tideserve_gateway_choices_inflight"
     choice = replace(CHOICE, request=replace(REQUEST, service=Service(ServiceClass.BATCH)))
     with measured(world.metrics.of("m"), choice, ChoiceRecord(), 0.0):
-        assert value(world.told(), name, **labels) == 1
-    assert value(world.told(), name, **labels) == 0
+        assert value(world.samples(), name, **labels) == 1
+    assert value(world.samples(), name, **labels) == 0
 
 
-def ended(samples_now: Samples) -> dict[str, float]:
+def ended(exported: Samples) -> dict[str, float]:
     name = "vllm:request_success_total"
     return {
         dict(labels)["finished_reason"]: count
-        for (n, labels), count in samples_now.items()
+        for (n, labels), count in exported.items()
         if n == name
     }
 
@@ -188,10 +187,10 @@ def test_unfinished_requests_are_counted_by_reason(
 ) -> None:
     with pytest.raises(type(ending)):
         world.run(ending, 1)
-    samples_now = world.told()
-    assert ended(samples_now)[reason] == 1 and sum(ended(samples_now).values()) == 1
-    assert of_class(samples_now, "time_to_first_token_seconds_count") == 1
-    assert value(samples_now, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
+    exported = world.samples()
+    assert ended(exported)[reason] == 1 and sum(ended(exported).values()) == 1
+    assert of_class(exported, "time_to_first_token_seconds_count") == 1
+    assert value(exported, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,7 @@ def test_unfinished_requests_are_counted_by_reason(
     [
         (QueueFull("full"), "queue_full"),
         (TooLate("long"), "too_late"),
-        (ServiceUnavailable("nobody"), "unavailable"),
+        (ServiceUnavailable("no worker"), "unavailable"),
         (ShuttingDown("stops"), "shutting_down"),
         (Expired("late"), "expired"),
         (WorkerLost("gone"), None),
@@ -212,7 +211,7 @@ def test_capacity_refusals_are_counted_by_reason(
 ) -> None:
     world.metrics.count_refusal(error, service_class, None)
     name = "vllm:admission_rejections_total"
-    rows = {labels: count for (which, labels), count in world.told().items() if which == name}
+    rows = {labels: count for (which, labels), count in world.samples().items() if which == name}
     counts = {(dict(row)["reason"], dict(row)["class"]): count for row, count in rows.items()}
     reasons = {"queue_full", "too_late", "unavailable", "shutting_down", "expired"}
     assert set(counts) == {

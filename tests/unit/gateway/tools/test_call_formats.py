@@ -165,15 +165,15 @@ def test_reasoning_and_calls_are_parsed_together(
     thinking = Thinking.OPENED if opened else Thinking.POSSIBLE
     chat = ChatForm(form, NAMES, thinking, types=TYPES, marks=reasoning.marks)
 
-    whole = told(chat, [output])
+    whole = parsed_answer(chat, [output])
 
     assert whole[:2] == ("", "a < b, [/ so")
     assert [(name, json.loads(text)) for _, name, text in whole[2]] == calls
     for pieces in (*two_way(output), *cuttings(output, seed)):
-        assert told(chat, pieces) == whole
+        assert parsed_answer(chat, pieces) == whole
 
 
-def told(chat: ChatForm, pieces: list[str]) -> tuple[str, str, list[tuple[str, str, str]]]:
+def parsed_answer(chat: ChatForm, pieces: list[str]) -> tuple[str, str, list[tuple[str, str, str]]]:
     """Content, reasoning and calls of a choice."""
     ids = itertools.count()
     output, total = ChatOutput(chat, lambda _: f"id{next(ids)}"), Output()
@@ -195,7 +195,7 @@ def test_a_call_ends_the_reasoning_of_models_that_do_not_close_it(form: ToolForm
     for names, calls in ((NAMES, 1), (frozenset[str](), 0)):
         chat = ChatForm(form, names, Thinking.POSSIBLE)
         for pieces in ([output], *two_way(output)):
-            content, reasoning, parsed_calls = told(chat, pieces)
+            content, reasoning, parsed_calls = parsed_answer(chat, pieces)
             assert (content, len(parsed_calls)) == ("", calls)
             assert (reasoning == "hm") == (calls == 1)
 
@@ -204,7 +204,7 @@ def test_the_ids_of_kimi_are_kept_unless_they_repeat() -> None:
     call = "<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     output = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
 
-    _, _, calls = told(ChatForm(ToolFormat.KIMI_K2, NAMES), [output])
+    _, _, calls = parsed_answer(ChatForm(ToolFormat.KIMI_K2, NAMES), [output])
 
     assert [call_id for call_id, _, _ in calls] == ["functions.now:3", "id0"]
 

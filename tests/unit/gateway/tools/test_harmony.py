@@ -28,7 +28,7 @@ def read(pieces: list[str], opened: bool = False) -> list[Event]:
     return parsed(HarmonyParser(NAMES, opened), pieces)
 
 
-def told(pieces: list[str]) -> AnswerAccumulator:
+def parsed_answer(pieces: list[str]) -> AnswerAccumulator:
     """The answer of a choice."""
     ids = itertools.count()
     chat = ChatForm(ToolFormat.HARMONY, NAMES, Thinking.POSSIBLE)
@@ -78,7 +78,7 @@ def test_rendered_messages_parse_with_any_chunking(seed: int) -> None:
     output = rendered(messages)
 
     for pieces in ([output], *([output[:at], output[at:]] for at in range(len(output)))):
-        answer = told(pieces)
+        answer = parsed_answer(pieces)
         texts: dict[str | None, list[str]] = {"analysis": [], "final": []}
         calls = []
         for message in messages:
@@ -111,7 +111,7 @@ def test_truncated_output_parses_as_in_the_library(seed: int) -> None:
             key = (len(stream.messages), stream.current_channel, stream.current_recipient)
             texts[key] = texts.get(key, "") + delta
 
-    answer = told([ENCODING.decode_utf8(ids[:end])])
+    answer = parsed_answer([ENCODING.decode_utf8(ids[:end])])
 
     def joined(wanted: bool) -> str:
         parts = [
@@ -177,7 +177,7 @@ def test_documented_deviations_from_the_library(
     output: str, reasoning: str, content: str, arguments: list[str]
 ) -> None:
     for pieces in cuttings(output, seed=len(output)):
-        answer = told(pieces)
+        answer = parsed_answer(pieces)
         assert (answer.reasoning, answer.content) == (reasoning, content)
         assert [call.arguments for call in answer.calls] == arguments
 

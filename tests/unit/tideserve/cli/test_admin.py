@@ -78,6 +78,6 @@ def test_a_reserved_port_is_free_for_a_later_server() -> None:
                 server.bind(("127.0.0.1", port))
                 server.listen()
                 with hold_port("127.0.0.1", port, "a test") as other:
-                    assert other.getsockname()[1] != port, "somebody listens there"
+                    assert other.getsockname()[1] != port, "another process listens there"
     with pytest.raises(CommandError, match="is free for a test"):
         hold_port("192.0.2.1", 0, "a test")

@@ -22,7 +22,7 @@ ROW = '{"level": "info", "message": "dropped 7 bytes in 3 us"}'
 
 
 class OneProcess:
-    """A cluster of one process that runs `code`; all that is told of it is in `told`."""
+    """A cluster with a single process that runs `code`; `output` is what was printed."""
 
     def __init__(self, folder: Path, code: str) -> None:
         self._told = io.StringIO()
@@ -34,14 +34,14 @@ class OneProcess:
         )
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         return self._told.getvalue()
 
     def death(self) -> str:
         """The log line of its death, once there is one."""
         end_s = time.monotonic() + DEADLINE_S
-        while not (lines := [line for line in self.told.splitlines() if "died" in line]):
-            assert time.monotonic() < end_s, self.told
+        while not (lines := [line for line in self.output.splitlines() if "died" in line]):
+            assert time.monotonic() < end_s, self.output
             self.processes.tick()
             time.sleep(0.01)
         return lines[0]
@@ -94,5 +94,5 @@ def test_a_process_killed_at_every_start_names_the_signal(
         while time.monotonic() < end_s:
             killed.processes.tick()
             time.sleep(0.01)
-    assert killed.told.count("died") == DEATHS_BEFORE_READY_MAX - 1
-    assert "dropped" not in killed.told
+    assert killed.output.count("died") == DEATHS_BEFORE_READY_MAX - 1
+    assert "dropped" not in killed.output

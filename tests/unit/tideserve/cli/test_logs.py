@@ -51,7 +51,7 @@ def test_new_lines_are_returned_whole_and_once(tmp_path: Path) -> None:
         file.flush()
         assert [line.text for line in reader.fresh()] == ["unfinished"]
     path.write_text("begun\n")
-    assert [line.text for line in reader.fresh()] == ["begun"], "set aside and begun anew"
+    assert [line.text for line in reader.fresh()] == ["begun"], "rotated and restarted"
 
 
 def test_a_missing_log_is_a_short_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def lives(*dead: int) -> Any:
 
 def test_living_processes_have_no_faults() -> None:
     assert process_faults(STATE, {"worker-0", "worker-1"}, lives()) == []
-    assert process_faults(STATE, None, lives()) == [], "nobody knows of workers"
+    assert process_faults(STATE, None, lives()) == [], "the workers are unknown"
 
 
 @pytest.mark.parametrize("noticed", [False, True])

@@ -216,7 +216,7 @@ def test_engines_that_never_merge_are_reported() -> None:
     rows = [row | {"id": f"w{number}", "engine": "vllm"} for number in range(2)]
     ours = row | {"engine": "tideserve"}
     assert foreign_engines({"workers": [*rows, ours]}) == {"vllm": "w0, w1"}
-    assert foreign_engines(STATUS) == {}, "a gateway of before tells none"
+    assert foreign_engines(STATUS) == {}, "an older gateway reports none"
 
 
 DECISION = {
@@ -283,7 +283,7 @@ def test_losses_say_which_group_and_why() -> None:
     row = {"group_id": "g1", "epoch": 7, "lost_unix_s": 0, "reason": "w1 is gone"}
     (line,) = loss_lines({"losses": [row]})
     assert line[8:] == "  g1 at epoch 7: w1 is gone"
-    assert loss_lines({"services": []}) == [], "a gateway of before tells none"
+    assert loss_lines({"services": []}) == [], "an older gateway reports none"
 
 
 def test_refusals_for_lateness_show_their_numbers() -> None:

@@ -41,7 +41,7 @@ def test_an_interruptible_step_is_cancelled(signals: StopSignals) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
     with pytest.raises(StopRequested), signals.interrupting():
-        pytest.fail("somebody asked to stop already")
+        pytest.fail("a stop was requested already")
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:

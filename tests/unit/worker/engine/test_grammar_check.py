@@ -57,7 +57,7 @@ class Bench:
 
     def until_one(self) -> list[CheckedRequest]:
         """The checked requests once the descriptor is readable."""
-        assert select.select([self.check], [], [], WAIT_S)[0], "nobody wakes the loop"
+        assert select.select([self.check], [], [], WAIT_S)[0], "the loop is not woken"
         return self.check.take()
 
 
@@ -87,7 +87,7 @@ def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> N
     assert came == [("a", True), ("b", True)]
     assert len(bench.check) == 0
     bench.check.submit(request_id_of("c", "a+"))
-    assert names(bench.check.take()) == [("c", True)], "it is known: nobody waits"
+    assert names(bench.check.take()) == [("c", True)], "it is cached: no wait"
 
 
 def test_a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:

@@ -92,7 +92,7 @@ def test_ids_that_the_stream_leaves_out_come_from_the_text(dialect: LlamaCpp) ->
     assert read(event("é", [tokens[1]], 3)) == StreamPiece(tokens)
     assert read(event("b", [41], 4)) == StreamPiece((41,))
     assert read(event("", [], 4, "eos")) == StreamPiece((), "stop")
-    # Another stream counts anew.
+    # Another stream starts counting at zero.
     assert dialect.reader()(event("", [], 0, "limit")) == StreamPiece((), "length")
 
 

@@ -137,7 +137,7 @@ def test_a_request_without_room_for_a_whole_step_is_returned(
     running.add(request("b", returnable=True), 0.0)
     stats = running.stats
     late_s = REQUEUE_AFTER_S
-    assert running.overdue(late_s) == [], "vLLM has told nothing yet"
+    assert running.overdue(late_s) == [], "vLLM has reported nothing yet"
     stats.steps, stats.running, stats.waiting = STEPS_TO_START - 1, 1, 1
     assert running.overdue(late_s) == [], "the step may have begun before it came"
     stats.steps = STEPS_TO_START

@@ -24,20 +24,20 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(device: str = "cuda") -> str:
+def gpu_error(device: str = "cuda") -> str:
     with pytest.raises(DeviceError) as caught:
         check_gpu_needs(torch.device(device))
     return str(caught.value)
 
 
 def test_a_torch_build_without_cuda_is_reported() -> None:
-    assert "`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md" in told()
+    assert "`make clean`, then `make serve` without TORCH_INDEX; docs/gpus.md" in gpu_error()
 
 
 def test_a_missing_compiler_is_reported(cuda_build: Path) -> None:
     check_gpu_needs(torch.device("cuda"))
     (cuda_build / COMPILERS[-1]).unlink()
-    assert "apt-get install gcc" in told()
+    assert "apt-get install gcc" in gpu_error()
 
 
 @pytest.mark.usefixtures("cuda_build")
@@ -46,10 +46,10 @@ def test_a_gpu_without_a_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("Found no NVIDIA driver on your system")
 
     monkeypatch.setattr(torch.cuda, "init", no_driver)
-    assert "no GPU can be used: Found no NVIDIA driver" in told()
+    assert "no GPU can be used: Found no NVIDIA driver" in gpu_error()
 
 
 @pytest.mark.usefixtures("cuda_build")
 def test_a_missing_gpu_is_reported() -> None:
     check_gpu_needs(torch.device("cuda:1"))
-    assert "there is no GPU 2: this machine has 2" in told("cuda:2")
+    assert "there is no GPU 2: this machine has 2" in gpu_error("cuda:2")

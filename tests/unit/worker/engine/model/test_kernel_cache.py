@@ -9,7 +9,7 @@ from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE, ca
 from tests.support.python import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[5]
-# Compiles kernels, runs one, and tells whether those of a module were in the cache.
+# Compiles kernels, runs one, and prints whether those of a module were in the cache.
 PROGRAM = """
 import numpy
 from services.worker.engine.model.cpu_kernels import STORED_TYPES, rms_norm
@@ -69,7 +69,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert f"its mode {mode:o} lets others write; set {CACHE_VARIABLE} to a folder" in caplog.text
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_a_folder_of_another_user_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_transfer_without_a_place_fails(place: Place) -> None:
     assert (outcome.transfer_id, outcome.status) == ("t", TransferStatus.FAILED)
 
 
-@pytest.mark.parametrize("gone", ["released", "released and begun anew", "fewer"])
+@pytest.mark.parametrize("gone", ["released", "released and restarted", "fewer"])
 def test_blocks_no_longer_owned_are_not_read(place: Place, gone: str) -> None:
     place.table.adopt("r", 3)
     place.transfers.send(SENT)
@@ -105,7 +105,7 @@ def test_blocks_no_longer_owned_are_not_read(place: Place, gone: str) -> None:
     place.table.release("r")
     if gone != "released":
         place.table.adopt("x", 1)
-        place.table.adopt("r", 3 if gone == "released and begun anew" else 1)
+        place.table.adopt("r", 3 if gone == "released and restarted" else 1)
     for piece in rest:
         with pytest.raises(TransferRefused, match="r is gone"):
             packed(piece)

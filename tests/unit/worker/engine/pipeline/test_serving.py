@@ -32,7 +32,7 @@ def test_ended_requests_leave_the_clock(make_group: MakeGroup) -> None:
     assert [command.request_id for command in refused] == ["r0"]
     asked: list[int] = []
     clock.note_launched(lambda: asked.append(1) or [], 1.0)
-    assert not asked, "somebody waits"
+    assert not asked, "a request waits"
     assert len(clock._entries) == 1
     lone.handle(RequestAborted(0.0, "r0"))
     assert not clock._entries

@@ -41,7 +41,7 @@ TINY = Effort(
 )
 
 
-def nobody() -> bool:
+def no_request() -> bool:
     """Report that no request is present."""
     return False
 
@@ -113,17 +113,17 @@ def profiler(
 def test_profiling_waits_for_an_idle_engine(
     profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert profiler.step(nobody)
+    assert profiler.step(no_request)
     monkeypatch.setattr(idle, "MIN_IDLE_S", 60.0)
     profiler.note_work()
-    assert not profiler.step(nobody)
+    assert not profiler.step(no_request)
     assert not (tmp_path / "p").exists()
 
 
 def test_profiling_stores_a_profile_and_frees_its_blocks(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         state.check_invariants()
         assert state.pool.free_count == runner.num_blocks
     profile = load_profile(tmp_path / "p" / "mine.yaml")
@@ -131,7 +131,7 @@ def test_profiling_stores_a_profile_and_frees_its_blocks(
     assert state.config.cost_model == profile.model, "it is used at once"
     assert profile.accuracy is not None
     assert profile.kv_bytes_per_token == runner.kv_bytes_per_token
-    assert not profiler.step(nobody), "it is done"
+    assert not profiler.step(no_request), "it is done"
 
 
 def test_profiling_yields_within_a_batch(
@@ -159,7 +159,7 @@ def test_measurements_on_a_busy_machine_are_not_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(session, "QUIET_NOISE_MAX", -1.0)
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "nothing is stored" in caplog.text
     assert not (tmp_path / "p").exists()
@@ -173,7 +173,7 @@ def test_a_profile_of_a_crowded_machine_is_stored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(session, "CPU_SHARE_MIN", 2.0)
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "had a processor for only" in caplog.text
     assert (tmp_path / "p" / "mine.yaml").exists()
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(
     profiler: IdleProfiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "p").write_text("a file where the folder should be")
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "cannot be stored" in caplog.text
 
@@ -301,7 +301,7 @@ def test_a_stored_profile_is_not_measured_again(
     own, member = worker_config(model_dir, profile_dir=str(tmp_path)), lone_member(state, runner)
     profiler = idle_profiler(runner, member, own)
     assert profiler is not None
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         member.changeover.check_invariants()
     assert member.cost_origin == "idle" and state.config.cost_model is not None
     assert idle_profiler(runner, member, own) is None

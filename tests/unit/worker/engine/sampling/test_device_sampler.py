@@ -149,7 +149,7 @@ def test_counts_follow_the_sampled_tokens() -> None:
         for name in batch:
             outputs[name].append(host.tokens[name])
         if step == 4:
-            # The iteration is discarded: another token follows, told with the next spec.
+            # The iteration is discarded: the next spec reports another token.
             outputs[batch[0]][-1] = (outputs[batch[0]][-1] + 1) % VOCAB
         if step == 7:
             # Preempted: its terms come again with the whole output.

@@ -45,7 +45,7 @@ class Engine:
         self.memory = memory
         self.gate = ActivationGate()
         self.mover = Mover(lane, self.gate, config, memory.standing, memory.unpack)
-        self.told: list[MoverEvent] = []
+        self.published: list[MoverEvent] = []
 
     def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
         cut = self.memory.slab_cut(transfer_id)
@@ -62,12 +62,12 @@ class Engine:
 
     def step(self, now_s: float) -> float:
         wake_s = self.mover.step(now_s)
-        self.told += self.mover.events()
+        self.published += self.mover.events()
         return wake_s
 
     @property
     def ends(self) -> list[TransferOutcome]:
-        return [e for e in self.told if isinstance(e, TransferOutcome)]
+        return [e for e in self.published if isinstance(e, TransferOutcome)]
 
 
 class Pair:

@@ -322,7 +322,7 @@ def test_room_freed_while_reaping_is_noticed(opened: Open) -> None:
     theirs.traffic.drive(until_s)  # has room for two of them
     assert len(theirs.transport.inbox) == 1
     taken, waits = theirs.traffic.take(())
-    assert len(taken) == 2 and waits, "a lane that is not told would sleep now"
+    assert len(taken) == 2 and waits, "a lane that is not notified would sleep now"
     theirs.traffic.drive(until_s)
     ((_, frame),), waits = theirs.traffic.take(())
     assert (frame.header.text, waits) == ("c", False)
