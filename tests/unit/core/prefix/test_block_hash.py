@@ -85,6 +85,6 @@ def test_an_adapter_has_salts_of_its_own_and_none_changes_no_salt() -> None:
     owners, wanted = ("", "ann", "0" * 64), ("", "s", "1" * 64)
     salts = [tenant_salt(o, w, d) for o in owners for w in wanted for d in digests]
     assert len(set(salts)) == len(salts)
-    # As before there were adapters.
+    # As before adapters were introduced.
     assert tenant_salt("", "", "") == ""
     assert tenant_salt("ann", "s", "") == tenant_salt("ann", "s") == ANN_S

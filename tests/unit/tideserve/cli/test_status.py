@@ -303,7 +303,7 @@ def test_refusals_for_lateness_show_their_numbers() -> None:
         "m[x], interactive: 1,200 in the last minute. The last, 3 s ago: predicted up to 4.2 s, due"
         " in 0.5 s; 12,345 tokens ahead, 2,905 start per second, limited by memory; Retry-After 9 s"
     ]
-    assert refusal_lines({"services": []}) == [], "a gateway of before sends none"
+    assert refusal_lines({"services": []}) == [], "an older gateway sends none"
 
 
 def test_merged_groups_show_why_they_do_not_split() -> None:
@@ -311,14 +311,14 @@ def test_merged_groups_show_why_they_do_not_split() -> None:
         "g0 stays merged: demand must fall",
         "g1 is about to split",
     ]
-    assert obstacle_lines({}) == [], "a gateway of before sends none"
+    assert obstacle_lines({}) == [], "an older gateway sends none"
 
 
 def test_draining_workers_are_named_with_their_requests() -> None:
     rows = [{"id": f"w{n}", "running": 2, "waiting": n, "draining": n == 1} for n in range(2)]
     (line,) = draining_lines({"workers": rows})
     assert line.startswith("w1 is draining: 3 requests are left")
-    assert draining_lines({"workers": [{"id": "w0"}]}) == [], "a gateway of before sends none"
+    assert draining_lines({"workers": [{"id": "w0"}]}) == [], "an older gateway sends none"
 
 
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:

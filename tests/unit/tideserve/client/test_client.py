@@ -143,7 +143,7 @@ async def test_sync_and_async_clients_send_the_same_requests(gateway: FakeGatewa
             await client.models(),
             await client.cancel("r1"),
         ]
-    assert sent[-1] is True, "what Cancel found"
+    assert sent[-1] is True, "the outcome of Cancel"
     assert (texts, chat.id, completion.id) == (["a", "b", "a"], "r3", "r4")
     assert asked == gateway.requests
     assert gateway.metadata["authorization"] == "Bearer k"

@@ -35,7 +35,7 @@ class Gate(Grammars):
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, 320)
         self.open = Event()
-        # Lets one through.
+        # Lets a single compilation pass.
         self.one = Semaphore(0)
         self.began = Semaphore(0)
         self.compiled: list[Grammar] = []
