@@ -39,5 +39,7 @@ def test_name_and_flags_are_read_from_the_first_processor(tmp_path: Path) -> Non
         ((), "float32"),
     ],
 )
-def test_bfloat16_is_fastest_where_it_is_multiplied(flags: tuple[str, ...], expected: str) -> None:
+def test_bfloat16_is_chosen_if_the_processor_multiplies_it(
+    flags: tuple[str, ...], expected: str
+) -> None:
     assert fastest_dtype(flags) == expected

@@ -119,7 +119,7 @@ def test_percentiles_of_few_samples_are_not_compared() -> None:
             assert "ttft_s.p99" in ratio
 
 
-def test_one_stall_does_not_decide_the_ratio_of_the_median_round() -> None:
+def test_a_single_stall_does_not_change_the_ratio_of_the_median_round() -> None:
     systems = {
         "a": figures([Round((record(ttft_s),)) for ttft_s in (1.0, 1.0, 9.0)], [], {}),
         "b": figures([Round((record(2.0),))] * 3, [], {}),

@@ -38,7 +38,7 @@ def test_each_lower_revision_is_a_rollback(history: EtcdHistory, calls: EtcdCall
     assert calls.rollbacks == 2
 
 
-def test_another_cluster_is_a_rollback_whatever_its_revision(history: EtcdHistory) -> None:
+def test_another_cluster_is_a_rollback_at_any_revision(history: EtcdHistory) -> None:
     assert note(history, 9) == 0
     assert note(history, 90, cluster_id=8) == 1
     assert note(history, 91, cluster_id=8) == 1

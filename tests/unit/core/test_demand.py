@@ -28,7 +28,7 @@ def test_added_requests_are_news_and_a_falling_rate_is_not(
     assert is_urgent_change(TOLD, now) is news
 
 
-def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
+def test_an_excess_rate_alone_is_not_news() -> None:
     assert not is_urgent_change((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
     assert is_urgent_change((), (ModelDemand("m", arriving_tokens_per_s=5.0),))
 

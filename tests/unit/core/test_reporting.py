@@ -184,7 +184,7 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
     assert memory_report_urgency(sent, replace(sent, incarnation="another")) is ReportUrgency.MAJOR
 
 
-def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:
+def test_waiting_batch_work_that_yields_is_not_urgent() -> None:
     def report(free: int) -> MemoryReport:
         load = Load(2, 3, free, 0, kv_blocks_total=100, batch_waiting=3, batch_yields=True)
         return memory_report("w", EngineReport(load, 1))

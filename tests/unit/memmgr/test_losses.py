@@ -61,7 +61,7 @@ def test_a_change_of_groups_is_no_loss() -> None:
     assert list(losses) == []
 
 
-def test_reports_of_another_process_epoch_or_of_a_lone_worker_are_no_loss() -> None:
+def test_reports_of_another_process_epoch_or_single_worker_are_not_losses() -> None:
     store, losses = merged(), Losses()
     report = stuck(store, "w0")
     for event in (

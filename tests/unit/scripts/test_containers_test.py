@@ -121,7 +121,7 @@ async def test_a_check_without_a_merge_prints_the_blocking_rule(
         await configured(Cluster([], [], status=empty), stages=2)  # type: ignore[arg-type]
 
 
-async def test_a_flood_goes_on_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_continues_until_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, runs = asyncio.Event(), Counter[int]()
 
     async def finish(_url: str, number: int, _tokens: int) -> Answer:

@@ -152,7 +152,7 @@ async def read(call) -> list[pb.RequestEvent]:
     return list((await asyncio.wait_for(call.read(), 20)).events)
 
 
-async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call) -> None:
+async def test_tokens_of_a_step_are_sent_in_a_single_message(bench: Bench, call: Call) -> None:
     await call.write(start("a"))
     await call.write(start("b"))
     await bench.expect_calls(("start", "a"), ("start", "b"))
@@ -320,7 +320,7 @@ async def test_the_last_event_has_the_times_for_late_readers(bench: Bench, call:
 
 @pytest.mark.parametrize("from_index", range(5))
 @pytest.mark.parametrize("told_before", [0, 1, 2])
-async def test_attaching_gives_every_token_once(
+async def test_an_attached_reader_gets_every_token_once(
     bench: Bench, call: Call, from_index: int, told_before: int
 ) -> None:
     tokens = [EmitToken("a", 2, 7, None), EmitToken("a", 3, 8, FinishReason.LENGTH)]

@@ -82,7 +82,7 @@ def test_only_online_requests_of_the_window_count_and_batch_ones_beside_them() -
     assert online["normalized_latency_s"]["mean"] == pytest.approx(2.2 / 3)
 
 
-def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
+def test_a_request_without_a_token_counts_with_its_waiting_time() -> None:
     cut_off = without_token(20.0, 60.0, RequestOutcome.FAILED, UNFINISHED)
     refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
     broken = without_token(40.0, 41.0, RequestOutcome.FAILED, "the stream ended early")

@@ -124,7 +124,7 @@ def test_a_stream_is_not_silent_for_longer_than_its_fault_explains(
     assert ["silent" in problem for problem in problems] == ([True] if over_s > 0 else [])
 
 
-def test_a_cell_counts_only_if_it_was_hit_while_enough_streams_had_tokens_left() -> None:
+def test_a_cell_is_valid_only_if_hit_with_enough_running_streams() -> None:
     assert not judge_cell(seen(hit_s=None)).hit
     assert not judge_cell(seen(hit_s=8.0)).hit, "no stream had begun"
     assert not judge_cell(seen(hit_s=12.0)).hit, "all had their last token"
@@ -211,6 +211,6 @@ def test_a_matrix_is_the_sum_of_its_cells() -> None:
     ]
 
 
-def test_a_stream_that_never_goes_on_was_silent_until_it_was_given_up() -> None:
+def test_a_stream_that_never_resumes_is_silent_until_its_timeout() -> None:
     stuck = replace(cut(2), stuck=True, ended_s=99.5)
     assert judge_cell(seen([stuck])).silence_s == 90.0

@@ -170,7 +170,7 @@ def test_a_flood_is_judged_by_its_event_logs(plan: BenchPlan) -> None:
     assert orjson.dumps(result)
 
 
-def test_each_step_of_the_ablation_is_compared_with_the_one_before(plan: BenchPlan) -> None:
+def test_each_ablation_step_is_compared_with_its_predecessor(plan: BenchPlan) -> None:
     first, second, _, last = STEPS.values()
     rounds = {
         first: [measured(8.0, bubble_s=3.0), measured(4.0, bubble_s=3.0)],

@@ -127,7 +127,7 @@ def test_vllm_warms_up_before_its_first_round(
     assert len(outcomes.rounds["one"]["vllm"]) == 2
 
 
-def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
+def test_systems_of_a_dtype_alternate_and_a_second_dtype_gets_fewer_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     loads = {"all": fixed(2, 4, 1, seed=0), "some": fixed(2, 4, 1, seed=1)}

@@ -168,7 +168,7 @@ def test_a_stage_does_not_wait_for_a_lost_leader_of_another_group(pair: Pair) ->
     assert pair.b.switched() == 2
 
 
-def test_a_stage_waits_for_a_lost_leader_with_which_it_stays(pair: Pair) -> None:
+def test_a_stage_waits_for_a_lost_leader_of_its_new_group(pair: Pair) -> None:
     pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
     pair.b.hear(groups(2, TOGETHER))
     assert pair.b.switched() == 1

@@ -120,9 +120,7 @@ def test_a_former_leader_forwards_returned_requests() -> None:
     ("workers", "lost", "back"),
     [("ab", "b", 0), ("abcd", "b", 1), ("abc", "bc", 3)],
 )
-def test_a_leader_that_is_lost_counts_as_gone_unless_all_are(
-    workers: str, lost: str, back: int
-) -> None:
+def test_a_lost_leader_counts_as_lost_unless_all_are(workers: str, lost: str, back: int) -> None:
     script = merged(workers, 8)
     script.stopped = {(peer, "a") for peer in workers[1:]}
     script.change(groups(3, *workers))

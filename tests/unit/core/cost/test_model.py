@@ -57,7 +57,7 @@ def test_attention_pairs_are_causal(prefix: int, new: int) -> None:
     assert pairs(prefix, new) == visited
 
 
-def test_a_batch_shares_what_is_loaded_once() -> None:
+def test_weights_are_loaded_once_per_batch() -> None:
     assert MODEL.batch_s([]) == 0
     assert MODEL.batch_s([(0, 256)]) == MODEL.chunk_s(0, 256)
     two = MODEL.chunk_s(0, 64) + MODEL.chunk_s(400, 1) - MODEL.lam

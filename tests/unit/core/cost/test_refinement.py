@@ -109,7 +109,7 @@ def test_a_change_of_the_device_is_followed_within_some_hundred_iterations(
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_prompts_and_decodes_in_turn_keep_what_was_learned_of_both(factor: float) -> None:
+def test_alternating_prompts_and_decodes_keep_both_fits(factor: float) -> None:
     """Neither phase alone determines the coefficients of the other."""
     rng, errors = Random(5), []
     refiner = CostRefiner(off_by(factor))

@@ -167,7 +167,7 @@ def merged(state: MemberState) -> MemberState:
     return state
 
 
-def test_a_configuration_with_layers_that_it_lacks_is_not_followed(merged: MemberState) -> None:
+def test_a_configuration_with_missing_layers_is_not_applied(merged: MemberState) -> None:
     """A coordinator that knows neither the group nor the assignment writes such a record."""
     whole = replace(ALONE, epoch=9)
     assert merged.observe([StoredGroup(whole, 40)]) == []
@@ -240,7 +240,7 @@ def test_an_assignment_that_the_coordinator_removed_is_not_restored() -> None:
     assert not is_removed(OWN, replace(OWN, incarnation="z", epoch=3), epoch_floor=0)
 
 
-def test_the_next_epoch_is_above_a_restored_assignment_and_what_it_replaces() -> None:
+def test_the_next_epoch_is_above_a_restored_assignment_and_the_replaced_one() -> None:
     assert restored(OWN, None) == OWN
     assert restored(OWN, replace(OWN, epoch=2, end_layer=4)) == OWN
     assert restored(OWN, replace(OWN, epoch=6, end_layer=4)) == replace(OWN, epoch=6)

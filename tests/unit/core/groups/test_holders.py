@@ -69,7 +69,7 @@ SURVIVOR = group(("a", 0, 4), attempt="t")
 PAIR = (("c", 0, 4), ("d", 4, 8))
 
 
-def test_a_survivor_gets_the_layers_that_it_lacks_from_another_group() -> None:
+def test_a_survivor_gets_missing_layers_from_another_group() -> None:
     assert names_of(records([SURVIVOR, group(*PAIR)]), SURVIVOR) == ["d"]
 
 

@@ -169,7 +169,9 @@ class TestGroupsOfOne:
         assert pair.group("group-w0") == stable(2, whole("w0", "b"))
         assert pair.group("group-w1").epoch == 1
 
-    def test_a_vanished_worker_leaves_a_tombstone_and_comes_back_higher(self, pair: Store) -> None:
+    def test_a_vanished_worker_leaves_a_tombstone_and_returns_at_a_higher_epoch(
+        self, pair: Store
+    ) -> None:
         gone = pair.workers.pop("w0")
         pair.settle()
         assert pair.group("group-w0") == Group("group-w0", 2, GroupPhase.DISSOLVED, (), "m")
@@ -432,7 +434,7 @@ class TestDegraded:
         }["w0"]
         assert gone == Assignment("w0", "w0-a", "", 3, 0, 2)
 
-    def test_a_lost_lease_does_not_make_a_worker_forget_what_it_dropped(self, pair: Store) -> None:
+    def test_a_lost_lease_does_not_reset_the_dropped_layers_of_a_worker(self, pair: Store) -> None:
         pair.merge()
         gone = pair.workers.pop("w1")
         pair.commit(transaction(pair.read()[0]))

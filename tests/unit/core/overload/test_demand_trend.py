@@ -64,7 +64,9 @@ def correlated(demand: Demand, rng: Random, share: float, time_s: float) -> Dema
 @pytest.mark.parametrize(
     ("share", "time_s", "missed_max"), [(0.02, 1, 0), (0.02, 5, 0), (0.05, 20, 1), (0.05, 5, 6)]
 )
-def test_noise_hides_few_ramps_and_is_none(share: float, time_s: float, missed_max: int) -> None:
+def test_noise_hides_few_ramps_and_is_not_reported(
+    share: float, time_s: float, missed_max: int
+) -> None:
     """Noise of batches of requests that start and end together."""
     missed = 0
     for seed in range(30):

@@ -237,7 +237,7 @@ def test_an_odd_group_joins_the_nearest() -> None:
     assert merge.group_ids == ("g0", "g2")
 
 
-def test_an_odd_group_joins_the_one_with_least_kv_of_those_as_near() -> None:
+def test_ties_in_distance_go_to_the_group_with_least_kv() -> None:
     groups = [
         group("g0", KEYS[0], place="xp1"),
         group("g1", KEYS[0], 2, place="xp2", kv=5),
@@ -253,7 +253,7 @@ def test_the_leader_has_most_kv() -> None:
     assert [member.worker_id for member in merge.members] == ["g1.0", "g0.0"]
 
 
-def test_members_stand_where_their_layers_are() -> None:
+def test_members_are_ordered_by_their_layers() -> None:
     """Then no parameter moves in 2+2, and only the middle one's in 2+1."""
     four = plan_drop([group("g0", KEYS[0], 2), group("g1", KEYS[0], 2, kv=1)], SHAPES, 1)
     assert [m.worker_id for m in four.merges[0].members] == ["g1.0", "g0.0", "g1.1", "g0.1"]

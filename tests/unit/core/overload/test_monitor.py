@@ -132,7 +132,7 @@ def test_a_queue_without_demand_is_not_overload(world: World) -> None:
     assert world.tick(50) == []
 
 
-def test_the_forecast_counts_what_arrives_and_stays(world: World) -> None:
+def test_the_forecast_counts_arriving_and_staying_requests(world: World) -> None:
     world.used, world.queued_tokens, world.rate = 1700, 100, 400.0
     (decision,) = world.tick(60)[:1]
     assert decision.action is Action.MERGE
@@ -178,7 +178,7 @@ def decisions_of(
     return decisions
 
 
-def test_full_groups_are_overloaded_whatever_room_another_has() -> None:
+def test_full_groups_are_overloaded_despite_room_elsewhere() -> None:
     """Requests of full groups are assigned and cannot move."""
     first = decisions_of(full_beside_half_empty(2800))[0]
     assert (first.action, first.reason.cause) == (Action.MERGE, Cause.OVERLOAD)
@@ -343,7 +343,7 @@ def test_no_second_decision_precedes_the_effect_of_the_first() -> None:
     assert len(world.tick(20)) == 1
 
 
-def test_subsided_demand_waits_longer_and_splits_what_fits(world: World) -> None:
+def test_subsided_demand_splits_fitting_groups_after_a_longer_dwell(world: World) -> None:
     world.used, world.queued_tokens = 1900, 300
     world.tick(30)
     assert world.merged
@@ -548,7 +548,7 @@ def waves(period_s: float, seed: int) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("period_s", [0.1, 0.3, 1.0, 5.0, 6.0, 8.0, 15.0])
-def test_oscillating_demand_does_not_make_it_flap(period_s: float) -> None:
+def test_oscillating_demand_does_not_cause_flapping(period_s: float) -> None:
     """Ten minutes: the dwell of splits doubles until it outlasts the low tide."""
     world = World()
     world.tick(20)
@@ -589,7 +589,7 @@ def test_a_regretted_split_makes_the_next_wait_longer() -> None:
     assert dwells == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
 
 
-def test_a_group_with_a_leaving_member_splits_however_full_it_is(world: World) -> None:
+def test_a_group_with_a_leaving_member_splits_even_if_full(world: World) -> None:
     """Even under overload; a single-worker group need not split."""
     world.used, world.queued_tokens = 2500, 1000
     world.merged = True

@@ -55,7 +55,7 @@ def test_a_full_group_hands_over_to_the_emptiest() -> None:
     assert 700 <= move.tokens <= 6000
 
 
-def test_a_group_that_grows_full_hands_over_before_it_preempts() -> None:
+def test_a_nearly_full_group_moves_requests_before_it_preempts() -> None:
     growth = 10 * GROWTH_TOKENS
     groups = [use("a", CAPACITY - growth), use("b", 2000)]
     assert moves(Rebalancer(), groups, 0.0) == []
@@ -72,7 +72,7 @@ def test_a_group_that_grows_full_hands_over_before_it_preempts() -> None:
         use("b", 2000, draining=True),
     ],
 )
-def test_nothing_moves_where_it_cannot_run(other: GroupUse) -> None:
+def test_requests_move_only_to_groups_that_can_run_them(other: GroupUse) -> None:
     groups = [use("a", 9900, waiting_tokens=800), other]
     rebalancer = Rebalancer()
     assert moves(rebalancer, groups, 0.0) == []
@@ -122,7 +122,7 @@ def test_received_requests_do_not_stay_where_others_wait() -> None:
     assert (move.source_id, move.target_id) == ("b", "a")
 
 
-def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
+def test_a_failed_pair_backs_off_and_another_is_tried() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000), use("c", 3000)]
     assert [move.target_id for move in moves(rebalancer, groups, 0.0)] == ["b"]

@@ -221,7 +221,7 @@ def test_auto_stays_mixed_if_a_side_could_not_carry_its_load() -> None:
     assert wanted_prefill(replace(need, prompts=LOAD_KEPT_MAX + 0.05), 2, 1) == 0
 
 
-def test_auto_changes_one_worker_at_a_time_and_rests_between() -> None:
+def test_auto_changes_a_single_worker_at_a_time_with_pauses() -> None:
     leader = Leader(AUTO, tuple(f"w{number}" for number in range(8)))
     leader(mix=demand(1000.0, 6000.0))
     assert leader.prefill == 1
@@ -252,7 +252,7 @@ def test_a_new_leader_of_auto_goes_on_with_the_present_roles() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-def test_a_new_leader_rests_after_it_ends_roles(turns: int) -> None:
+def test_a_new_leader_pauses_after_it_ends_roles(turns: int) -> None:
     """Even if the only prefill worker can hand over nothing in that round."""
     leader, light = Leader(AUTO), demand(2000.0, 5000.0)
     roles = leader(mix=light)

@@ -80,7 +80,7 @@ def test_long_prompts_have_a_bounded_number_of_thin_hashes_and_share_them_with_s
     assert short.hashes[step - 1 :: step] == long.hashes[: THIN_MAX // step]
 
 
-def test_an_adapter_has_salts_of_its_own_and_none_changes_no_salt() -> None:
+def test_an_adapter_has_its_own_salts_and_its_absence_changes_none() -> None:
     digests = ("", "0" * 64, "1" * 64)
     owners, wanted = ("", "ann", "0" * 64), ("", "s", "1" * 64)
     salts = [tenant_salt(o, w, d) for o in owners for w in wanted for d in digests]

@@ -111,7 +111,7 @@ def test_a_request_waits_for_a_load_time_before_a_second_load() -> None:
 
 
 @pytest.mark.parametrize(("load_s", "worker"), [(0.001, "w1"), (1e6, "w0")])
-def test_a_busy_worker_with_the_adapter_competes_with_an_idle_one_that_loads_it(
+def test_a_busy_worker_with_the_adapter_competes_with_an_idle_worker(
     load_s: float, worker: str
 ) -> None:
     scheduler = serving(use(), use(), ttft=TOKEN_COSTS)

@@ -143,7 +143,7 @@ def test_in_a_bucket_the_oldest_goes_first_then_the_order_decides() -> None:
         assert [requests.lengths[name] for name in requests.room(BLOCKS)] == expected
 
 
-def test_the_bucket_whose_head_is_oldest_starts_as_much_as_fits_into_the_memory() -> None:
+def test_the_bucket_with_the_oldest_head_fills_the_memory() -> None:
     requests = line()
     for tokens in [280, *[20] * 9] * 20:
         requests.ask(tokens)
@@ -215,7 +215,7 @@ def test_no_request_starves(seed: int, order: BucketSort, mode: Bucketing) -> No
 
 
 @pytest.mark.parametrize("order", list(BucketSort))
-def test_a_request_of_the_wrong_length_starts_although_others_never_end(order: BucketSort) -> None:
+def test_a_request_of_a_rare_length_starts_despite_steady_arrivals(order: BucketSort) -> None:
     requests = line(order=order)
     for _ in range(100):
         requests.ask(20)

@@ -85,7 +85,7 @@ def test_a_released_booking_returns_its_time_at_once() -> None:
     assert booked(calendar, 0.0, 6).due_s == 1.0
 
 
-def test_requests_like_one_with_a_booking_are_its_retries_at_first() -> None:
+def test_requests_similar_to_a_booked_one_count_as_its_retries() -> None:
     calendar = Calendar()
     booked(calendar, 0.0, 1)
     assert not calendar.is_retry("a", (2,))

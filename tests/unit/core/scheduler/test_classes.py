@@ -64,7 +64,7 @@ def test_a_deadline_is_arrival_plus_target(
     assert by_deadline(service, arrival_s) == key
 
 
-def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
+def test_the_earliest_deadline_is_first_across_online_classes() -> None:
     scheduler = joined(rules={"class_order": Order.DEADLINE})
     scheduler.ask("none", now_s=0.0)
     scheduler.ask("batch", now_s=0.0, service=BATCH)
@@ -140,7 +140,7 @@ def test_batch_kv_counts_as_room_for_online_requests_only() -> None:
     assert scheduler.ask("next") == [SendTicket(1, "next")]
 
 
-def test_no_batch_request_starts_while_an_online_one_waits() -> None:
+def test_no_batch_request_starts_while_an_online_request_waits() -> None:
     scheduler = make(overtaken_max=8)
     scheduler.serve(free=10)
     assert scheduler.ask("large", prompt_tokens=320) == [SendTicket(1, "large")]
@@ -149,7 +149,7 @@ def test_no_batch_request_starts_while_an_online_one_waits() -> None:
     assert assigned(scheduler.report(free=30, received=("small",))) == ["large", "b"]
 
 
-def test_a_group_in_which_an_online_request_waits_gets_no_batch_work() -> None:
+def test_a_group_with_a_waiting_online_request_gets_no_batch_work() -> None:
     scheduler = make()
     scheduler.serve("w0", waiting=1, wanted=3)
     scheduler.serve("w1", running=9)
@@ -404,7 +404,7 @@ def test_a_batch_backlog_does_not_determine_the_online_rate() -> None:
     assert not any(isinstance(command, SendRefusal) for answer in commands for command in answer)
 
 
-def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_hold_it() -> None:
+def test_an_online_request_blocks_batch_work_only_at_groups_that_fit_it() -> None:
     scheduler = make(100)
     scheduler.join("small", capacity_blocks=64, max_model_len=1024)
     scheduler.join("big", capacity_blocks=1000, max_model_len=16_000)
@@ -419,7 +419,7 @@ def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_ho
     assert assigned(scheduler.report("small", free=64, batch_yields=True)) == ["little", "b1"]
 
 
-def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
+def test_divided_groups_do_not_wait_for_each_other() -> None:
     scheduler = make(100, rules={"batch_groups": 1})
     scheduler.join("w0")
     scheduler.serve("w1", free=0, running=20, batch_yields=True)

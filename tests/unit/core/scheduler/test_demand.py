@@ -141,7 +141,7 @@ def test_a_request_that_fits_a_single_worker_is_never_too_large(total: int) -> N
     assert not isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)
 
 
-def test_the_model_limits_the_length_whatever_the_capacity() -> None:
+def test_the_model_length_limits_requests_at_any_capacity() -> None:
     scheduler = Scheduler(max_model_len=100)
     scheduler.report(1.0, free=50, total=50)
     assert isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)

@@ -217,7 +217,7 @@ def test_a_request_that_could_start_is_not_refused(
     assert findings.broken == (not ruled)
 
 
-def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
+def test_an_unattainable_target_is_ignored() -> None:
     scheduler = Overloaded()
     admitted = 200 - len(scheduler.flood())
     hopeless = Service(ttft_s=TOKEN_S)

@@ -96,7 +96,7 @@ def chat(number: int, turns: int) -> tuple[int, ...]:
     return tuple(range(1000 * number, 1000 * number + turns))
 
 
-def test_a_chat_stays_where_it_began_and_others_spread() -> None:
+def test_a_chat_stays_at_its_group_and_others_spread() -> None:
     dispatch = Dispatch(4)
     homes = {number: dispatch.ask(chat(number, 2)) for number in range(3)}
     for turns in range(3, 9):

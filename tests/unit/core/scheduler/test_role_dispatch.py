@@ -105,7 +105,7 @@ def test_without_room_to_decode_a_prompt_is_not_handed_over() -> None:
     assert dispatch.assign("s", SHORT).worker_id == "w1"
 
 
-def test_both_groups_reserve_blocks_until_one_of_them_has_the_request() -> None:
+def test_both_groups_reserve_blocks_until_the_request_arrives() -> None:
     blocks = LONG // 16 + 2
     dispatch = Roles(P, D)
     dispatch.assign("r", LONG)

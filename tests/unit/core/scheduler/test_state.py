@@ -193,7 +193,9 @@ def test_a_policy_orders_the_queue_and_deadlines_apply_to_all() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "first"), [(Scheduling.FCFS, "batch"), (Scheduling.PRIORITY, "long")]
 )
-def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, first: str) -> None:
+def test_batch_requests_wait_while_an_online_request_waits(
+    scheduling: Scheduling, first: str
+) -> None:
     scheduler = joined(rules=ClassRules(scheduling))
     scheduler.ask("long", prompt_tokens=320)
     scheduler.ask("batch", service=BATCH, prompt_tokens=1)
@@ -225,7 +227,7 @@ def test_an_overtaking_limit_of_0_keeps_arrival_order() -> None:
     assert assigned(scheduler.report(free=30)) == ["large", "small"]
 
 
-def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
+def test_short_requests_overtake_a_large_request_a_bounded_number_of_times(
     scheduler: Scheduler,
 ) -> None:
     scheduler.serve(free=10)
@@ -326,7 +328,7 @@ class TestReports:
         assert assigned(scheduler.ask("r1")) == []
         assert assigned(scheduler.report(epoch=2)) == ["r1"]
 
-    def test_a_worker_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
+    def test_a_worker_without_reports_gets_no_request(self, scheduler: Scheduler) -> None:
         scheduler.serve("w0")
         scheduler.serve("w1", running=9)
         scheduler.lose("w0", now_s=0.1)
@@ -467,7 +469,7 @@ class TestReturns:
         assert scheduler.state.snapshot(0.3).groups_serving == 2
         assert scheduler.state.snapshot(0.3).returned_total == 1
 
-    def test_a_request_that_was_moved_is_not_sent_back_to_where_it_came_from(self) -> None:
+    def test_a_moved_request_is_not_returned_to_its_origin(self) -> None:
         """Without the report its first assignment would be repeated, as it has not failed."""
         for moved in (False, True):
             scheduler = self.two_groups()
@@ -745,7 +747,7 @@ class TestRefusals:
         scheduler.report("w0")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_a_model_whose_last_group_has_just_left_is_waited_for(
+    def test_requests_wait_for_a_model_whose_last_group_just_left(
         self, scheduler: Scheduler
     ) -> None:
         scheduler.join("w0", model="m")

@@ -61,7 +61,7 @@ def test_blocks_that_the_target_has_are_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_request_of_one_token_ends_where_it_began(seed: int) -> None:
+def test_a_single_token_request_ends_at_its_first_worker(seed: int) -> None:
     world = ShippingWorld(seed)
     client = world.start("a", prompt(world, 40), 1, "w0", hand_to="w1")
     decodes_at_its_start(world, client, kept=0)

@@ -34,7 +34,7 @@ def explore(world: RebalancedWorld) -> RebalancedWorld:
     return world
 
 
-def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
+def test_random_moves_and_changes_preserve_tokens() -> None:
     """At least 500 scenarios of moves, merges, splits, partial splits and losses; each is audited:
     a request runs at one worker at a time.
     """
@@ -52,7 +52,7 @@ def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
     assert all(world.checks["I5"] for world in worlds)
 
 
-def test_every_request_has_its_tokens_if_prompts_are_computed_elsewhere() -> None:
+def test_random_hand_overs_and_changes_preserve_tokens() -> None:
     """The same with hand-overs; runs of `TIDESERVE_HANDED_SEEDS` seeds, 500 for a proof."""
     worlds = [explore(world_of(seed, handed=0.7)) for seed in range(HANDED_RUNS)]
     members = [member for world in worlds for member in world.members.values()]

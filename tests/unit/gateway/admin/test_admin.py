@@ -151,7 +151,7 @@ def test_rates_cover_a_recent_window() -> None:
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None), f"older than {WINDOW_S} s"
 
 
-def test_totals_count_what_the_metrics_count() -> None:
+def test_totals_match_the_metrics() -> None:
     metrics = Metrics(("m",), CollectorRegistry())
     for service_class in (ServiceClass.INTERACTIVE, ServiceClass.BATCH):
         metrics.of("m").by_class.of(service_class).ttft.observe(0.25)
@@ -192,7 +192,7 @@ def test_decisions_are_rendered_as_sentences(changes: dict[str, Any], reason: st
     assert reason in sentence(DECISION | changes)
 
 
-def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
+def test_kv_of_a_worker_depends_on_its_layers() -> None:
     shape = record_pb2.ModelShape(num_layers=4)
     records = {name: worker_record(name, shape=shape) for name in ("a", "b", "c")}
     workers = tuple(

@@ -109,7 +109,7 @@ def test_invalid_targets_list_the_valid_names(slo: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_field_is_refused_by_name_where_it_is(name: str) -> None:
+def test_an_unknown_field_is_refused_with_its_path(name: str) -> None:
     for data, inside in (
         (CHAT | {name: 1}, ""),
         (CHAT | {"messages": [{"role": "user", "content": "x", name: 1}]}, "messages"),

@@ -107,7 +107,7 @@ def test_a_connection_without_a_request_makes_room_only_after_a_time() -> None:
     assert table.closed == [new[0], busy[0]]
 
 
-def test_the_longest_idle_connection_is_found_whatever_it_has_sent() -> None:
+def test_the_longest_idle_connection_is_found_regardless_of_history() -> None:
     table = Table(all_max=4, address_max=4)
     opened = []
     for number in range(4):

@@ -246,7 +246,7 @@ def test_items_of_a_turn_become_a_single_message() -> None:
     assert parsed.messages == chat_of({"messages": chat}).messages
 
 
-def test_results_of_tools_stand_between_texts() -> None:
+def test_tool_results_are_kept_between_texts() -> None:
     use = {"type": "tool_use", "name": "f", "input": {}}
     text = [{"type": "text", "text": letter} for letter in "xbc"]
     results = [
@@ -329,7 +329,7 @@ def test_a_call_at_the_end_is_not_continued() -> None:
     assert not parsed.continue_final_message and parsed.add_generation_prompt is not False
 
 
-def test_text_stands_between_calls() -> None:
+def test_text_is_kept_between_calls() -> None:
     pieces = [OutputPiece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
     items = Items(None)
     for piece in pieces:

@@ -143,7 +143,7 @@ async def test_a_process_that_ended_is_replaced(renderer: TemplateRenderer) -> N
     assert await renderer.render(request("hi"), OWNER) == "<s>hi"
 
 
-async def test_a_chat_whose_process_ends_is_rendered_by_the_next(
+async def test_a_chat_is_retried_in_the_next_process(
     renderer: TemplateRenderer,
 ) -> None:
     process = await started(renderer)

@@ -119,7 +119,7 @@ def test_a_flood_of_refusals_gets_some_lines_and_a_count(
     assert sum(line.get("status") == 200 for line in lines) == 1, "served ones are never left out"
 
 
-def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_one_status_does_not_hide_others(caplog: pytest.LogCaptureFixture) -> None:
     log = RequestLog(lambda delay_s, call: None)
     flood, other, failed = (new_record(CHAT, None, 0.0) for _ in range(3))
     flood.fail(Unauthorized("no"))

@@ -334,7 +334,7 @@ def test_all_grammars_of_a_check_share_a_time_limit() -> None:
     assert 1 < len(message["results"]) < 30
 
 
-async def test_a_process_that_dies_as_it_starts_is_started_again(
+async def test_a_process_that_dies_at_its_start_is_restarted(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = CheckClient.start, list[CheckClient]()

@@ -81,7 +81,7 @@ def test_limits_of_an_owner_are_changed_in_the_file(path: Path) -> None:
     assert [entry.concurrent for entry in read_keys(path)] == [5, 5]
 
 
-def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> None:
+def test_revoked_keys_are_removed_in_place(path: Path) -> None:
     first, second = made("--owner", "alice", path), made("--owner", "alice", path)
     other = made("--owner", "bob", path)
     source, inode = KeySource(path), path.stat().st_ino

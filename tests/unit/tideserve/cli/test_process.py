@@ -178,7 +178,7 @@ Path("lost").write_text(str(stats.lost_lines))
 """
 
 
-def test_lines_without_a_log_count_as_lost_until_it_can_be_opened(tmp_path: Path) -> None:
+def test_lines_are_counted_as_lost_until_the_log_can_be_opened(tmp_path: Path) -> None:
     process = started_again(tmp_path, LOST)
     (tmp_path / "moved" / "x.log").unlink()
     process.start()

@@ -48,12 +48,12 @@ def test_a_restart_is_due_once_after_its_pause() -> None:
     assert supervision.due(decision.at_s + 100) == []
 
 
-def test_an_unusable_configuration_gives_up_at_once_but_only_before_ready() -> None:
+def test_an_unusable_configuration_gives_up_at_once_before_readiness() -> None:
     assert die(Supervision(), 2, 0.0, 1.0) == GiveUp("worker-0", 2)
     assert isinstance(die(Supervision(ready=True), 2, 0.0, 1.0), Restart)
 
 
-def test_dying_again_and_again_before_ready_gives_up() -> None:
+def test_repeated_deaths_before_readiness_give_up() -> None:
     supervision = Supervision()
     decisions = [die(supervision, -11, 0.0, 1.0) for _ in range(DEATHS_BEFORE_READY_MAX)]
     assert all(isinstance(decision, Restart) for decision in decisions[:-1])

@@ -89,7 +89,7 @@ def test_every_request_ends_once_and_frees_its_blocks(seed: int) -> None:
 
 @pytest.mark.parametrize("execution", list(Execution))
 @pytest.mark.parametrize("seed", range(3))
-def test_fast_forward_changes_no_time_of_one_instance(seed: int, execution: Execution) -> None:
+def test_fast_forward_changes_no_time_of_a_single_instance(seed: int, execution: Execution) -> None:
     workload = poisson(seed, 4, 40, output=150)
     # With room for all: where memory is short, the missing reports shift dispatch a little. So they
     # do where the scheduler holds requests back until a report shows less prefill work.
@@ -105,7 +105,7 @@ def test_fast_forward_changes_no_time_of_one_instance(seed: int, execution: Exec
         assert stepped.end_s == pytest.approx(jumped.end_s, abs=1e-9)
 
 
-def test_one_instance_serves_as_an_m_d_1_queue_predicts() -> None:
+def test_a_single_instance_matches_an_m_d_1_queue() -> None:
     # One request at a time, one iteration each, all of the same length: M/D/1.
     iteration = IterationConfig(16, 1000, 512, 1, 10_000)
     spec = make_spec(instances=1, iteration=iteration, delays=NO_DELAYS, scheduler=PATIENT)

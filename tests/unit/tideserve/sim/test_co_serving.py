@@ -238,7 +238,7 @@ def test_batch_requests_a_second_are_those_that_end_in_the_window() -> None:
     assert batch["throughput_requests_per_s"] == pytest.approx(len(ended) / (end_s - begin_s))
 
 
-def test_batches_are_sent_when_the_last_one_has_ended() -> None:
+def test_a_batch_is_sent_when_its_predecessor_has_ended() -> None:
     workload = load(13, 6)
     together = replace(workload, batch=replace(workload.batch, in_batches=True))
     records = Cluster(spec("slo"), DEVICE, together).run().records

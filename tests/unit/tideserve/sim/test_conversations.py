@@ -41,7 +41,7 @@ def test_conversations_share_few_openings(kind: Conversations) -> None:
     assert kind.openings / 2 < len(openings) <= kind.openings
 
 
-def test_prompts_share_exactly_what_their_ids_say() -> None:
+def test_prompts_share_exactly_the_blocks_of_their_ids() -> None:
     first, second = Arrival(0, 1500, 1, (7, 8)), Arrival(0, 1100, 1, (7, 9))
     first_ids, second_ids = first.prompt_ids(0), second.prompt_ids(1)
     assert (len(first_ids), len(second_ids)) == (1500, 1100)

@@ -11,7 +11,7 @@ from tideserve.sim.token_times import NO_TARGETS_MET, TargetsMet, TokenGroups, a
 PROMISED = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.5, token_group=2)
 
 
-def test_a_group_is_due_after_the_one_before_it() -> None:
+def test_a_group_is_due_after_its_predecessor() -> None:
     groups = TokenGroups(size=2, tpot_s=0.5, from_s=10.0)
     assert groups.share == 1.0
     for time_s in (10.9, 11.0):  # a slow token and a quick one: in time together
@@ -31,7 +31,7 @@ def test_single_tokens_are_groups_of_size_1() -> None:
     assert (groups.ended, groups.in_time) == (3, 2)
 
 
-def test_a_group_that_never_ends_is_late_once_it_is_due() -> None:
+def test_an_unfinished_group_is_late_once_due() -> None:
     groups = TokenGroups(size=2, tpot_s=0.5, from_s=0.0)
     groups.note(0.2)
     groups.give_up(1.0)

@@ -125,7 +125,7 @@ async def test_a_request_goes_on_after_the_output_of_another_worker(
     assert tokens(adapter) == [EmitToken("r", 2, 5, None)]
 
 
-async def test_the_tokens_of_one_step_are_one_frame(adapter: AdapterOnTest) -> None:
+async def test_tokens_of_a_step_are_sent_in_a_single_frame(adapter: AdapterOnTest) -> None:
     for name in ("a", "b"):
         adapter.send(start(name))
     await adapter.until_received("a", "b")

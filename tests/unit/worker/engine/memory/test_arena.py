@@ -52,7 +52,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
     arena.close()
 
 
-def test_neighbouring_handles_become_one_call() -> None:
+def test_neighbouring_handles_are_mapped_in_a_single_call() -> None:
     assert coalesce([3, 4, 5, 9, 11, 12]) == [(0, 3, 3), (3, 9, 1), (4, 11, 2)]
     assert coalesce([]) == []
 
@@ -96,7 +96,7 @@ def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: Arena) ->
     assert tensor[: 3 * ELEMENTS : ELEMENTS].tolist() == [0.0, 2.0, 3.0]
 
 
-def test_sweeping_is_done_in_slices(arena: Arena) -> None:
+def test_sweeping_is_incremental(arena: Arena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     arena.map(reserved, 0, list(range(8)))
     arena.retire(reserved, 0, 5)

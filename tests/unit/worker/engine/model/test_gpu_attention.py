@@ -140,7 +140,7 @@ def test_combine_is_compiled_for_every_number_of_splits_and_launched_with_the_ne
     assert launched == [(6, 8)]
 
 
-def test_one_long_context_is_split_however_many_there_are() -> None:
+def test_a_long_context_is_split_in_any_batch() -> None:
     lengths = torch.tensor([32_000] + 127 * [500]).numpy()
     share, splits = gpu.split_contexts(lengths, len(lengths), 8, gpu.PROGRAMS_WANTED)
     assert share < 2000

@@ -67,7 +67,7 @@ def test_damaged_cache_files_are_replaced(
         ("cuda", torch.float32, torch.float32, 1, False),
     ],
 )
-def test_the_kernels_fit_one_thread_that_computes_in_float32(
+def test_kernels_support_a_single_float32_thread(
     device: str,
     storage: torch.dtype,
     compute: torch.dtype,

@@ -21,7 +21,7 @@ def weigh_whole(scores, row, highest, weights):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
+def test_a_whole_row_equals_a_bounded_row(stored: torch.dtype) -> None:
     """Bitwise, so that a row is the same in any tile."""
     scores = 8 * torch.randn(1, KEYS)
     rows = []

@@ -121,7 +121,7 @@ def test_scored_chunks_stay_scored(stages: list[StageRunner]) -> None:
 
 
 @pytest.mark.parametrize("preemptible", [False, True])
-def test_other_work_is_done_between_launch_and_result(preemptible: bool) -> None:
+def test_other_work_runs_between_launch_and_result(preemptible: bool) -> None:
     stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)))
     order: list[str] = []
     run = LaunchedStage(None, lambda: order.append("result") or StageOutput())

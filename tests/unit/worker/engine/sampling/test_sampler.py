@@ -106,7 +106,7 @@ def test_equal_logits_at_the_edge_of_top_k_go_to_lower_ids() -> None:
     assert set(draws(logits, Sampling(temperature=1.0, top_k=3), 300)) == {0, 1, 2}
 
 
-def test_top_k_of_one_is_greedy() -> None:
+def test_top_k_of_1_is_greedy() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(3))
     assert set(draws(logits, Sampling(temperature=2.0, top_k=1), 20)) == {int(logits.argmax())}
 

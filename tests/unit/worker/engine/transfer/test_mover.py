@@ -416,7 +416,7 @@ def test_inconsistent_pieces_are_refused(pair: Pair, pieces: list[tuple[int, boo
     assert "it has" in failed("t", "a", pair.b.ends)
 
 
-def test_pieces_of_one_transfer_are_of_one_epoch(pair: Pair) -> None:
+def test_pieces_of_a_transfer_have_the_same_epoch(pair: Pair) -> None:
     pair.settle()
     for group in "gh":
         pair.b.memory.epochs[group] = 1
