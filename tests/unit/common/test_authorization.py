@@ -203,7 +203,7 @@ async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> N
 
 
 @pytest.fixture
-def unwelcome(certified: Certified) -> None:
+def refused_certificates(certified: Certified) -> None:
     """Certificate pairs of an expired gateway, and of a gateway of another CA."""
     certified.issue("gateway", age_s=2 * DAY.total_seconds(), name="expired")
     certified.issue("gateway", Authority.create("test"), name="foreign")

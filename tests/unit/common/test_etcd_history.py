@@ -80,7 +80,7 @@ class OvertakingStore(Store):
         return
 
 
-async def followed(store: Store, count: int) -> list[StoreSnapshot]:
+async def collect_snapshots(store: Store, count: int) -> list[StoreSnapshot]:
     snapshots: AsyncIterator[StoreSnapshot] = store.follow_prefix("")
     return [await anext(snapshots) for _ in range(count)]
 
@@ -89,7 +89,7 @@ async def followed(store: Store, count: int) -> list[StoreSnapshot]:
 async def test_a_record_with_an_older_revision_is_a_rollback(after: Entry) -> None:
     """The revisions of a restored etcd soon exceed those that it has lost."""
     store = OvertakingStore({"a": Entry(b"1", 3, 5)}, {"a": after})
-    first, second, third = await followed(store, 3)
+    first, second, third = await collect_snapshots(store, 3)
     assert (first.rollbacks, second.rollbacks, third.rollbacks) == (0, 1, 1)
     assert second.entries == {"a": after}
     assert store.calls.rollbacks == 1
@@ -98,4 +98,4 @@ async def test_a_record_with_an_older_revision_is_a_rollback(after: Entry) -> No
 async def test_changed_and_recreated_records_are_no_rollback() -> None:
     before, later = Entry(b"1", 3, 5), Entry(b"1", 8, 8)
     store = OvertakingStore({"a": before}, {"a": before}, {}, {"a": later})
-    assert [snapshot.rollbacks for snapshot in await followed(store, 4)] == [0, 0, 0, 0]
+    assert [snapshot.rollbacks for snapshot in await collect_snapshots(store, 4)] == [0, 0, 0, 0]

@@ -14,7 +14,7 @@ async def fail() -> None:
     raise ValueError
 
 
-async def never() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()
 
 
@@ -22,7 +22,7 @@ async def never() -> None:
 async def test_timeout_raises_timeout_error(limit: Timeout) -> None:
     with pytest.raises(TimeoutError):
         async with limit(0):
-            await never()
+            await wait_forever()
 
 
 @both
@@ -32,7 +32,7 @@ async def test_timeout_expires_in_a_task_of_a_failed_group(limit: Timeout) -> No
             tasks.create_task(fail())
     with pytest.raises(TimeoutError):
         async with limit(0):
-            await never()
+            await wait_forever()
 
 
 @both
@@ -47,7 +47,7 @@ async def test_an_outside_cancellation_is_not_a_timeout(limit: Timeout, group_fa
                     tasks.create_task(fail())
         async with limit(300):
             waiting.set()
-            await never()
+            await wait_forever()
 
     task = asyncio.create_task(wait())
     await waiting.wait()
@@ -61,7 +61,7 @@ async def test_an_outside_cancellation_takes_precedence_over_expiry(limit: Timeo
     async def wait() -> None:
         async with limit(0):
             try:
-                await never()
+                await wait_forever()
             except asyncio.CancelledError:
                 task.cancel()
                 await asyncio.sleep(0)

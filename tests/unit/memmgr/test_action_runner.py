@@ -29,7 +29,7 @@ FACTS = {
 }
 
 
-def alone(name: str) -> Group:
+def single_group(name: str) -> Group:
     return Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 4),), "m")
 
 
@@ -48,7 +48,7 @@ def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedD
 
 
 def test_only_needed_groups_merge_nearest_first() -> None:
-    groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
+    groups = [single_group(name) for name in ("w0", "w2", "w1", "w3")]
     used = {name: engine(90) for name in FACTS} | {"w0": engine(0)}
     (change,) = merges(groups, FACTS, used, needed_tokens=100)
     assert change.group_ids == ("group-w2", "group-w3")
@@ -63,7 +63,7 @@ def test_only_needed_groups_merge_nearest_first() -> None:
 
 
 def test_insufficient_gain_of_all_merges_is_reported() -> None:
-    (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
+    (change,) = merges([single_group("w0"), single_group("w1")], FACTS, {}, needed_tokens=1000)
     assert change.text.endswith("; all possible merges gain 200 of 1000 tokens")
 
 
@@ -73,7 +73,7 @@ def test_a_flapping_worker_is_not_merged_until_it_stays() -> None:
     for number in range(3):
         state.note_workers(everybody, 10.0 * number)
         state.note_workers(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
-    groups = [alone("w0"), alone("w1"), alone("w2")]
+    groups = [single_group("w0"), single_group("w1"), single_group("w2")]
 
     def merged_by(decision: Decision, now_s: float) -> set[str]:
         plan = state.begin(decision, groups, FACTS, {}, now_s)
@@ -100,14 +100,14 @@ def test_a_flapping_worker_is_not_merged_until_it_stays() -> None:
     assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
 
 
-def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
+def poll_workers(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
     """Poll reporting workers twice a second."""
     for half in range(int(2 * first_s), int(2 * last_s)):
         state.note_workers(dict.fromkeys(names, "i"), half / 2)
 
 
 def merged_at(state: ActionState, now_s: float) -> set[str]:
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
     plan = state.begin(logged(Action.MERGE).decision, groups, FACTS, {}, now_s)
     return {name for change in plan.changes for name in change.group_ids}
 
@@ -115,8 +115,8 @@ def merged_at(state: ActionState, now_s: float) -> set[str]:
 def test_a_worker_that_falls_silent_often_is_not_merged() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(3):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
     assert "group-w1" not in merged_at(state, 180.0)
 
 
@@ -124,26 +124,28 @@ def test_a_stall_of_the_memory_manager_does_not_count_as_leaving() -> None:
     """The first polls after it find no reports, then some."""
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
-        looks(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
-        looks(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
+        poll_workers(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
+        poll_workers(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
 def test_a_refusal_names_the_rules_of_a_few_groups_and_counts_the_others() -> None:
-    groups = [replace(alone(name), attempt="7-1") for name in FACTS]
+    groups = [replace(single_group(name), attempt="7-1") for name in FACTS]
     plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, groups, {}, {}, 0.0)
     assert plan.reason.endswith("group-w2 is changing; and 1 more")
-    plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, [alone("w0")], {}, {}, 0.0)
+    plan = ActionState(1.0, 1.0).begin(
+        logged(Action.MERGE).decision, [single_group("w0")], {}, {}, 0.0
+    )
     assert plan.reason.endswith("; w0 is not registered")
 
 
 def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
@@ -158,11 +160,15 @@ def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
 def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any], rule: str) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     with pytest.raises(NoPlan, match="; 1 could merge now"):
-        merges([alone("w0"), alone("w1")], facts, {}, 100)
+        merges([single_group("w0"), single_group("w1")], facts, {}, 100)
     merge = logged(Action.MERGE).decision
-    reason = ActionState(1.0, 1.0).begin(merge, [alone("w0"), alone("w1")], facts, {}, 0.0).reason
+    reason = (
+        ActionState(1.0, 1.0)
+        .begin(merge, [single_group("w0"), single_group("w1")], facts, {}, 0.0)
+        .reason
+    )
     assert reason.endswith("could merge now; w1 " + rule)
-    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
+    (change,) = merges([single_group("w0"), single_group("w1"), single_group("w2")], facts, {}, 100)
     assert change.group_ids == ("group-w0", "group-w2")
 
 
@@ -172,10 +178,10 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any], rule: st
 )
 def test_workers_with_other_weights_or_code_do_not_merge(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
-    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
+    (change,) = merges([single_group("w0"), single_group("w1"), single_group("w2")], facts, {}, 1)
     assert change.group_ids == ("group-w0", "group-w2")
     with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):
-        merges([alone("w0"), alone("w1")], facts, {}, 1)
+        merges([single_group("w0"), single_group("w1")], facts, {}, 1)
 
 
 def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
@@ -191,16 +197,21 @@ def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
         Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 8),), "m")
         for name in later
     ]
-    (first,) = merges([*groups, alone("w0"), alone("w1"), alone("w2")], FACTS | later, {}, 100)
+    (first,) = merges(
+        [*groups, single_group("w0"), single_group("w1"), single_group("w2")],
+        FACTS | later,
+        {},
+        100,
+    )
     assert {stage.end_layer for stage in first.targets[0]} <= {1, 2, 3, 4}
-    both = merges([*groups, alone("w0"), alone("w1")], FACTS | later, {}, 1000)
+    both = merges([*groups, single_group("w0"), single_group("w1")], FACTS | later, {}, 1000)
     assert sorted(change.targets[0][-1].end_layer for change in both) == [4, 8]
     assert sum(change.gain_tokens for change in both) == 400
 
 
 def test_a_full_group_merges_with_one_that_has_room() -> None:
     """Near groups first, then the emptiest; no other groups merge for it."""
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
     used = {"w0": engine(0), "w2": engine(20), "w3": engine(90)}
     (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
     assert set(change.group_ids) == {"group-w0", "group-w1"}
@@ -223,7 +234,7 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
 
 
 def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
-    state, groups = ActionState(1.0, 1.0), [alone(name) for name in FACTS]
+    state, groups = ActionState(1.0, 1.0), [single_group(name) for name in FACTS]
     decision = logged(Action.MERGE, *(group.group_id for group in groups)).decision
     decision = replace(
         decision, reason=replace(decision.reason, cause=Cause.START), needed_tokens=0
@@ -245,7 +256,7 @@ def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
 
 def test_tokens_freed_by_running_merges_are_not_requested_again() -> None:
     state = ActionState(1.0, 1.0)
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
 
     def begin(needed_tokens: int) -> ActionPlan:
         decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
@@ -269,10 +280,10 @@ def test_tokens_freed_by_running_merges_are_not_requested_again() -> None:
 
 
 def test_a_group_splits_into_its_members() -> None:
-    (change,) = splits([alone("w2"), merged("w0", "w1")], FACTS, {})
+    (change,) = splits([single_group("w2"), merged("w0", "w1")], FACTS, {})
     assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
     with pytest.raises(NoPlan):
-        splits([alone("w2")], FACTS, {})
+        splits([single_group("w2")], FACTS, {})
 
 
 class FakeDriver:
@@ -280,7 +291,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.leads = True
-        self.stable_groups: tuple[Group, ...] = (alone("w0"), alone("w1"))
+        self.stable_groups: tuple[Group, ...] = (single_group("w0"), single_group("w1"))
         self.facts = dict(FACTS)
         self.asked: list[Targets] = []
         self.ending = ChangeStepped("c", ChangePhase.STABLE, "all members serve epoch 2", 2)

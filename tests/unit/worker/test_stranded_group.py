@@ -42,7 +42,7 @@ class World:
     def report(self, trouble: str, epoch: int = 1) -> None:
         self.watch.note(EngineReport(Load(0, 0, 0, 0), epoch, trouble=trouble))
 
-    async def asked_again(self) -> None:
+    async def wait_for_next_query(self) -> None:
         """Return once the records were asked, and the answer was considered."""
         before = self.records.asked
         await eventually(lambda: self.records.asked >= before + 2)
@@ -70,9 +70,9 @@ async def test_requests_end_once_when_etcd_stays_silent(
 ) -> None:
     async with world(monkeypatch, answers=False) as stranded_world:
         stranded_world.report(LOST)
-        await stranded_world.asked_again()
+        await stranded_world.wait_for_next_query()
         stranded_world.now_s = SILENCE_MAX_S - 0.1
-        await stranded_world.asked_again()
+        await stranded_world.wait_for_next_query()
         assert not stranded_world.watch.stranded
         stranded_world.now_s = SILENCE_MAX_S
         await eventually(lambda: stranded_world.watch.stranded)
@@ -91,7 +91,7 @@ async def test_a_stranded_group_recovers_while_etcd_answers(
         stranded_world.report(LOST)
         for now_s in (1.0, 5.0, 20.0):
             stranded_world.now_s = now_s
-            await stranded_world.asked_again()
+            await stranded_world.wait_for_next_query()
         assert not stranded_world.watch.stranded
         stranded_world.records.answers = False  # it goes away before the group has changed
         stranded_world.now_s = 24.0
@@ -104,7 +104,7 @@ async def test_the_timer_ends_with_recovery_or_a_new_epoch(
 ) -> None:
     async with world(monkeypatch, answers=False) as stranded_world:
         stranded_world.report(LOST)
-        await stranded_world.asked_again()
+        await stranded_world.wait_for_next_query()
         stranded_world.now_s = SILENCE_MAX_S
         await eventually(lambda: stranded_world.watch.stranded)
         stranded_world.report(trouble, epoch)

@@ -230,7 +230,7 @@ def test_a_sound_run_passes_and_every_invariant_was_checked() -> None:
     assert set(findings.checks) == {f"I{number}" for number in [*range(1, 11), 14]}
 
 
-def ran_what_it_lacks(run: Run) -> None:
+def ran_missing_layers(run: Run) -> None:
     change(run.b, MemoryHeld, 1, resident=(3,))
     change(run.a, MemoryHeld, 1, resident=(0, 1, 2))
 
@@ -253,7 +253,7 @@ def dropped_the_last_copy(run: Run) -> None:
     change(run.b, MemoryHeld, 1, first_layer=3, resident=(3,))
 
 
-def went_back(run: Run) -> None:
+def lowered_epoch(run: Run) -> None:
     rewrite_commit(run, 3, [replace(SPLIT["a"], epoch=1), SPLIT["b"]])
 
 
@@ -319,7 +319,7 @@ def read_from_another_worker(run: Run) -> None:
     change(run.gateway, SegmentRead, 0, worker_id="b")
 
 
-def read_from_nobody(run: Run) -> None:
+def read_from_no_worker(run: Run) -> None:
     run.gateway.pop(find(run.gateway, SegmentRead, 0))
 
 
@@ -350,17 +350,17 @@ def resume(run: Run, again: int = 31, emitted: int = 31) -> None:
     ]
 
 
-def went_on_too_late(run: Run) -> None:
+def resumed_too_late(run: Run) -> None:
     resume(run)
     del run.gateway[find(run.gateway, TokensForwarded, 5)]
     change(run.gateway, SegmentRead, 4, first_index=2)
 
 
-def went_on_differently(run: Run) -> None:
+def resumed_with_another_token(run: Run) -> None:
     resume(run, emitted=99)
 
 
-def got_what_was_not_its_segments(run: Run) -> None:
+def forwarded_a_token_of_no_segment(run: Run) -> None:
     resume(run, again=32)
 
 
@@ -451,12 +451,12 @@ def kept_in_an_engine(run: Run) -> None:
 
 
 BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
-    ("I1", ran_what_it_lacks, "b runs layers 2 to 3 in epoch 2, but does not hold [2]"),
+    ("I1", ran_missing_layers, "b runs layers 2 to 3 in epoch 2, but does not hold [2]"),
     ("I1", ran_other_layers, "but the record says"),
     ("I1", planned_as_follower, "b planned microbatch 2 in epoch 2, which another worker leads"),
     ("I1", followed_as_leader, "a ran a stage of another leader in epoch 3"),
     ("I2", dropped_the_last_copy, "no engine holds layers [2] since b changed in epoch 2"),
-    ("I3", went_back, "group-a went back from epoch 2 to 1"),
+    ("I3", lowered_epoch, "group-a went back from epoch 2 to 1"),
     ("I3", two_configurations, "group-a has two configurations at epoch 2"),
     ("I3", in_two_groups, "b are in two groups at revision 15"),
     ("I4", switched_uncommitted, "b switched to group-b at epoch 4, which was never committed"),
@@ -470,15 +470,15 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I5", planned_in_another_epoch, "in epoch 2, which was planned in epoch 1"),
     ("I5", forwarded_another_token, "r received 99 as token 0, but a emitted 10"),
     ("I5", read_from_another_worker, "r received 10 as token 0, but b emitted none"),
-    ("I5", read_from_nobody, "r received tokens without a worker"),
+    ("I5", read_from_no_worker, "r received tokens without a worker"),
     ("I5", began_late, "r: the segment of a starts at token 1; the previous starts at 0"),
     (
         "I5",
-        went_on_too_late,
+        resumed_too_late,
         "t: the segment of a starts at token 2; the previous starts at 0, and the client",
     ),
-    ("I5", went_on_differently, "token 1 of t was emitted as 31, 99"),
-    ("I5", got_what_was_not_its_segments, "t received 31 as token 1, but a emitted 32"),
+    ("I5", resumed_with_another_token, "token 1 of t was emitted as 31, 99"),
+    ("I5", forwarded_a_token_of_no_segment, "t received 31 as token 1, but a emitted 32"),
     ("I5", other_parameters, "group-a at epoch 2 has members of different models"),
     ("I6", kept_a_block, "b has 1 blocks in use, though all requests are over"),
     ("I6", lost_an_owner, "b has 1 of 8 blocks in use in epoch 2, of 0 requests"),

@@ -133,7 +133,7 @@ def test_parked_work_can_be_aborted() -> None:
     assert script.members["b"].parked_due_s is None
 
 
-def rest_returnable() -> Script:
+def park_returnable() -> Script:
     """ "r" is returnable and not started when "b" stops leading; "w" is not started either."""
     script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0).change(APART)
     script.ask("b", "m", 8, service=BATCH)
@@ -148,7 +148,7 @@ def rest_returnable() -> Script:
 
 def test_unstarted_work_returns_to_the_scheduler() -> None:
     """Its worker has room but plans nothing; another group may have time for it."""
-    script = rest_returnable()
+    script = park_returnable()
     member = script.members["b"]
     assert sorted(script.names_at("b")) == ["m", "r", "w"]
     assert member.requeue_due_s == REQUEUE_AFTER_S
@@ -165,7 +165,7 @@ def test_unstarted_work_returns_to_the_scheduler() -> None:
 
 
 def test_work_taken_by_the_leader_is_not_returned() -> None:
-    script = rest_returnable()
+    script = park_returnable()
     script.now_s = script.members["b"].parked_due_s
     script.settle()
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "r", "w"]

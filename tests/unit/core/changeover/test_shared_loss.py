@@ -10,7 +10,7 @@ from services.core.planner.events import RefuseRequest, RequestAborted
 from tests.support.changeover_script import Groups, Script, groups
 
 
-def alone(epoch: int, name: str, first: int, end: int) -> Groups:
+def single_group(epoch: int, name: str, first: int, end: int) -> Groups:
     """A survivor has the layers that it holds."""
     return (GroupStages(f"g-{name}", epoch, (Stage(name, first, end),)),)
 
@@ -28,7 +28,9 @@ def merged(workers: str, requests: int, *, resumable: bool = True) -> Script:
 
 def divided(script: Script, leader: str, end: int, epoch: int = 3) -> list[str]:
     """The requests that a leader returns when it is alone with its layers."""
-    script.do(leader, vocabulary.ConfigurationCommitted(script.now_s, alone(epoch, leader, 0, end)))
+    script.do(
+        leader, vocabulary.ConfigurationCommitted(script.now_s, single_group(epoch, leader, 0, end))
+    )
     commands = script.turn(leader)
     refusals = [command for command in commands if isinstance(command, RefuseRequest)]
     assert all(refusal.returned for refusal in refusals)
@@ -47,7 +49,7 @@ def test_a_leader_keeps_its_share_among_living_members(
     assert divided(script, "a", end) == back
     assert set(script.names_at("a")) == {"r0", "r1", "r2", "r3"} - set(back)
     assert divided(script, "a", end, epoch=4) == [], "there is no member left to share with"
-    script.change(alone(5, "a", 0, 4))
+    script.change(single_group(5, "a", 0, 4))
     script.run("a")
     assert script.names_at("a") == [], "the others have ended here"
     assert script.taken_at("a") == 0

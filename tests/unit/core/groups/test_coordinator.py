@@ -127,7 +127,7 @@ class Cluster:
             if (stored := self.store.assignments.get(name)) is not None:
                 self.epochs[name] = stored.assignment.epoch
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Run all due polls."""
         due = [look for look in self.looks if look[0] <= self.now_s]
         self.looks = [look for look in self.looks if look[0] > self.now_s]
@@ -141,7 +141,7 @@ class Cluster:
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.feed(TimePassed(self.now_s))
-        self.look()
+        self.poll()
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -
     assert merging.steps["c"] == [PREPARING]
     merging.commit_all()
     merging.unsettled.add("w1")
-    merging.look()
+    merging.poll()
     assert merging.steps["c"] == [PREPARING, COMMITTED], "no member serves it yet"
     merging.serve("w0")
     merging.pass_time(0.2)
@@ -269,7 +269,7 @@ def test_automatic_changes_are_queued_and_manual_ones_are_not(cluster: Cluster) 
     cluster.ask("by hand", merge("w6", "w7"), urgent=True)
     assert set(cluster.steps) == {"w0+w1", "w2+w3", "by hand"}
     cluster.commit_all()
-    cluster.look()
+    cluster.poll()
     assert "w4+w5" not in cluster.steps, "their members have not changed over"
     cluster.serve("w0", "w1", "w6", "w7")
     cluster.unsettled = {"w0"}
@@ -285,14 +285,14 @@ def test_a_lost_leadership_fails_every_change_that_is_not_committed(merging: Clu
     assert not merging.state.leads
     assert merging.steps["d"] == [PREPARING, FAILED]
     merging.serve()
-    merging.look()
+    merging.poll()
     assert merging.steps["c"][-1] is SETTLED
 
 
 def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
     merging.commit_all()
     merging.serve()
-    merging.look()
+    merging.poll()
     merging.store.expire("w1")
     merging.feed(merging.store.listing(merging.now_s))
     merging.write_all()
@@ -300,7 +300,7 @@ def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
     assert merging.state.change_of(prepare.attempt) == prepare.attempt
     merging.commit_all()
     merging.serve()
-    merging.look()
+    merging.poll()
     assert merging.steps[prepare.attempt] == [COMMITTED, STABLE, SETTLED]
 
 

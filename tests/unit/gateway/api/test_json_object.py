@@ -60,20 +60,20 @@ def parts_of(value: Any) -> int:
     return isinstance(value, str)
 
 
-def some(rng: Random, depth: int) -> Any:
+def random_json(rng: Random, depth: int) -> Any:
     """A random value with arbitrary strings."""
     kind = rng.randrange(5 if depth else 2)
     if kind == 0:
         return rng.randrange(10)
     if kind < 3:
         return "".join(rng.choices('",[]{}:\\ a\né', k=rng.randrange(8)))
-    inner = [some(rng, depth - 1) for _ in range(rng.randrange(4))]
+    inner = [random_json(rng, depth - 1) for _ in range(rng.randrange(4))]
     return inner if kind == 3 else {f'{place}"': value for place, value in enumerate(inner)}
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_counts_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"a": [some(Random(seed), 4)]}
+    data = {"a": [random_json(Random(seed), 4)]}
     text, parts = json.dumps(data), parts_of(data)
     monkeypatch.setattr(json_object, "PARTS_MAX", parts)
     assert parse_object(text) == data

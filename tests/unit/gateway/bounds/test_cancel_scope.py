@@ -12,19 +12,19 @@ from services.gateway.vocabulary.errors import CancelledByClient, EngineFailed, 
 GONE = CancelledByClient("gone")
 
 
-async def never() -> None:
+async def wait_forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
+def cancel_soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
     asyncio.get_running_loop().call_soon(cancel_scope.cancel, error)
 
 
 async def test_the_first_error_ends_the_block_but_not_the_task() -> None:
     with pytest.raises(CancelledByClient, match="gone"), CancelScope() as cancel_scope:
-        soon(cancel_scope)
-        soon(cancel_scope, EngineFailed("late"))
-        await never()
+        cancel_soon(cancel_scope)
+        cancel_soon(cancel_scope, EngineFailed("late"))
+        await wait_forever()
     cancel_scope.cancel(GONE)
     await asyncio.sleep(0)
     task = asyncio.current_task()
@@ -34,7 +34,7 @@ async def test_the_first_error_ends_the_block_but_not_the_task() -> None:
 async def test_the_deadline_ends_the_block_and_exit_ends_the_timer() -> None:
     with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
         cancel_scope.cancel_after(0.0, GONE)
-        await never()
+        await wait_forever()
     with CancelScope() as cancel_scope:
         cancel_scope.cancel_after(0.0, GONE)
     await asyncio.sleep(0.01)
@@ -43,13 +43,13 @@ async def test_the_deadline_ends_the_block_and_exit_ends_the_timer() -> None:
 async def test_an_error_during_cleanup_does_not_hide_the_first_error() -> None:
     async def fail() -> None:
         try:
-            await never()
+            await wait_forever()
         finally:
             raise EngineFailed("aborted")
 
     for inner in (fail, in_group(fail)):
         with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
-            soon(cancel_scope)
+            cancel_soon(cancel_scope)
             await inner()
 
 
@@ -59,7 +59,7 @@ def in_group(
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(function())
-            await never()
+            await wait_forever()
 
     return run
 
@@ -67,12 +67,12 @@ def in_group(
 async def test_errors_of_the_scope_and_of_the_block_propagate() -> None:
     async def wrong() -> None:
         try:
-            await never()
+            await wait_forever()
         finally:
             raise KeyError("a defect")
 
     with pytest.raises(KeyError), CancelScope() as cancel_scope:
-        soon(cancel_scope)
+        cancel_soon(cancel_scope)
         await wrong()
     with pytest.raises(GatewayError, match="its own"), CancelScope():
         raise EngineFailed("its own")
@@ -85,9 +85,9 @@ async def test_a_cancelled_task_stays_cancelled(interrupted: bool) -> None:
     async def run() -> None:
         with CancelScope() as cancel_scope:
             if interrupted:
-                soon(cancel_scope)
+                cancel_soon(cancel_scope)
             begun.set()
-            await never()
+            await wait_forever()
 
     task = asyncio.create_task(run())
     await begun.wait()
@@ -104,5 +104,5 @@ async def test_a_failing_outer_task_group_is_not_swallowed() -> None:
         async with asyncio.TaskGroup() as tasks:
             with CancelScope():
                 tasks.create_task(fail())
-                await never()
+                await wait_forever()
     assert raised.group_contains(EngineFailed)

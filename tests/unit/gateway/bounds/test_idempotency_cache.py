@@ -41,7 +41,7 @@ async def served(answers: IdempotencyCache[int], name: str, *sizes: int) -> None
     answer.end(whole=True)
 
 
-async def rest(reader: ResponseReader[int]) -> list[int]:
+async def remaining(reader: ResponseReader[int]) -> list[int]:
     messages = []
     while (message := await reader.next()) is not None:
         messages.append(message)
@@ -52,7 +52,7 @@ async def rest(reader: ResponseReader[int]) -> list[int]:
 async def reading(answer: SharedResponse[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
     """A reader that takes messages in its own task."""
     with answer.reading() as reader:
-        yield asyncio.create_task(rest(reader))
+        yield asyncio.create_task(remaining(reader))
 
 
 async def test_readers_get_the_whole_response_during_and_after_it() -> None:
@@ -70,7 +70,7 @@ async def test_readers_get_the_whole_response_during_and_after_it() -> None:
     later, is_new = answers.claim("a", b"d", "cmpl-c")
     assert not is_new
     with later.reading() as reader:
-        assert await rest(reader) == [1, 2]
+        assert await remaining(reader) == [1, 2]
 
 
 async def test_a_key_belongs_to_a_single_request() -> None:
@@ -169,7 +169,7 @@ async def test_ended_responses_are_evicted_for_room() -> None:
         answer = new(answers, "new")
         await answer.put(41, 41)
         assert "old" not in answers and "new" in answers
-        assert await rest(reader) == [60], "who reads it gets the rest"
+        assert await remaining(reader) == [60], "who reads it gets the rest"
     assert answers.bytes_held == ENTRY_BYTES + 41
 
 
@@ -228,10 +228,10 @@ OPS = st.lists(
 
 @given(OPS)
 def test_stored_bytes_are_bounded_and_released(ops: list[tuple[str, int, int]]) -> None:
-    asyncio.run(walk(ops))
+    asyncio.run(random_walk(ops))
 
 
-async def walk(ops: list[tuple[str, int, int]]) -> None:
+async def random_walk(ops: list[tuple[str, int, int]]) -> None:
     """Random events of four requests: the bytes are bounded, and nothing leaks."""
     clock = Clock()
     answers = kept(answers_max=3, bytes_max=3 * ENTRY_BYTES + 100, clock=clock)
@@ -245,8 +245,8 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
         # Beside what is kept, each of the four may hold one message more, and what it had before.
         assert answers.bytes_held <= 3 * ENTRY_BYTES + 100 + 4 * 90
         assert len(answers) <= 3
-    for walk in walks:
-        walk.stop()
+    for random_walk in walks:
+        random_walk.stop()
     await settle()
     clock.now_s += 1000
     assert "0" not in answers

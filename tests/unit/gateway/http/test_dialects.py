@@ -39,7 +39,7 @@ def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
     return schema
 
 
-def said_by(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+def turn_of(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     """A message of the Messages API."""
     return {"role": role, "content": [*blocks]}
 
@@ -80,11 +80,11 @@ NAMES: list[tuple[str, dict[str, Any], str]] = [
         ("messages", fields, name)
         for fields, name in (
             ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),
-            ({"messages": [said_by("assistant", USE | {"id": ""})]}, f"{AT_USE}.id"),
-            ({"messages": [said_by("assistant", USE | {"name": ""})]}, f"{AT_USE}.name"),
-            ({"messages": [said_by("assistant", *[USE] * 129)]}, "tool_use"),
+            ({"messages": [turn_of("assistant", USE | {"id": ""})]}, f"{AT_USE}.id"),
+            ({"messages": [turn_of("assistant", USE | {"name": ""})]}, f"{AT_USE}.name"),
+            ({"messages": [turn_of("assistant", *[USE] * 129)]}, "tool_use"),
             (
-                {"messages": [said_by("user", {"type": "tool_result", "tool_use_id": "stop"})]},
+                {"messages": [turn_of("user", {"type": "tool_result", "tool_use_id": "stop"})]},
                 "tool_use_id",
             ),
             ({"system": "\ud800"}, "system"),
@@ -141,7 +141,10 @@ def test_errors_name_the_fields_of_the_dialect(
 ) -> None:
     body: dict[str, Any] = {"model": "m"}
     if endpoint == "messages":
-        body |= {"max_tokens": 8, "messages": [said_by("user", {"type": "text", "text": "hi"})]}
+        body |= {
+            "max_tokens": 8,
+            "messages": [turn_of("user", {"type": "text", "text": "hi"})],
+        }
     else:
         body |= {"input": "hi"}
     with pytest.raises(BadRequest) as refused:
@@ -205,14 +208,14 @@ def test_echoed_fields_are_valid_unicode(field: dict[str, Any]) -> None:
     assert refused.value.param is not None
 
 
-def said(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
+def chat_message(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
     """A chat message with calls of these ids."""
     called = {"tool_calls": [call(entry) for entry in calls]} if calls else {}
     return {"role": role, "content": content} | called | fields
 
 
 def result(call_id: str, content: str) -> dict[str, Any]:
-    return said("tool", content, tool_call_id=call_id)
+    return chat_message("tool", content, tool_call_id=call_id)
 
 
 def test_items_of_a_turn_become_a_single_message() -> None:
@@ -220,7 +223,7 @@ def test_items_of_a_turn_become_a_single_message() -> None:
     use = {"type": "function_call", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output"}
     items = [
-        said("user", "a"),
+        chat_message("user", "a"),
         {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": None},
         {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
         use | {"call_id": "1", "status": "completed"},
@@ -230,17 +233,21 @@ def test_items_of_a_turn_become_a_single_message() -> None:
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
         use | {"call_id": "3"},
         output | {"call_id": "3", "output": "z"},
-        said("assistant", "c"),
+        chat_message("assistant", "c"),
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}]},
         {"role": "user", "content": [{"type": "input_text", "text": "e"}]},
     ]
     chat = [
-        said("user", "a"),
-        said("assistant", "b", "1", "2", reasoning="hm"),
+        chat_message("user", "a"),
+        chat_message("assistant", "b", "1", "2", reasoning="hm"),
         *(result("1", "x"), result("2", "y")),
-        said("assistant", None, "3", reasoning="so"),
+        chat_message("assistant", None, "3", reasoning="so"),
         result("3", "z"),
-        *(said("assistant", "c"), said("assistant", "d"), said("user", "e")),
+        *(
+            chat_message("assistant", "c"),
+            chat_message("assistant", "d"),
+            chat_message("user", "e"),
+        ),
     ]
     parsed = parse_responses({"model": "m", "input": items}).chat
     assert parsed.messages == chat_of({"messages": chat}).messages
@@ -256,14 +263,14 @@ def test_tool_results_are_kept_between_texts() -> None:
         text[2],
     ]
     asked = [
-        said("user", "a"),
+        chat_message("user", "a"),
         {"role": "assistant", "content": [use | {"id": "1"}, use | {"id": "2"}]},
         {"role": "user", "content": results},
     ]
     chat = [
-        said("user", "a"),
-        said("assistant", "", "1", "2"),
-        *(result("1", "x"), said("user", "b"), result("2", ""), said("user", "c")),
+        chat_message("user", "a"),
+        chat_message("assistant", "", "1", "2"),
+        *(result("1", "x"), chat_message("user", "b"), result("2", ""), chat_message("user", "c")),
     ]
     parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": asked})
     assert parsed.messages == chat_of({"messages": chat}).messages
@@ -313,7 +320,7 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
 def test_a_trailing_empty_assistant_message_is_ignored(
     parse: Callable[[Mapping[str, Any]], ChatRequest], end: Any
 ) -> None:
-    hi = [said_by("user", {"type": "text", "text": "hi"})]
+    hi = [turn_of("user", {"type": "text", "text": "hi"})]
     body = {"model": "m", "max_tokens": 1}
     empty = {"role": "assistant", "content": end}
     for before in (hi, [*hi, {"role": "assistant", "content": "I"}]):
@@ -323,8 +330,8 @@ def test_a_trailing_empty_assistant_message_is_ignored(
 
 
 def test_a_call_at_the_end_is_not_continued() -> None:
-    use = said_by("assistant", {"type": "text", "text": "So"}, USE)
-    hi = said_by("user", {"type": "text", "text": "hi"})
+    use = turn_of("assistant", {"type": "text", "text": "So"}, USE)
+    hi = turn_of("user", {"type": "text", "text": "hi"})
     parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": [hi, use]})
     assert not parsed.continue_final_message and parsed.add_generation_prompt is not False
 

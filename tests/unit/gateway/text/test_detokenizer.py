@@ -156,13 +156,13 @@ def fallback_pieces(ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-def spelt(text: str) -> list[int]:
+def byte_tokens(text: str) -> list[int]:
     """Byte tokens of the text."""
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
 def test_byte_tokens_emit_characters_one_at_a_time() -> None:
-    assert fallback_pieces([1, *spelt("日本"), 2, *spelt("é"), 1]) == [
+    assert fallback_pieces([1, *byte_tokens("日本"), 2, *byte_tokens("é"), 1]) == [
         *("a", "", "", "日", "", "", "本", "b", "", "é", " a", ""),
     ]
 
@@ -170,7 +170,10 @@ def test_byte_tokens_emit_characters_one_at_a_time() -> None:
 @given(st.lists(st.one_of(st.integers(1, 4), st.sampled_from("éß日€👩a \ufffd")), max_size=40))
 def test_byte_tokens_decode_the_same_one_at_a_time(parts: list[int | str]) -> None:
     # A blank at the very beginning is dropped by the decoder only if it is a word's.
-    ids = [2, *(i for part in parts for i in (spelt(part) if isinstance(part, str) else [part]))]
+    ids = [
+        2,
+        *(i for part in parts for i in (byte_tokens(part) if isinstance(part, str) else [part])),
+    ]
     assert "".join(fallback_pieces(ids)) == FALLBACK.decode(ids, skip_special_tokens=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 from services.gateway.tools.json_value import DEPTH_MAX, JsonValue, Step
 
 
-def followed(text: str) -> tuple[Step, str]:
+def scan(text: str) -> tuple[Step, str]:
     """The state at the last character, and the text in JSON form up to there."""
     value, passed, step = JsonValue(), "", Step.MORE
     for char in text:
@@ -45,7 +45,7 @@ def test_every_valid_value_is_scanned_to_its_end(seed: int) -> None:
         value, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]), allow_nan=False
     )
 
-    step, passed = followed(text + " x")
+    step, passed = scan(text + " x")
 
     assert passed.rstrip() == text
     assert step is (Step.LAST if isinstance(value, (str, list, dict)) else Step.PAST) or (
@@ -64,7 +64,7 @@ def test_mutated_values_fail_exactly_where_json_fails(seed: int) -> None:
         _, end = json.JSONDecoder(strict=False).raw_decode(changed)
     except ValueError:
         end = None
-    step, passed = followed(changed)
+    step, passed = scan(changed)
 
     assert (step is Step.LAST) == (end is not None)
     assert end is None or passed == changed[:end]
@@ -74,16 +74,16 @@ def test_mutated_values_fail_exactly_where_json_fails(seed: int) -> None:
     "text", ["01", "1.", "-", "1e", "+1", ".5", "nul", "truefalse", "'a'", "}"]
 )
 def test_invalid_values_are_rejected(text: str) -> None:
-    assert followed(f"[{text}]")[0] is Step.WRONG
+    assert scan(f"[{text}]")[0] is Step.WRONG
 
 
 def test_control_characters_become_escapes() -> None:
-    step, passed = followed('{"a": "b\n\t\x00"}')
+    step, passed = scan('{"a": "b\n\t\x00"}')
 
     assert step is Step.LAST
     assert json.loads(passed) == {"a": "b\n\t\0"}
 
 
 def test_the_depth_is_bounded() -> None:
-    assert followed("[" * DEPTH_MAX + "]" * DEPTH_MAX)[0] is Step.LAST
-    assert followed("[" * (DEPTH_MAX + 1))[0] is Step.WRONG
+    assert scan("[" * DEPTH_MAX + "]" * DEPTH_MAX)[0] is Step.LAST
+    assert scan("[" * (DEPTH_MAX + 1))[0] is Step.WRONG

@@ -36,13 +36,13 @@ def test_a_process_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> 
     child = psutil.Process(int(log.read_text()))
     both = [child, psutil.Process(child.ppid())]
 
-    def still() -> list[bool]:
+    def frozen() -> list[bool]:
         return [process.status() == psutil.STATUS_STOPPED for process in both]
 
     server.freeze()
-    until(lambda: all(still()))
+    until(lambda: all(frozen()))
     server.thaw()
-    until(lambda: not any(still()))
+    until(lambda: not any(frozen()))
     server.freeze()
     server.stop()
     # The process that took the orphan over may reap it late.

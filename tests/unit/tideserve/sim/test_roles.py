@@ -129,7 +129,7 @@ HEAVY: dict[str, Any] = {
 """Long prompts beside long answers, as in chats about documents."""
 
 
-def apart(**changes: Any) -> dict[str, Any]:
+def heavy_figures(**changes: Any) -> dict[str, Any]:
     """The figures of `HEAVY` with other options."""
     (prepared,) = simulations_of({**HEAVY, **changes}, Path("roles.yaml")).values()
     (system,) = prepared.systems
@@ -144,7 +144,7 @@ def p99_gap(result: dict[str, Any]) -> float:
 
 
 def test_answers_do_not_wait_for_prompts_of_other_workers() -> None:
-    mixed, split = apart(), apart(roles="prefill=1,decode=1")
+    mixed, split = heavy_figures(), heavy_figures(roles="prefill=1,decode=1")
     assert mixed["changes"]["moved_requests"] == 0
     assert split["changes"]["moved_requests"] > 0.6 * split["sent"]
     assert p99_gap(split) <= 0.4 * p99_gap(mixed)
@@ -154,11 +154,11 @@ def test_answers_do_not_wait_for_prompts_of_other_workers() -> None:
 
 def test_auto_matches_the_better_setting() -> None:
     """Roles where whole prompts delay output; mixed where chunks keep the targets."""
-    chunked = apart(roles="auto", max_batch_tokens=256)
+    chunked = heavy_figures(roles="auto", max_batch_tokens=256)
     assert chunked["changes"]["moved_requests"] == 0
-    whole = apart(roles="auto")
+    whole = heavy_figures(roles="auto")
     assert whole["changes"]["moved_requests"] > 0.5 * whole["sent"]
-    assert p99_gap(whole) <= 0.5 * p99_gap(apart())
+    assert p99_gap(whole) <= 0.5 * p99_gap(heavy_figures())
 
 
 def test_off_equals_mixed_workers() -> None:
@@ -176,4 +176,4 @@ def test_off_equals_mixed_workers() -> None:
 @pytest.mark.parametrize("setting", ["", "auto,mixed", "prefill=1"])
 def test_invalid_roles_are_refused(setting: str) -> None:
     with pytest.raises(Exception, match=r"'roles' in roles\.yaml"):
-        apart(roles=setting)
+        heavy_figures(roles=setting)

@@ -55,7 +55,7 @@ class Bench:
         self.grammars = Gate(model_dir)
         self.check = GrammarCheck(self.grammars, lambda: self.now_s)
 
-    def until_one(self) -> list[CheckedRequest]:
+    def take_when_readable(self) -> list[CheckedRequest]:
         """The checked requests once the descriptor is readable."""
         assert select.select([self.check], [], [], WAIT_S)[0], "the loop is not woken"
         return self.check.take()
@@ -83,7 +83,7 @@ def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> N
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.take() == [] and len(bench.check) == 2
     bench.grammars.open.set()
-    came = names(bench.until_one())
+    came = names(bench.take_when_readable())
     assert came == [("a", True), ("b", True)]
     assert len(bench.check) == 0
     bench.check.submit(request_id_of("c", "a+"))
@@ -93,7 +93,7 @@ def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> N
 def test_a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("a", "a("))
-    (checked,) = bench.until_one()
+    (checked,) = bench.take_when_readable()
     assert checked.refusal is not None and not checked.refusal.retryable
     assert "unclosed group" in checked.refusal.message
     bench.check.submit(request_id_of("b", "a("))
@@ -128,12 +128,12 @@ def test_time_limit_starts_with_each_grammar(bench: Bench) -> None:
     bench.now_s = WAIT_MAX_S - 1
     bench.check.submit(request_id_of("second", "b+"))
     bench.grammars.one.release()
-    assert names(bench.until_one()) == [("first", True)]
+    assert names(bench.take_when_readable()) == [("first", True)]
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s += COMPILE_MAX_S - 1
     assert bench.check.take() == [], "its own time is not up, nor its wait"
     bench.grammars.one.release()
-    assert names(bench.until_one()) == [("second", True)]
+    assert names(bench.take_when_readable()) == [("second", True)]
 
 
 def test_unneeded_grammars_are_not_compiled(bench: Bench) -> None:
@@ -145,9 +145,9 @@ def test_unneeded_grammars_are_not_compiled(bench: Bench) -> None:
     for number in range(20):
         assert bench.check.abort(f"aborted-{number}")
     bench.grammars.open.set()
-    came = names(bench.until_one())
+    came = names(bench.take_when_readable())
     while ("waits", True) not in came:
-        came += names(bench.until_one())
+        came += names(bench.take_when_readable())
     assert came == [("first", True), ("waits", True)]
     assert [grammar.text for grammar in bench.grammars.compiled] == ["a+", "c+"]
 
@@ -162,7 +162,7 @@ def test_grammars_of_owners_alternate(bench: Bench) -> None:
     bench.grammars.open.set()
     came = []
     while len(came) < 8:
-        came += names(bench.until_one())
+        came += names(bench.take_when_readable())
     wanted = ["a+", "b{1}", "b{4}", "b{2}", "c+", "b{3}", "b{5}"]
     assert [grammar.text for grammar in bench.grammars.compiled] == wanted
     assert all(good for _, good in came)
@@ -174,7 +174,7 @@ def test_the_descriptor_is_not_readable_once_drained(bench: Bench) -> None:
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     assert bench.check.abort("a")
     bench.grammars.open.set()
-    assert bench.until_one() == []
+    assert bench.take_when_readable() == []
     assert not select.select([bench.check], [], [], 0)[0]
 
 
@@ -184,13 +184,13 @@ def test_an_aborted_request_is_never_released(bench: Bench) -> None:
     assert bench.check.abort("a")
     assert not bench.check.abort("a") and not bench.check.abort("unknown")
     bench.grammars.open.set()
-    assert names(bench.until_one()) == [("b", True)]
+    assert names(bench.take_when_readable()) == [("b", True)]
 
 
 def test_a_request_aborted_in_the_turn_of_its_check_is_never_released(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("first", "a+"))
-    assert names(bench.until_one()) == [("first", True)]
+    assert names(bench.take_when_readable()) == [("first", True)]
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a") and not bench.check.abort("a")

@@ -14,7 +14,7 @@ LOCAL, OTHER = "http://127.0.0.1:8155", "http://gateway.example:8000"
 
 
 @pytest.fixture
-def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
+def checked_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
     """The targets of doctors, beside a local cluster on port 8155."""
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
     folder = ClusterFolder(default_folder(8155))
@@ -42,7 +42,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTar
     ],
 )
 def test_a_local_cluster_is_checked_completely(
-    looked_at: list[DoctorTarget | None],
+    checked_targets: list[DoctorTarget | None],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     variable: str | None,
@@ -54,14 +54,14 @@ def test_a_local_cluster_is_checked_completely(
         monkeypatch.setenv("TIDESERVE_URL", variable)
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 0, result.output
-    (target,) = looked_at
+    (target,) = checked_targets
     assert target is not None
     assert (target.here, target.url) == (whole, url)
 
 
 def test_a_port_without_a_cluster_is_reported(
-    looked_at: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
+    checked_targets: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_URL", LOCAL)
     assert CliRunner().invoke(app, ["doctor", "--port", "8156"]).exit_code == 0
-    assert looked_at == [None]
+    assert checked_targets == [None]

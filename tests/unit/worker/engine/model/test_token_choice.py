@@ -32,7 +32,7 @@ def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray
     return order, weights / weights.sum()
 
 
-def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
+def is_explained(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
     """Whether `token` matches the definition, up to rounding."""
     explained = False
     for slack in (0.0, -ROUNDING, ROUNDING):
@@ -76,7 +76,7 @@ def test_tokens_match_the_definition(vocab: int, dtype: type[np.floating]) -> No
     tokens, best = choose(logits, terms, draws)
     assert best == logits.max(1).tolist()
     for row, token in enumerate(tokens):
-        assert explains(token, logits[row], terms[row], draws[row]), (row, terms[row], token)
+        assert is_explained(token, logits[row], terms[row], draws[row]), (row, terms[row], token)
         same += token == exact(logits[row], terms[row], draws[row])
     assert same >= count - 3
 

@@ -153,7 +153,7 @@ def test_planner_events_do_not_read_the_phase_of_a_change(
     def unread(_: Changeover) -> Any:
         raise AssertionError("a phase is looked at")
 
-    def heard(event: Any) -> Any:
+    def recorded_handle(event: Any) -> Any:
         events.append(event)
         before = phase(changeover)
         with monkeypatch.context() as quick:
@@ -163,7 +163,7 @@ def test_planner_events_do_not_read_the_phase_of_a_change(
         assert phase(changeover) is before or not isinstance(event, RequestEvent)
         return commands
 
-    monkeypatch.setattr(changeover, "handle", heard)
+    monkeypatch.setattr(changeover, "handle", recorded_handle)
     started(group)
     group.reconfigure(APART)
     check_tokens(group)
@@ -184,12 +184,12 @@ def test_kv_that_cannot_be_sent_is_recomputed(
         changeover = member(group, name).changeover
         handle = changeover.handle
 
-        def heard(event: Any, handle: Any = handle) -> Any:
+        def recorded_handle(event: Any, handle: Any = handle) -> Any:
             if isinstance(event, TransferOutcome) and event.status is TransferStatus.FAILED:
                 failed.append(event)
             return handle(event)
 
-        monkeypatch.setattr(changeover, "handle", heard)
+        monkeypatch.setattr(changeover, "handle", recorded_handle)
         monkeypatch.setattr(member(group, name).mover, "send", failing(MoverFull("later")))
     group.commit(APART)
     check_tokens(group)
