@@ -128,7 +128,7 @@ def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines:
     stderr_lines = done.stderr.splitlines()
     assert len(stderr_lines) == len(lines)
     assert all(
-        re.fullmatch(line, expected) for line, expected in zip(lines, stderr_lines, strict=True)
+        re.fullmatch(line, actual) for line, actual in zip(lines, stderr_lines, strict=True)
     ), stderr_lines
 
 
