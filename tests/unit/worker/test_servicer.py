@@ -417,7 +417,7 @@ async def test_an_abort_may_precede_its_request(
 async def test_a_start_on_another_stream_replaces_a_request_of_a_broken_stream(
     bench: Bench,
 ) -> None:
-    """The gateway has lost its link, and this worker does not know it yet."""
+    """The gateway has lost its stream, and this worker has not noticed it yet."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     bench.emit(EmitToken("a", 0, 5, None), received=["a"])
@@ -508,7 +508,7 @@ async def test_a_second_start_on_the_same_stream_is_refused(bench: Bench, call: 
 
 
 class StuckCall:
-    """Context of a call whose writes end only when they are cancelled for a second time."""
+    """Context of a call whose writes end only at a second cancellation."""
 
     def __init__(self) -> None:
         self.writing = asyncio.Event()
@@ -590,7 +590,7 @@ async def test_invalid_attaches_are_refused(bench: Bench, call: Call) -> None:
 
 
 async def test_a_reader_on_another_stream_must_reattach(bench: Bench) -> None:
-    """The answer was lost with a stream of which this worker does not know yet that it broke."""
+    """The response was lost with a stream whose end this worker has not noticed yet."""
     broken, new = bench.stub.Generate(), bench.stub.Generate()
     bench.emit(adopted("a", 5, 6))
     await broken.write(attach("a", 1))

@@ -17,7 +17,7 @@ LOST = "the connection to worker-1 is lost"
 
 
 class Records:
-    """etcd: answers or not."""
+    """A fake of etcd that responds or fails."""
 
     def __init__(self, answers: bool) -> None:
         self.answers = answers
@@ -43,7 +43,7 @@ class World:
         self.watch.note(EngineReport(Load(0, 0, 0, 0), epoch, trouble=trouble))
 
     async def wait_for_next_query(self) -> None:
-        """Return once the records were asked, and the answer was considered."""
+        """Return once the records were queried and the answer was handled."""
         before = self.records.asked
         await eventually(lambda: self.records.asked >= before + 2)
 

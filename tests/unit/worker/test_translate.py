@@ -72,7 +72,7 @@ def test_a_refusal_has_its_reason(
 
 
 def handovers(known: LogprobRows | None, emitted: int) -> Handovers[None]:
-    """A request that came with so many tokens, rows of the last of them, and its prompt's."""
+    """A request with this number of tokens, rows of its last tokens and of its prompt."""
     made: Handovers[None] = Handovers()
     ids = [50 + index for index in range(emitted)]
     prompt = PROMPT if emitted else None

@@ -47,7 +47,7 @@ def random_model(rng: Random, apart: bool) -> CostModel:
 
 
 def bent(model: CostModel) -> CostModel:
-    """With a knee, beyond which a token costs three times as much."""
+    """A model with a knee, beyond which a token costs three times as much."""
     return replace(model, knee=64, mu=2 * model.beta)
 
 

@@ -25,7 +25,7 @@ Load = Callable[..., Adapter]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Load:
-    """Writes the folder of an adapter, and returns the adapter as a gateway has checked it."""
+    """Write the folder of an adapter; returns the adapter as validated by a gateway."""
 
     def make(name: str, weights: str = "") -> Adapter:
         folder = tmp_path / "adapters" / name

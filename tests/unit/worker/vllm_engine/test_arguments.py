@@ -80,13 +80,13 @@ def test_arguments_become_flags_of_vllm() -> None:
 
 @pytest.mark.parametrize(("option", "expected"), [(True, None), (False, False)])
 def test_prefix_caching_can_be_turned_off(option: bool, expected: bool | None) -> None:
-    """On, vLLM decides: it has no such cache for some models."""
+    """If on, vLLM decides: it has no such cache for some models."""
     arguments = arguments_of(config(prefix_caching=option), 1)
     assert arguments["enable_prefix_caching"] is expected
 
 
 def test_a_priority_is_that_of_the_class_and_then_the_rank() -> None:
-    """A smaller one is earlier at vLLM, too."""
+    """Smaller values run earlier in vLLM, too."""
     rising = [
         Service(kind, rank=rank) for kind in ServiceClass for rank in (-(2**40), -1, 0, 1, 2**40)
     ]
