@@ -210,7 +210,7 @@ def refused_certificates(certified: Certified) -> None:
 
 
 @pytest.mark.parametrize("name", ["expired", "foreign"])
-@pytest.mark.usefixtures("unwelcome")
+@pytest.mark.usefixtures("refused_certificates")
 async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
     certified: Certified, name: str
 ) -> None:
