@@ -1,4 +1,4 @@
-"""A worker without a name and a folder in its configuration, as in a Deployment."""
+"""A worker without a configured name and folder, as in a Deployment."""
 
 import socket
 from pathlib import Path
@@ -18,31 +18,31 @@ def config(**fields: object) -> WorkerConfig:
     return from_mapping(WorkerConfig, given | fields, "a test")
 
 
-def test_its_name_is_that_of_the_host_and_its_folder_ends_with_it() -> None:
-    with completed_config(config()) as found:
-        assert found.worker_id == socket.gethostname()
-        assert found.run_dir is not None
-        assert found.run_dir.stat().st_mode & 0o777 == 0o700
-        (found.run_dir / "engine.sock").touch()
-    assert not found.run_dir.exists()
+def test_the_default_name_is_the_host_and_the_folder_is_temporary() -> None:
+    with completed_config(config()) as completed:
+        assert completed.worker_id == socket.gethostname()
+        assert completed.run_dir is not None
+        assert completed.run_dir.stat().st_mode & 0o777 == 0o700
+        (completed.run_dir / "engine.sock").touch()
+    assert not completed.run_dir.exists()
 
 
-def test_the_folder_ends_with_a_worker_that_fails(tmp_path: Path) -> None:
+def test_the_folder_is_removed_if_the_worker_fails(tmp_path: Path) -> None:
     folders = []
-    with pytest.raises(ZeroDivisionError), completed_config(config()) as found:
-        folders.append(found.run_dir)
+    with pytest.raises(ZeroDivisionError), completed_config(config()) as completed:
+        folders.append(completed.run_dir)
         raise ZeroDivisionError
     assert folders[0] is not None and not folders[0].exists()
 
 
-def test_what_is_configured_stays(tmp_path: Path) -> None:
-    with completed_config(config(worker_id="w-1.a", run_dir=str(tmp_path))) as found:
-        assert (found.worker_id, found.run_dir) == ("w-1.a", tmp_path)
+def test_configured_names_and_folders_are_kept(tmp_path: Path) -> None:
+    with completed_config(config(worker_id="w-1.a", run_dir=str(tmp_path))) as completed:
+        assert (completed.worker_id, completed.run_dir) == ("w-1.a", tmp_path)
     assert tmp_path.exists()
 
 
 @pytest.mark.parametrize("name", ["a/b", " ", "-a", "ä", "a" * 254])
-def test_a_name_that_cannot_be_in_a_key_is_refused(name: str) -> None:
+def test_a_name_invalid_in_keys_is_refused(name: str) -> None:
     with (
         pytest.raises(ConfigError, match="'worker_id' is"),
         completed_config(config(worker_id=name)),

@@ -30,12 +30,12 @@ async def test_a_model_without_workers_does_not_pause_the_lines_of_others(
     stub: Any = SimpleNamespace()
     files: Any = SimpleNamespace(read=read)
     leader = BatchLeader(stub, files, stub, stub, window, stub, 1)
-    leader._objects["b"] = "input"  # noqa: SLF001
+    leader._objects["b"] = "input"
     line: Any = SimpleNamespace(batch_id="b", line=0, offset=0, length=2, attempts=0)
     run: Any = SimpleNamespace(run=refuse, output_ids=None)
     running = RunningLine(line, run, 0.0, 0.0)
     batch: Any = SimpleNamespace(batch_id="b", owner="o", window_s=60.0)
-    returned = await leader._ending(batch, running)  # noqa: SLF001
+    returned = await leader._ending(batch, running)
     assert returned.delay_s >= 10.0 and not returned.failure  # type: ignore[union-attr]
     assert (window.room(0, 0, monotonic_s()) == 0) is pauses_all
-    assert ("o" in leader._paused_s) is not pauses_all  # noqa: SLF001
+    assert ("o" in leader._paused_s) is not pauses_all

@@ -1,4 +1,4 @@
-"""What the memory manager tells becomes plain values for the status page."""
+"""Cluster state of the memory manager as plain values for the status page."""
 
 import json
 
@@ -15,7 +15,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
 
-def test_decisions_and_layers() -> None:
+def test_decisions_and_layers_are_translated() -> None:
     answer = memmgr_pb2.GetClusterResponse()
     answer.decisions.add(
         model="m",
@@ -58,7 +58,7 @@ def test_the_adapters_of_a_worker() -> None:
     assert row["adapters"] == [{"digest": "8000000000000001", "loading": False, "running": 2}]
 
 
-def test_what_a_registration_adds() -> None:
+def test_registration_fields_are_shown() -> None:
     shape = record_pb2.ModelShape(num_layers=3, layer_cost=1.5)
     facts = worker_facts(worker_record(shape=shape, arena_bytes=9, capabilities=["paced:A100"]))
     assert (facts["host"], facts["arena_bytes"], facts["paced"]) == ("127.0.0.1", 9, "A100")

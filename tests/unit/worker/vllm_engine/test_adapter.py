@@ -102,7 +102,7 @@ async def test_a_worker_that_shuts_down_returns_requests_that_fit_elsewhere(
     await eventually(lambda: adapter.llm.aborted == ["plain"])
 
 
-async def test_vllm_is_told_how_urgent_a_request_is(adapter: AdapterOnTest) -> None:
+async def test_the_priority_of_a_request_reaches_vllm(adapter: AdapterOnTest) -> None:
     services = {"b": Service(ServiceClass.BATCH), "i": Service(ServiceClass.INTERACTIVE, rank=7)}
     for name, service in services.items():
         adapter.send(start(name, service=service))
@@ -125,7 +125,7 @@ async def test_a_request_goes_on_after_the_output_of_another_worker(
     assert tokens(adapter) == [EmitToken("r", 2, 5, None)]
 
 
-async def test_the_tokens_of_one_step_are_one_frame(adapter: AdapterOnTest) -> None:
+async def test_tokens_of_a_step_are_sent_in_a_single_frame(adapter: AdapterOnTest) -> None:
     for name in ("a", "b"):
         adapter.send(start(name))
     await adapter.until_received("a", "b")
@@ -158,19 +158,19 @@ async def test_an_abort_at_once_leaves_nothing(adapter: AdapterOnTest) -> None:
     assert (await adapter.settled()).report.load.waiting == 0
 
 
-async def test_what_vllm_refuses_is_the_clients_fault(adapter: AdapterOnTest) -> None:
+async def test_a_validation_error_of_vllm_is_a_client_error(adapter: AdapterOnTest) -> None:
     adapter.send(start("words", sampling=Sampling(bad_words=((4,),))))
     adapter.send(start("schema"))
     await adapter.until_received("words", "schema")
     adapter.llm.emit("schema", Invalid("the grammar has no start"))
     await eventually(lambda: len(refusals(adapter)) == 2)
-    words, schema = refusals(adapter)
-    assert "logit_bias" in words.message and not words.retryable
+    message, schema = refusals(adapter)
+    assert "logit_bias" in message.message and not message.retryable
     assert schema == RefuseRequest("schema", "the grammar has no start")
     assert (await adapter.settled()).report.load.waiting == 0
 
 
-async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -> None:
+async def test_an_internal_error_of_vllm_is_retryable(adapter: AdapterOnTest) -> None:
     for name in ("a", "b"):
         adapter.send(start(name))
     await adapter.until_received("a", "b")
@@ -187,11 +187,11 @@ async def test_what_vllm_fails_with_may_be_tried_again(adapter: AdapterOnTest) -
 
 
 @pytest.mark.parametrize("broken", ["prompt rows", "no completion", "times", "in vLLM"])
-async def test_what_nobody_expects_ends_one_request_alone(
+async def test_an_unexpected_error_ends_a_single_request(
     adapter: AdapterOnTest, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     short: Any = [None, {2: FakeLogprob(-1.0, 1)}]
-    told: dict[str, FakeOutput | Exception] = {
+    outcomes: dict[str, FakeOutput | Exception] = {
         "prompt rows": FakeOutput([FakeCompletion([5])], short),
         "no completion": FakeOutput([]),
         "times": FakeOutput([FakeCompletion([5], "length")], metrics=cast(FakeMetrics, object())),
@@ -200,12 +200,12 @@ async def test_what_nobody_expects_ends_one_request_alone(
     adapter.send(start("a", logprobs=LogprobOptions(prompt=1)))
     adapter.send(start("b"))
     await adapter.until_received("a", "b")
-    adapter.llm.emit("a", told[broken])
+    adapter.llm.emit("a", outcomes[broken])
     await eventually(lambda: refusals(adapter))
     (refusal,) = refusals(adapter)
     assert (refusal.request_id, refusal.retryable, refusal.returned) == ("a", True, False)
     assert adapter.llm.aborted == ([] if broken == "in vLLM" else ["a"])
-    (logged,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "request a " in logged.getMessage() and logged.exc_info is not None
     adapter.llm.emit("b", output(7, ended="length"))
     await eventually(lambda: tokens(adapter) == [EmitToken("b", 0, 7, FinishReason.LENGTH)])
@@ -223,13 +223,13 @@ async def test_a_full_queue_and_a_known_id_are_refused(adapter: AdapterOnTest) -
     for name in ("a", "a", "b", "c"):
         adapter.send(start(name))
     await adapter.until_received("a", "b", "c")
-    assert [(one.request_id, one.retryable) for one in refusals(adapter)] == [
+    assert [(refusal.request_id, refusal.retryable) for refusal in refusals(adapter)] == [
         ("a", False),
         ("c", True),
     ]
 
 
-async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest) -> None:
+async def test_a_request_without_room_is_returned(adapter: AdapterOnTest) -> None:
     adapter.send(start("a", returnable=True))
     adapter.send(start("b", returnable=True))
     await adapter.until_received("a", "b")
@@ -242,7 +242,7 @@ async def test_a_request_without_room_gets_another_place(adapter: AdapterOnTest)
     assert adapter.llm.aborted == ["b"]
 
 
-async def test_it_serves_the_newest_epoch_and_refuses_to_merge(adapter: AdapterOnTest) -> None:
+async def test_vllm_serves_the_newest_epoch_and_refuses_merges(adapter: AdapterOnTest) -> None:
     def plan(worker_id: str, epoch: int) -> GroupPlan:
         member = MemberPlan(worker_id, "i", 0, 0, Lane("", ""), Lane("", ""), "h:1")
         return GroupPlan(f"group-{worker_id}", epoch, [member])
@@ -269,7 +269,7 @@ async def test_it_says_nothing_while_vllm_does_not_answer(adapter: AdapterOnTest
     await adapter.until_received("r")
 
 
-async def test_it_ends_with_vllm(adapter: AdapterOnTest) -> None:
+async def test_the_adapter_ends_with_vllm(adapter: AdapterOnTest) -> None:
     adapter.send(start())
     await adapter.until_received("r")
     adapter.llm.dead = True

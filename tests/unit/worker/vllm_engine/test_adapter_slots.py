@@ -25,7 +25,7 @@ Load = Callable[..., Adapter]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Load:
-    """Writes the folder of an adapter, and returns the adapter as a gateway has checked it."""
+    """Write the folder of an adapter; returns the adapter as validated by a gateway."""
 
     def make(name: str, weights: str = "") -> Adapter:
         folder = tmp_path / "adapters" / name
@@ -145,9 +145,7 @@ async def test_a_folder_that_cannot_be_read_is_refused(
     assert message in refusal_of(on, "r0") and not on.llm.added
 
 
-async def test_what_vllm_rejects_is_refused_and_frees_the_slot(
-    on: AdapterOnTest, make: Load
-) -> None:
+async def test_an_adapter_rejected_by_vllm_frees_its_slot(on: AdapterOnTest, make: Load) -> None:
     first = make("first")
     on.llm.rejects = "rank 64 is greater than 16"
     on.send(start("r0", first))
@@ -225,7 +223,7 @@ async def test_a_dead_vllm_is_not_an_unloadable_adapter(make: Load, tmp_path: Pa
         await anext(claim.generate({}, {}, "r0", priority=0))
 
 
-async def test_a_load_without_end_ends_the_wait(
+async def test_a_hanging_load_times_out(
     make: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.worker.vllm_engine.adapter_slots.LOAD_TIMEOUT_S", 0.01)
@@ -241,7 +239,7 @@ async def test_a_load_without_end_ends_the_wait(
     await asyncio.sleep(0)
 
 
-async def test_a_full_disk_is_no_fault_of_the_request(
+async def test_a_full_disk_is_not_a_client_error(
     on: AdapterOnTest, make: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(folder: Path, copy: Path | None = None) -> str:
