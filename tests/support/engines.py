@@ -115,10 +115,10 @@ class Engine:
     member: Member
     mover: Mover
     bulk: Lane
-    copier: SteppedCopier | None = None  # of KV to and from host memory
+    copier: SteppedCopier | None = None  # copies KV to and from host memory
 
     def close(self) -> None:
-        """Give its memory and descriptors back."""
+        """Release its memory and descriptors."""
         self.mover.close()
         if self.copier is not None:
             self.copier.close()
@@ -146,10 +146,11 @@ def make_engine(
     ships: bool = False,
     host_slots: int = 0,
 ) -> Engine:
-    """An engine without a configuration; it has no thread, and `now_s` is its clock.
+    """An engine without a configuration or a thread; `now_s` is its clock.
 
-    In `event_logs` it keeps a log. `machine` decides in its change-overs. `planner`: more fields of
-    the planner's configuration. `ships`: it ships KV of running requests. `host_slots`: KV blocks
+    It writes its event log to `event_logs`. `machine` is its change-over state machine. `planner`:
+    more fields of the planner's configuration. `ships`: it ships KV of running requests.
+    `host_slots`: KV blocks
     in host memory, for a planner that has `host`.
     """
     made_with = IterationConfig(
@@ -160,7 +161,7 @@ def make_engine(
         max_waiting=1000,
         min_microbatch_tokens=4,
         prefix_caching=prefix_caching,
-        **{"scheduling": Scheduling.FCFS, **(planner or {})},  # slo needs a cost model
+        **{"scheduling": Scheduling.FCFS, **(planner or {})},  # the policy slo needs a cost model
     )
     memory, worker_id = runner.stage_memory, identity.worker_id
     member_config = MemberConfig(
@@ -204,7 +205,7 @@ def make_engine(
 def _host(
     changeover: Changeover, stage: StageRunner, slots: int
 ) -> tuple[HostDriver, SteppedCopier]:
-    """Host copies of an engine; the copier has no thread."""
+    """Host copies of an engine, with a copier that has no thread."""
     tier, memory = changeover.planner.host, stage.runner.stage_memory
     assert tier is not None
     layers, layer_bytes = memory.num_layers, memory.kv_ranges[0].shape.size_bytes
@@ -215,8 +216,8 @@ def _host(
 
 
 def wrong_books(engines: Mapping[str, Engine]) -> list[str]:
-    """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
-    found = []
+    """Stages whose block counts at the leader differ from their own; empty at rest."""
+    wrong = []
     for engine in engines.values():
         configuration, ledger = (
             engine.member.configuration,
@@ -229,11 +230,11 @@ def wrong_books(engines: Mapping[str, Engine]) -> list[str]:
             table = engines[stage.worker_id].member.state.table
             pool = table.pool
             if (used, capacity) != (table.block_count, pool.usable):
-                found.append(
+                wrong.append(
                     f"{stage.worker_id} uses {table.block_count} of {pool.usable} blocks,"
                     f" {engine.identity.worker_id} counts {used} of {capacity}"
                 )
-    return found
+    return wrong
 
 
 def check_engines(engines: Mapping[str, Engine]) -> None:
@@ -245,12 +246,12 @@ def check_engines(engines: Mapping[str, Engine]) -> None:
 
 
 def at_rest(engine: Engine) -> bool:
-    """Whether no request has a block, and nothing is in flight."""
+    """Whether no request holds a block, and nothing is in flight."""
     return not engine.member.state.table.seq_ids and not engine.member.state.in_flight
 
 
 def check_at_rest(engines: Mapping[str, Engine]) -> None:
-    """No block is taken, no transfer is open."""
+    """Check that no block is allocated and no transfer is open."""
     for engine in engines.values():
         table: StageTable = engine.member.state.table
         table.check_invariants()

@@ -1,4 +1,4 @@
-"""Engines in one process that keep KV in host memory; their copiers take turns like movers."""
+"""Engines in one process with host copies of KV; their copiers take turns like movers."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +20,7 @@ BLOCK_BYTES = LAYERS * SHAPE.size_bytes
 
 
 def host_settings(**changes: Any) -> HostSettings:
-    """Settings under which nearly everything is saved, and everything recalled."""
+    """Settings under which nearly all KV is saved, and all is recalled."""
     defaults = {"save": Save.ALL, "save_from": 0.0, "lane_share": 1.0}
     return HostSettings(BLOCK_BYTES, 1e9, **(defaults | changes))
 
@@ -138,7 +138,7 @@ class HostGroup(EngineGroup):
         return copier.seen + Counter(copied)
 
     def counts(self, name: str) -> Any:
-        """What host copies have done at an engine."""
+        """Counters of host copies at an engine."""
         host = self.engines[name].member.state.host
         assert host is not None
         return host.counts

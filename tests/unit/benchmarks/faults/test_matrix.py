@@ -45,7 +45,7 @@ def test_faults_of_moves_follow_an_order() -> None:
     assert phases and all(phase.nth > MOVED_AT_ONCE for phase in phases)
 
 
-def test_cells_are_chosen_by_their_names() -> None:
+def test_cells_are_selected_by_name() -> None:
     chosen = fault_cells(False, r"2/(steady|split_kv)/follower/stop-\d+$")
     assert {cell.name for cell in chosen} == {
         f"2/{phase}/follower/stop-{seconds}"

@@ -1,4 +1,4 @@
-"""The audit finds planners that make a dear concession before a cheap one."""
+"""The audit detects planners that take an expensive step before a cheap one."""
 
 import random
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
     def handle(event: Any) -> None:
         log.append(Line(EVENT, event))
         commands = member.handle(event)
-        log.extend(Line(COMMAND, one) for one in commands)
+        log.extend(Line(COMMAND, command) for command in commands)
         for command in commands:
             if isinstance(command, SaveBlocks | RecallBlocks):
                 kind = BlocksSaved if isinstance(command, SaveBlocks) else BlocksRecalled
@@ -75,7 +75,7 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
         log.append(Line(BATCH, Planned(now_s, microbatch)))
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            tokens = {one.seq_id: rng.randrange(50) for one in chunks if one.sample}
+            tokens = {chunk.seq_id: rng.randrange(50) for chunk in chunks if chunk.sample}
             handle(IterationFinished(now_s, tokens, microbatch.number))
     return log
 
@@ -141,33 +141,35 @@ def test_a_planner_that_computes_again_what_it_could_swap_is_found(
         ),
     ],
 )
-def test_a_planner_that_breaks_the_order_is_found(
+def test_a_planner_that_breaks_the_order_is_detected(
     monkeypatch: pytest.MonkeyPatch, precedence: Precedence, sentence: str
 ) -> None:
-    """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
+    """It takes the KV of the newest sequence of any class, or starts requests in arrival order."""
     monkeypatch.setitem(PRECEDENCES, Scheduling.PRIORITY, precedence)
     made_with = config(Scheduling.PRIORITY)
-    found = audited(made_with, flood(made_with)).violations
-    assert found and all(one.startswith("I11: w0 ") for one in found)
-    assert any(sentence in one for one in found)
+    violations = audited(made_with, flood(made_with)).violations
+    assert violations and all(violation.startswith("I11: w0 ") for violation in violations)
+    assert any(sentence in violation for violation in violations)
 
 
-def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
+def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grow = SequenceTable.grow
 
     def hasty(self: SequenceTable, sequence: Any) -> bool:
-        """One of those that run has to give way, whether or not there is room."""
-        others = [one for one in self.running if one is not sequence]
+        """Preempt a running sequence, whether or not there are free blocks."""
+        others = [other for other in self.running if other is not sequence]
         if others:
             self.preempt(others[-1])
         return grow(self, sequence) or bool(others)
 
     monkeypatch.setattr(SequenceTable, "grow", hasty)
     made_with = config(Scheduling.FCFS, blocks=200)
-    found = audited(made_with, flood(made_with, arrivals=30)).violations
-    assert found and all("blocks were free for" in one and "(CACHED)" in one for one in found)
+    violations = audited(made_with, flood(made_with, arrivals=30)).violations
+    assert violations and all(
+        "blocks were free for" in violation and "(CACHED)" in violation for violation in violations
+    )
 
 
 def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
@@ -191,8 +193,10 @@ def test_full_groups_merge_only_where_moves_do_not_help(entries: list[Line], sou
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge of full groups (DROP) was decided for m, though moves")
+    for violation in history.findings.violations:
+        assert violation.startswith(
+            "I11: a merge of full groups (DROP) was decided for m, though moves"
+        )
 
 
 @pytest.mark.parametrize(
@@ -208,5 +212,5 @@ def test_a_merge_needs_online_demand_that_does_not_fit(entries: list[Line], soun
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge (DROP) was decided for m, whose demand of ")
+    for violation in history.findings.violations:
+        assert violation.startswith("I11: a merge (DROP) was decided for m, whose demand of ")

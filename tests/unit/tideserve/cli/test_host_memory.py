@@ -42,11 +42,11 @@ def options(**changes: Any) -> ClusterOptions:
         ({"host_memory": AUTO_BYTES}, GIB),
     ],
 )
-def test_each_worker_gets_its_part(changes: dict[str, Any], size: int) -> None:
+def test_host_memory_is_divided_among_workers(changes: dict[str, Any], size: int) -> None:
     assert host_memories(with_host_memory(options(**changes))) == [size, size]
 
 
-def test_more_than_the_container_has_is_refused() -> None:
+def test_host_memory_beyond_the_container_is_refused() -> None:
     with pytest.raises(CommandError, match=r"--host-memory 8GiB of 2 workers and their --memory"):
         with_host_memory(options(host_memory=8 * GIB))
     gpu = options(host_memory=8 * GIB, device="cuda", memory=70 * GIB)
@@ -94,7 +94,7 @@ def test_models_count_with_their_own_memory() -> None:
     assert host_memories(with_host_memory(replace(listed, host_memory=AUTO_BYTES))) == [GIB] * 3
 
 
-def test_a_shortage_names_what_may_be_lowered(tmp_path: Path) -> None:
+def test_a_shortage_names_the_settings_to_lower(tmp_path: Path) -> None:
     assert shortages("cpu", 8 * GIB, 4 * GIB, tmp_path) == []
     (warning,) = shortages("cpu", 8 * GIB, 5 * GIB, tmp_path)
     assert "13.0 GiB together" in warning

@@ -1,4 +1,4 @@
-"""The host store: its slots, its growth in steps, and what it does without memory."""
+"""The host store: slots, stepwise growth, and behaviour without memory."""
 
 import errno
 import mmap
@@ -30,7 +30,7 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 256, (count, LAYER_BYTES), np.uint8)
 
 
-def test_blocks_come_back_from_their_slots() -> None:
+def test_blocks_round_trip_through_their_slots() -> None:
     store, rng = make_store(), np.random.default_rng(1)
     assert store.grow() == store.slots == store.slots_max == 200
     stored = {}
@@ -52,7 +52,7 @@ def test_a_block_is_contiguous_with_all_layers() -> None:
     assert block.tolist() == [layer + 1 for layer in range(LAYERS) for _ in range(LAYER_BYTES)]
 
 
-def test_a_changed_byte_is_noticed_and_so_is_a_swapped_block() -> None:
+def test_changed_bytes_and_swapped_blocks_are_detected() -> None:
     store, rng = make_store(), np.random.default_rng(2)
     store.grow()
     for slot in (0, 1):
@@ -93,7 +93,7 @@ def test_a_capacity_beyond_the_address_space_is_an_error() -> None:
         HostStore(LAYERS, LAYER_BYTES, 1 << 62)
 
 
-def test_without_memory_the_store_stays_as_it_is() -> None:
+def test_the_store_is_unchanged_without_memory() -> None:
     free = [PLENTY, SPARE_BYTES]
     store = HostStore(1, 4096, 2 * STEP_BYTES, lambda: free.pop(0))
     slots = store.grow()
@@ -122,9 +122,7 @@ def test_an_allocation_that_the_system_refuses_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
-def test_a_refusal_of_the_system_ends_the_growth(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_an_allocation_failure_ends_the_growth(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store = make_store()
     monkeypatch.setattr(store_module._libc, "madvise", lambda *_: -1)
     monkeypatch.setattr(store_module.ctypes, "get_errno", lambda: code)
