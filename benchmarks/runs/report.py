@@ -164,7 +164,7 @@ def _ratios(section: Mapping[str, Any]) -> Iterator[str]:
             yield f"{pair}: {', '.join(shown)}"
 
 
-def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
+def _steps_table(label: str, steps: Sequence[Figures]) -> Table:
     """The figures of each step, with their ratios to the previous step."""
     columns: Mapping[str, tuple[str, Text]] = {
         "TTFT P99 [ms]": ("ttft_p99_s", _milliseconds),
@@ -183,7 +183,7 @@ def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
         )
         for step in steps
     ]
-    return _table(f"steps, {what}: figure (× the step before)", list(columns), iter([rows]))
+    return _table(f"steps, {label}: figure (× the step before)", list(columns), iter([rows]))
 
 
 def _pairs_table(name: str, pair: Figures) -> Table:

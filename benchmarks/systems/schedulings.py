@@ -78,7 +78,7 @@ SUFFIXES: Mapping[str, Options] = {
     "slots": {"worker": {"adaptive_slots": True}},
     "victims": {"worker": {"victims": "slack"}},
     "sharing": {"worker": {"block_sharing": True}},
-    "block64": {"worker": {"block_size": 64}},
+    "block64": {"block_size": 64},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
     API: {},
 }

@@ -307,7 +307,8 @@ class Harvester:
                 # Beside online work a batch decode takes free blocks only, and preempts nothing.
                 if not alone and table.ledger.least_room <= 0:
                     continue
-                table.grow(sequence)
+                if table.grow(sequence):
+                    plan.drop_preempted()
                 if sequence.phase is not Phase.RUNNING:
                     continue
             spent.add_decodes(1, sequence.computed)

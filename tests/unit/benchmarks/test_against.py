@@ -1,4 +1,4 @@
-"""`tideserve simulate --against`: the measured load again, figures beside figures."""
+"""`tideserve simulate --against`: simulated figures beside measured ones of the same load."""
 
 import json
 from pathlib import Path
@@ -35,9 +35,9 @@ ONCE = {"prefill": 1.0, "decode": 1.0}
 
 
 def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
-    """As `tideserve bench` writes it, as far as a simulation reads it."""
+    """A result of `tideserve bench`, with the fields that a simulation reads."""
     ours = {"kind": "tideserve", "paced": None, "options": OPTIONS, "kv_capacity_tokens": 4928}
-    found = {
+    record = {
         "scenario": scenario,
         "config": {
             "load": {"quick": True, "seed": 3, "trace": None},
@@ -49,8 +49,10 @@ def result(scenario: str, sections: dict[str, Any]) -> dict[str, Any]:
         "systems": sections.get(scenario, {}),
     }
     if scenario in sections:
-        return found
-    return found | {"scenarios": {load: {"systems": one} for load, one in sections.items()}}
+        return record
+    return record | {
+        "scenarios": {load: {"systems": section} for load, section in sections.items()}
+    }
 
 
 def figures(ttft_s: float, tpot_s: float, tokens_per_s: float) -> dict[str, Any]:
@@ -84,9 +86,7 @@ def simulated(
     return rows
 
 
-def test_figures_stand_beside_those_of_the_same_load(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_paired_by_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["steady/mixed", "steady/prefill"]
     both = result("steady", {load: {"recompute": figures(1, 1, 1)} for load in loads})
     rows = simulated(tmp_path, both)
@@ -107,7 +107,7 @@ def test_figures_stand_beside_those_of_the_same_load(
     assert "2 of 3 figures agree within 15%" in capsys.readouterr().out
 
 
-def test_another_result_tells_how_much_longer_iterations_take(
+def test_iterations_are_calibrated_from_another_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = burst()
@@ -117,19 +117,19 @@ def test_another_result_tells_how_much_longer_iterations_take(
     slow["systems"] = {"recompute": {"cost_scale": {"prefill": 1.5, "decode": 2.0}}, "vllm": {}}
     capsys.readouterr()
     slower = simulated(tmp_path, measured, other=slow)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # The figures are those of the same load, if that was measured there.
     slow["scenarios"]["burst"] = {"systems": {"recompute": {"cost_scale": ONCE}}}
     assert simulated(tmp_path, measured, other=slow) == plain
     del slow["scenarios"]["burst"]
-    assert "1.50 (prefill) and 2.00 (decode) times as long" in " ".join(said.split())
+    assert "1.50 (prefill) and 2.00 (decode) times as long" in " ".join(output.split())
     assert slower[1]["simulated"] > 1.5 * plain[1]["simulated"]
     slow["systems"]["recompute"]["cost_scale"]["decode"] = None
     with pytest.raises(CommandError, match=r"other\.json has no measured-over-predicted iteration"):
         simulated(tmp_path, measured, other=slow)
 
 
-def test_a_system_is_never_calibrated_with_what_it_counted_itself(
+def test_a_system_is_not_calibrated_with_its_own_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = burst()
@@ -147,7 +147,7 @@ def test_a_system_is_never_calibrated_with_what_it_counted_itself(
     )
 
 
-def test_what_was_measured_under_another_load_is_refused(tmp_path: Path) -> None:
+def test_a_result_of_another_load_is_refused(tmp_path: Path) -> None:
     measured = burst()
     choice = LoadChoice(quick=True, seed=3)
     statement = find_scenario("burst").cases(choice)[0].workload(0).statement
@@ -163,9 +163,9 @@ def test_the_lead_in_is_simulated_and_not_counted(tmp_path: Path) -> None:
     assert case.workload(0).lead_in == case.concurrency
     ours = result("steady", {})["config"]["systems"]["recompute"]
     measured = Measured(case, "recompute", figures(1, 1, 1), ours, rounds=2, workers=2)
-    found = simulate(measured, parse_profile(yaml.safe_load(PROFILE), "a test"), CostScale())
+    simulated = simulate(measured, parse_profile(yaml.safe_load(PROFILE), "a test"), CostScale())
     counted = len(case.workload(0).requests) - case.workload(0).lead_in
-    assert found["sent"] == found["completed"] == 2 * counted
+    assert simulated["sent"] == simulated["completed"] == 2 * counted
 
 
 def test_workers_that_merge_do_so_in_the_simulation_too(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_workers_that_merge_do_so_in_the_simulation_too(tmp_path: Path) -> None:
 
 def co_served(figures_of: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A result of coserve, unpaced, with a rate for the tiny device."""
-    found = result("coserve", {"coserve": figures_of})
-    found["config"]["load"]["rate_per_s"] = 2.0
-    ours = found["config"]["systems"]["recompute"] | {"kv_capacity_tokens": 640_000}
+    record = result("coserve", {"coserve": figures_of})
+    record["config"]["load"]["rate_per_s"] = 2.0
+    ours = record["config"]["systems"]["recompute"] | {"kv_capacity_tokens": 640_000}
     options = OPTIONS | {"max_batch_tokens": 512}
     settings: dict[str, dict[str, Any]] = {
         "online-only": {"scheduling": "slo"},
@@ -195,10 +195,10 @@ def co_served(figures_of: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "slo-quarter": {"scheduling": "slo", "harvest": 0.05},
         "reserved": {"scheduling": "priority", "scheduler": {"batch_groups": 1}},
     }
-    found["config"]["systems"] = {
-        name: ours | {"options": options | one} for name, one in settings.items()
+    record["config"]["systems"] = {
+        name: ours | {"options": options | setting} for name, setting in settings.items()
     }
-    return found
+    return record
 
 
 def class_figures_of(ttft_s: float, gap_s: float, tokens_per_s: float) -> dict[str, Any]:
@@ -210,15 +210,15 @@ def class_figures_of(ttft_s: float, gap_s: float, tokens_per_s: float) -> dict[s
 def test_a_result_of_coserve_is_compared_by_class(tmp_path: Path) -> None:
     names = ("online-only", "fcfs", "slo", "slo-quarter", "reserved")
     rows = simulated(tmp_path, co_served({name: class_figures_of(1, 1, 1) for name in names}))
-    found = {(row["system"], row["metric"]): row["simulated"] for row in rows}
-    assert found["online-only", "batch tokens/s"] == 0
-    assert found["slo", "batch tokens/s"] > 1.2 * found["slo-quarter", "batch tokens/s"]
-    assert found["fcfs", "online TTFT p50"] > 10 * found["slo", "online TTFT p50"]
+    compared = {(row["system"], row["metric"]): row["simulated"] for row in rows}
+    assert compared["online-only", "batch tokens/s"] == 0
+    assert compared["slo", "batch tokens/s"] > 1.2 * compared["slo-quarter", "batch tokens/s"]
+    assert compared["fcfs", "online TTFT p50"] > 10 * compared["slo", "online TTFT p50"]
     # Its group for online requests has no batch work beside them.
-    alone = found["online-only", "online gap p99"]
-    assert found["reserved", "online gap p99"] == pytest.approx(alone, rel=0.3)
+    alone = compared["online-only", "online gap p99"]
+    assert compared["reserved", "online gap p99"] == pytest.approx(alone, rel=0.3)
     metrics = ["online TTFT p50", "online gap p99", "batch tokens/s"]
-    measured = class_figures_of(*(found["slo", metric] for metric in metrics))
+    measured = class_figures_of(*(compared["slo", metric] for metric in metrics))
     again = simulated(tmp_path, co_served({"slo": measured}))
     differences = {row["metric"]: row["difference"] for row in again}
     assert [differences[metric] for metric in metrics] == [0, 0, 0]
@@ -233,14 +233,14 @@ def test_a_result_of_coserve_is_compared_by_class(tmp_path: Path) -> None:
         (json.dumps(result("burst", {"burst": {}}) | {"config": {}}), "of this version of"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_sentence(tmp_path: Path, text: str, reason: str) -> None:
+def test_unsupported_systems_are_a_short_error(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "p.yaml").write_text(PROFILE)
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(CommandError, match=reason):
         run_against(tmp_path / "bench.json", str(tmp_path / "p.yaml"), None, None)
 
 
-def test_without_a_stored_profile_it_says_how_to_get_one(
+def test_a_missing_profile_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))

@@ -52,7 +52,7 @@ def test_missed_bars_are_problems() -> None:
     assert "scheduler's share" in problem
 
 
-def test_requests_depend_on_the_seed_alone_and_are_short_or_long() -> None:
+def test_requests_depend_only_on_the_seed_and_are_short_or_long() -> None:
     requests = [mixed_request(number, 3) for number in range(300)]
     assert requests[7] == mixed_request(7, 3) != mixed_request(7, 4)
     long = sum(len(request.prompt_ids) >= LONG.least for request in requests)
@@ -64,5 +64,5 @@ def test_requests_depend_on_the_seed_alone_and_are_short_or_long() -> None:
     assert {request.slo_class for request in requests} == {"batch"}
 
 
-def test_the_scenario_is_known() -> None:
+def test_the_scenario_is_registered() -> None:
     assert find_scenario("buckets").run is not None

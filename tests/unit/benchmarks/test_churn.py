@@ -1,4 +1,4 @@
-"""What `churn` makes of what it has seen."""
+"""Verdict and figures of `churn`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ TALLY = Tally(sent=10, completed=8, hung_up=1, refused=1, tokens=80)
 DONE = Churned(20, 20, 20, memory=memory("worker-0", FLAT), blocks={"worker-0": (500, 500)})
 
 
-def test_a_run_in_which_all_holds_has_no_problem() -> None:
+def test_a_valid_run_has_no_problem() -> None:
     verdict = judge(DONE, TALLY, audited())
     assert list(verdict.problems) == []
     assert verdict.figures["merges"] == verdict.figures["splits"] == 20
@@ -50,9 +50,7 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         ({"failure": "change 3 failed: no"}, {}, ["change 3 failed: no"]),
     ],
 )
-def test_a_property_that_does_not_hold_is_a_problem(
-    done: Any, tally: Any, problems: list[str]
-) -> None:
+def test_each_violated_property_is_a_problem(done: Any, tally: Any, problems: list[str]) -> None:
     assert judge(replace(DONE, **done), replace(TALLY, **tally), audited()).problems == problems
 
 
@@ -70,7 +68,7 @@ def test_a_property_that_does_not_hold_is_a_problem(
         (lambda logs: logs.findings.checks.pop("I9"), "no log entry checks I9"),
     ],
 )
-def test_logs_that_break_or_miss_something_are_a_problem(
+def test_invalid_or_missing_logs_are_a_problem(
     change: Callable[[Audited], object], problem: str
 ) -> None:
     logs = audited()

@@ -1,4 +1,4 @@
-"""The loads of `disagg`, and what it makes of the rounds of its systems."""
+"""Loads, figures and verdict of `disagg`."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -12,7 +12,7 @@ FIRST_TOKEN_S = {"gateway": 2.0, "plain": 1.0}
 
 
 class Sent:
-    """Answers each load at once; a saturating load takes 10 s."""
+    """Completes each load at once; a saturating load takes 10 s."""
 
     def __init__(self) -> None:
         self.loads: list[tuple[str, Workload, int | None]] = []

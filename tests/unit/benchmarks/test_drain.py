@@ -1,4 +1,4 @@
-"""What `drain` makes of the streams and workers that it has seen."""
+"""Figures and verdict of `drain`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What `bench front` says of its measurements."""
+"""Verdict of `bench front` on its measurements."""
 
 import os
 import subprocess
@@ -17,17 +17,17 @@ def cost(engine_s: float, gateway_s: float, ttft_s: float) -> LoadCost:
 
 def record(gateway_s: float, ttft_s: float, p99_s: float) -> FrontRecord:
     """One pair of each load, and one round of each kind of lengths."""
-    found = FrontRecord()
-    for by in (found.alone, found.together):
+    front = FrontRecord()
+    for by in (front.alone, front.together):
         by[FRONT].append(cost(10.0, gateway_s, ttft_s))
         by[PLAIN].append(cost(10.0, 0.5, 0.1))
     for lengths in ("lengths of the trace", "equal lengths"):
-        found.dispatch.rates_per_s[lengths] = 2.0
-        found.dispatch.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
-    return found
+        front.dispatch.rates_per_s[lengths] = 2.0
+        front.dispatch.ttfts_s[lengths] = {FRONT: [[p99_s] * 3], PLAIN: [[1.0] * 3]}
+    return front
 
 
-def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail() -> None:
+def test_bounds_cover_cpu_share_first_token_and_tail() -> None:
     assert judge(record(0.4, 0.105, 0.7)).problems == []
     problems = judge(record(0.6, 0.12, 1.1)).problems
     assert [problem.split(":")[0] for problem in problems] == [
@@ -51,13 +51,13 @@ def test_bounds_are_on_the_share_of_the_processor_the_first_token_and_the_tail()
         ("python tideserve up", "other"),
     ],
 )
-def test_processes_are_told_apart_by_their_command_line(command: str, kind: str) -> None:
+def test_processes_are_identified_by_their_command_line(command: str, kind: str) -> None:
     assert kind_of(command) == kind
 
 
 @pytest.fixture
 def busy_child() -> Iterator[int]:
-    """A process whose child has used some processor time and waits."""
+    """A process whose child has used some CPU time and waits."""
     code = "sum(range(2_000_000)); print(flush=True); input()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     with subprocess.Popen(
@@ -69,7 +69,7 @@ def busy_child() -> Iterator[int]:
         process.communicate(b"\n")
 
 
-def test_the_time_of_children_counts_and_a_process_that_is_gone_has_none(busy_child: int) -> None:
+def test_cpu_time_includes_children_and_is_absent_for_ended_processes(busy_child: int) -> None:
     assert read_process_cost([busy_child]).total_s > 0
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

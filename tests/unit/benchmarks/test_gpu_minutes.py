@@ -1,4 +1,4 @@
-"""The steps of a lent GPU: deadlines, the budget of all, and the table."""
+"""Steps on a GPU with limited time: deadlines, the total budget and the table."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the comparison with and without host memory counts, and how it is judged."""
+"""Counts and verdict of the comparison with and without host memory."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from benchmarks.systems.system import Deployment
 
 
 class CachingServer:
-    """Answers with tokens that follow from the prompt; its cache is a `CountedCache`."""
+    """Returns tokens that are derived from the prompt; its cache is a `CountedCache`."""
 
     def __init__(self, blocks: int, host_blocks: int = 0) -> None:
         self.cache = CountedCache(blocks, host_blocks=host_blocks)
@@ -36,7 +36,7 @@ class CachingServer:
         return TurnAnswer(len(prompt_ids), cached, 1e-3 * (len(prompt_ids) - cached), output)
 
 
-def talked(host_blocks: int = 4 * 256) -> HostLevelRecord:
+def record_of_chats(host_blocks: int = 4 * 256) -> HostLevelRecord:
     record = HostLevelRecord(capacity_tokens=4096, host_tokens=4 * 4096)
     servers: Any = {WITH: CachingServer(256, host_blocks), WITHOUT: CachingServer(256)}
     counts = {WITHOUT: CountedCache(256), WITH: CountedCache(256, host_blocks=4 * 256)}
@@ -45,8 +45,8 @@ def talked(host_blocks: int = 4 * 256) -> HostLevelRecord:
     return record
 
 
-def test_servers_that_are_the_counts_agree_with_them() -> None:
-    record = talked()
+def test_exact_servers_agree_with_the_counts() -> None:
+    record = record_of_chats()
     assert record.hits == record.counted
     assert record.hits[WITH] > 2 * record.hits[WITHOUT] > 0
     assert len(record.ttfts_s[WITH]) == len(record.ttfts_s[WITHOUT]) == 64
@@ -58,13 +58,13 @@ def test_servers_that_are_the_counts_agree_with_them() -> None:
 
 
 def test_a_tier_of_half_the_size_misses_the_bars() -> None:
-    record = talked(host_blocks=100)
+    record = record_of_chats(host_blocks=100)
     assert record.hits[WITH] < 0.85 * record.counted[WITH]
-    assert any("of the independent count" in one for one in problems_of(record))
+    assert any("of the independent count" in problem for problem in problems_of(record))
 
 
 def test_each_bar_that_is_missed_is_a_problem() -> None:
-    record = talked()
+    record = record_of_chats()
     record.fresh_ttfts_s[WITH] = [2.0, 3.0]
     record.hits[WITHOUT] = record.hits[WITH]
     texts = problems_of(record)

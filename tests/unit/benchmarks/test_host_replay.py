@@ -1,4 +1,4 @@
-"""Replays through a two-level LRU, by hand and against the plainest possible cache."""
+"""Replays through a two-level LRU, by example and against a reference cache."""
 
 import random
 
@@ -20,12 +20,12 @@ def test_a_prefix_that_the_device_evicts_is_found_in_host_memory() -> None:
     assert count_hits(arrivals, 2 * B, 4 * B) == 2 * B
 
 
-def test_the_last_token_of_a_prompt_of_full_blocks_is_no_hit() -> None:
+def test_the_last_token_of_a_full_block_prompt_is_not_a_hit() -> None:
     same = [Arrival(0.0, 2 * B, 1, (1, 2))] * 2
     assert count_hits(same, 8 * B, 0) == B
 
 
-def test_two_levels_hit_as_much_as_the_plainest_cache() -> None:
+def test_two_levels_hit_as_much_as_a_reference_cache() -> None:
     """The oracle keeps the two levels as lists, most recent last."""
     rng = random.Random(5)
     levels, device, host = TwoLevelLru(6, 9), list[int](), list[int]()
@@ -46,7 +46,7 @@ def test_two_levels_hit_as_much_as_the_plainest_cache() -> None:
     assert total
 
 
-def test_more_host_memory_never_hits_less() -> None:
+def test_hits_grow_with_host_memory() -> None:
     for name, arrivals in generated(1).items():
         (row,) = replay(name, arrivals[:400], (200_000,))
         shares = [row.share(ratio) for ratio in row.hit_tokens]

@@ -1,4 +1,4 @@
-"""Load generators of others: what they are asked, what they say, and what becomes of it."""
+"""External load generators: their arguments, their reports and the comparison."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def following(command: Sequence[str], option: str) -> str:
     return command[list(command).index(option) + 1]
 
 
-def test_both_are_asked_for_the_same_load(tmp_path: Path) -> None:
+def test_both_generators_get_the_same_load(tmp_path: Path) -> None:
     command = vllm_command(PYTHON, SERVER, LOAD, tmp_path)
     lengths = ("--random-input-len", "--random-output-len", "--num-prompts", "--max-concurrency")
     asked = [following(command, option) for option in (*lengths, "--seed", "--base-url")]
@@ -46,10 +46,10 @@ def test_both_are_asked_for_the_same_load(tmp_path: Path) -> None:
     assert spec["seed"]["value"] == 7 and spec["backend"]["target"] == SERVER.url
 
 
-def test_what_they_say_is_read_in_seconds() -> None:
+def test_results_are_read_in_seconds() -> None:
     names = [f"{name}_{metric}_ms" for metric in ("ttft", "tpot") for name in ("p50", "p95")]
-    said = {"completed": 12, "output_throughput": 99.5} | {name: 1500.0 for name in names}
-    assert vllm_report(said) == ClientReport(12, 99.5, 1.5, 1.5, 1.5, 1.5)
+    vllm_result = {"completed": 12, "output_throughput": 99.5} | {name: 1500.0 for name in names}
+    assert vllm_report(vllm_result) == ClientReport(12, 99.5, 1.5, 1.5, 1.5, 1.5)
     requests = [
         {
             "request_start_time": 10.0 + index,
@@ -60,8 +60,8 @@ def test_what_they_say_is_read_in_seconds() -> None:
         }
         for index in range(2)
     ]
-    told = guidellm_report({"benchmarks": [{"requests": {"successful": requests}}]})
-    assert told == ClientReport(2, 60 / 6, 1.0, 1.0, 0.05, 0.05)
+    report = guidellm_report({"benchmarks": [{"requests": {"successful": requests}}]})
+    assert report == ClientReport(2, 60 / 6, 1.0, 1.0, 0.05, 0.05)
     none = guidellm_report({"benchmarks": [{"requests": {"successful": None}}]})
     assert none.completed == 0 and none.ttft_p50_s is None
 
@@ -73,12 +73,12 @@ def test_what_they_say_is_read_in_seconds() -> None:
         ("import time; time.sleep(60)", "one did not end within 1 s"),
     ],
 )
-def test_one_that_fails_says_why(program: str, sentence: str, tmp_path: Path) -> None:
-    one = LoadGenerator(
+def test_a_failed_generator_reports_its_error(program: str, sentence: str, tmp_path: Path) -> None:
+    generator = LoadGenerator(
         "one", lambda *_: PYTHON, lambda *_: [sys.executable, "-c", program], vllm_report
     )
     with pytest.raises(SystemUnavailable, match=sentence):
-        run_generator(one, PYTHON, SERVER, LOAD, tmp_path, 1.0)
+        run_generator(generator, PYTHON, SERVER, LOAD, tmp_path, 1.0)
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -98,20 +98,20 @@ def reports(completed: int, factor: float) -> list[ClientReport]:
     return [ClientReport(completed, factor * rate, 0.2, 0.4, 0.02, None) for rate in (90, 100, 300)]
 
 
-def test_medians_of_the_rounds_are_compared_and_lost_requests_are_a_problem() -> None:
+def test_round_medians_are_compared_and_lost_requests_are_a_problem() -> None:
     choice = LoadChoice(quick=True)
-    found: dict[Any, list[ClientReport]] = {}
+    by_load: dict[Any, list[ClientReport]] = {}
     for client in LOAD_GENERATORS:
         for number, mix in enumerate(loads(choice)):
             wanted = client_load(mix, choice, 0, number).requests
-            found[OURS, client.name, mix.name] = reports(wanted, 1.5)
-            found[PEER, client.name, mix.name] = reports(wanted, 1.0)
-    verdict = judge(found, choice, "bfloat16")
+            by_load[OURS, client.name, mix.name] = reports(wanted, 1.5)
+            by_load[PEER, client.name, mix.name] = reports(wanted, 1.0)
+    verdict = judge(by_load, choice, "bfloat16")
     assert not verdict.problems
     ratios = verdict.figures["ratios"]["guidellm"]["mixed"]
     assert ratios == pytest.approx(
         {"throughput_tokens_per_s": 1.5, "ttft_p50_s": 1.0, "ttft_p95_s": 1.0, "tpot_p50_s": 1.0}
     )
-    found[PEER, "guidellm", "decode"] = reports(1, 1.0)
-    (problem,) = judge(found, choice, "bfloat16").problems
+    by_load[PEER, "guidellm", "decode"] = reports(1, 1.0)
+    (problem,) = judge(by_load, choice, "bfloat16").problems
     assert "guidellm completed 1 of 24 requests of decode against vllm" in problem

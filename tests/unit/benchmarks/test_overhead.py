@@ -46,19 +46,19 @@ def test_times_are_read_from_the_log(tmp_path: Path) -> None:
     times = read_engine_logs(tmp_path)
     assert times.arrived_s == {"cmpl-1": 100.0}
     assert times.first_token_s == {"cmpl-1": 100.5}
-    assert [one.end_s for one in times.iterations] == [100.5, 101.0, 101.5]
-    assert [one.duration_s for one in times.iterations] == pytest.approx([0.5] * 3)
+    assert [iteration.end_s for iteration in times.iterations] == [100.5, 101.0, 101.5]
+    assert [iteration.duration_s for iteration in times.iterations] == pytest.approx([0.5] * 3)
     share = times.planning_share(100.0, 102.0)
     assert share is not None and 0 < share < 0.1
     assert times.planning_share(0.0, 1.0) is None
 
 
-def test_no_log_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_log_is_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(SystemUnavailable, match="wrote no event log"):
         read_engine_logs(tmp_path)
 
 
-def test_overhead_is_the_way_to_the_engine_and_back() -> None:
+def test_overhead_is_the_time_to_the_engine_and_back() -> None:
     times = EngineTimes(
         arrived_s={"a": 10.01},
         first_token_s={"a": 10.11},
@@ -70,10 +70,10 @@ def test_overhead_is_the_way_to_the_engine_and_back() -> None:
     unknown = SentRequest(
         10.0, 10.0, 10.2, RequestOutcome.COMPLETED, 4, 2, (10.13,), request_id="b"
     )
-    found = overhead(times, [Round((known, unknown))], [])
-    assert found["requests_matched"] == 1
-    assert found["to_engine_s"]["p50"] == pytest.approx(0.01)
-    assert found["from_engine_s"]["p50"] == pytest.approx(0.02)
-    assert found["added_to_ttft_s"]["p99"] == pytest.approx(0.03)
-    assert found["planning_share_alone"] == pytest.approx(0.01)
-    assert found["planning_share_together"] is None
+    result = overhead(times, [Round((known, unknown))], [])
+    assert result["requests_matched"] == 1
+    assert result["to_engine_s"]["p50"] == pytest.approx(0.01)
+    assert result["from_engine_s"]["p50"] == pytest.approx(0.02)
+    assert result["added_to_ttft_s"]["p99"] == pytest.approx(0.03)
+    assert result["planning_share_alone"] == pytest.approx(0.01)
+    assert result["planning_share_together"] is None

@@ -1,4 +1,4 @@
-"""Made-up arrivals as traces: rate, variation, phases; what is not a pattern is told."""
+"""Synthetic arrivals as traces: rate, variation, phases, invalid patterns."""
 
 from itertools import pairwise
 from random import Random
@@ -41,7 +41,7 @@ def test_lengths_are_those_of_the_real_trace_and_the_seed_decides() -> None:
     assert trace == made_up("gamma:10,1,20", LENGTHS, Random(3))[0]
 
 
-def test_a_file_is_no_pattern() -> None:
+def test_a_file_name_is_not_a_pattern() -> None:
     assert is_pattern("gamma:1,2,3") and is_pattern("phases:1@2")
     assert not is_pattern("gamma.csv") and not is_pattern("traces/phases")
 
@@ -61,6 +61,6 @@ def test_a_file_is_no_pattern() -> None:
         ("gamma:1e12,1,60", "more than 100,000 requests"),
     ],
 )
-def test_nonsense_is_refused(pattern: str, problem: str) -> None:
+def test_invalid_patterns_are_refused(pattern: str, problem: str) -> None:
     with pytest.raises(BenchError, match=problem):
         made_up(pattern, LENGTHS, Random(0))

@@ -1,4 +1,4 @@
-"""What the trial of prefix caches makes of its figures."""
+"""Verdict of the benchmark of prefix caches."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from tideserve.cli.errors import SystemUnavailable
 
 
 class CachingServer:
-    """Answers with tokens that follow from the prompt; its cache is one of `CountedCache`."""
+    """Returns tokens that are derived from the prompt; its cache is a `CountedCache`."""
 
     def __init__(self, blocks: int, salted: bool = True) -> None:
         self.caches: dict[str, CountedCache] = {}
@@ -43,19 +43,19 @@ def served(dispatch: str, share: float) -> SimulatedLoad:
 
 
 def good() -> PrefixRecord:
-    found = PrefixRecord({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
-    found.served += [served("least_loaded", 0.1), served("prefix", 0.3)]
-    found.host = HostLevelRecord(
+    record = PrefixRecord({ON: [[1.0, 0.3]], OFF: [[1.0, 1.0]]}, 100, 1000, 500, 510)
+    record.served += [served("least_loaded", 0.1), served("prefix", 0.3)]
+    record.host = HostLevelRecord(
         *(4096, 16384, 5000),
         {WITH: 900, WITHOUT: 300},
         {WITH: 1000, WITHOUT: 320},
         {WITH: [0.1], WITHOUT: [0.2]},
         {WITH: [0.2], WITHOUT: [0.2]},
     )
-    return found
+    return record
 
 
-def test_what_reaches_all_bars_has_no_problem() -> None:
+def test_a_result_above_all_bars_has_no_problem() -> None:
     verdict = judge(good())
     assert verdict.problems == []
     assert verdict.figures["ttft_share"] == pytest.approx(0.3)
@@ -63,36 +63,36 @@ def test_what_reaches_all_bars_has_no_problem() -> None:
 
 
 def test_each_bar_that_is_missed_is_a_problem() -> None:
-    found = good()
-    found.ttfts_s[ON] = [[1.0, 0.4]]
-    found.hits, found.foreign_hits = 530 + 10, 16
-    found.served[-1] = served("prefix", 0.15)
-    problems = judge(found).problems
-    assert [one.split()[0] for one in problems] == ["TTFT", "540", "16", "dispatch"]
-    found.hits = 480
-    assert any("-5.9%" in one for one in judge(found).problems)
+    prefix_record = good()
+    prefix_record.ttfts_s[ON] = [[1.0, 0.4]]
+    prefix_record.hits, prefix_record.foreign_hits = 530 + 10, 16
+    prefix_record.served[-1] = served("prefix", 0.15)
+    problems = judge(prefix_record).problems
+    assert [problem.split()[0] for problem in problems] == ["TTFT", "540", "16", "dispatch"]
+    prefix_record.hits = 480
+    assert any("-5.9%" in problem for problem in judge(prefix_record).problems)
 
 
-def test_a_chat_says_again_all_that_was_said() -> None:
+def test_each_turn_repeats_the_conversation() -> None:
     server = CachingServer(1000)
     answers = chat(server, "x")  # type: ignore[arg-type]
     lengths = [(turn + 1) * QUESTION_TOKENS + turn * ANSWER_TOKENS for turn in range(TURNS)]
-    assert [one.prompt_tokens for one in answers] == lengths
+    assert [answer.prompt_tokens for answer in answers] == lengths
     assert answers[-1].cached_tokens == (lengths[-2] + ANSWER_TOKENS - 1) // 16 * 16
 
 
-def test_a_cache_that_is_the_count_agrees_with_it_and_half_of_one_does_not() -> None:
+def test_hits_must_agree_with_the_independent_count() -> None:
     errors = []
     for blocks in (300, 150):
-        found = PrefixRecord(capacity_blocks=300)
-        count_hits(CachingServer(blocks), found, 80, 1, lambda line: None)  # type: ignore[arg-type]
-        assert 0 < found.counted_hits < found.queries
-        errors.append(found.hits / found.counted_hits - 1)
+        prefix_record = PrefixRecord(capacity_blocks=300)
+        count_hits(CachingServer(blocks), prefix_record, 80, 1, lambda line: None)  # type: ignore[arg-type]
+        assert 0 < prefix_record.counted_hits < prefix_record.queries
+        errors.append(prefix_record.hits / prefix_record.counted_hits - 1)
     assert errors[0] == 0
     assert errors[1] < -0.2
 
 
-def test_hits_of_another_salt_are_seen_and_none_at_all_is_no_proof() -> None:
+def test_cross_salt_hits_are_detected_and_zero_hits_prove_nothing() -> None:
     assert foreign_hits(CachingServer(100), 1) == 0  # type: ignore[arg-type]
     assert foreign_hits(CachingServer(100, salted=False), 1) > 0  # type: ignore[arg-type]
     with pytest.raises(SystemUnavailable, match="has no hits"):

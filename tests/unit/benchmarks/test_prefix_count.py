@@ -1,4 +1,4 @@
-"""The independent count of hits: by hand, and against the plainest possible cache."""
+"""The independent count of hits, by example and against a reference cache."""
 
 import random
 
@@ -14,8 +14,8 @@ def test_a_prompt_that_continues_another_hits_its_full_blocks() -> None:
     assert (cache.queries, cache.hits) == (10 + 17, 12)
 
 
-def test_it_counts_as_a_cache_of_whole_beginnings_would() -> None:
-    """The oracle keeps each beginning as a tuple and looks all of them over."""
+def test_prefix_count_equals_a_reference_cache() -> None:
+    """The reference keeps each prefix as a tuple and scans all of them."""
     rng = random.Random(3)
     size, blocks = 2, 12
     cache, kept, hits = CountedCache(blocks, size), list[tuple[int, ...]](), 0
@@ -26,7 +26,7 @@ def test_it_counts_as_a_cache_of_whole_beginnings_would() -> None:
             if beginning not in kept:
                 break
             hits += size
-        kept = [one for one in kept if one not in begun] + begun[::-1]
+        kept = [prefix for prefix in kept if prefix not in begun] + begun[::-1]
         kept = kept[-blocks:]
         cache.request(prompt)
         assert cache.hits == hits

@@ -1,4 +1,4 @@
-"""What a processor is told to be, and the dtype that follows from it."""
+"""Processor name and flags, and the dtype chosen from them."""
 
 from pathlib import Path
 
@@ -15,12 +15,12 @@ model name\t: Another
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 sve\n"
 
 
-def test_name_and_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
+def test_name_and_flags_are_read_from_the_first_processor(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(X86)
-    found = read_processor(path)
-    assert found.name == "Some Processor 9"
-    assert found.flags == ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
+    processor = read_processor(path)
+    assert processor.name == "Some Processor 9"
+    assert processor.flags == ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
     path.write_text(ARM)
     assert read_processor(path).flags == ("asimd", "sve", "bf16")
     assert read_processor(path).name
@@ -39,5 +39,7 @@ def test_name_and_flags_are_those_of_the_first_processor(tmp_path: Path) -> None
         ((), "float32"),
     ],
 )
-def test_bfloat16_is_fastest_where_it_is_multiplied(flags: tuple[str, ...], expected: str) -> None:
+def test_bfloat16_is_chosen_if_the_processor_multiplies_it(
+    flags: tuple[str, ...], expected: str
+) -> None:
     assert fastest_dtype(flags) == expected

@@ -1,4 +1,4 @@
-"""What `rebalance` makes of the turns of its systems."""
+"""Figures and verdict of `rebalance`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,6 @@ def test_every_missed_bar_is_a_problem(
     assert problems and all(problem.startswith(text) for problem in problems)
 
 
-def test_off_is_recompute_without_moves() -> None:
+def test_off_means_recompute_without_moves() -> None:
     assert options_of("off") == {"overload_policy": "recompute", "memmgr": {"rebalance": "off"}}
     assert options_of("drop-stuck")["overload_policy"] == "drop"

@@ -1,4 +1,4 @@
-"""What `recovery` makes of the turns of its systems, and what its watch and streams report."""
+"""Figures and verdict of `recovery`, and the reports of its watch and streams."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ TURN = Turn(
 )
 
 
-def test_a_run_in_which_the_groups_split_in_time_has_no_problem() -> None:
+def test_a_run_with_timely_splits_has_no_problem() -> None:
     turns = {"drop": [TURN] * 3, "recompute": [replace(TURN, tpot_s={"p50": 0.09})] * 3}
     verdict = judge(turns, DEPLOYMENT)
     assert list(verdict.problems) == []
@@ -75,7 +75,7 @@ def test_the_first_requests_of_the_clients_are_at_all_stages() -> None:
     assert min(outputs[16:]) >= OUTPUT_TOKENS[0]
 
 
-def test_the_last_count_of_each_workers_log_is_taken(tmp_path: Path) -> None:
+def test_the_last_count_of_each_worker_log_is_used(tmp_path: Path) -> None:
     line = "PACED too late: paced_late_total={} of 9 iterations took longer\n"
     (tmp_path / "worker-0.log").write_text(line.format(1) + line.format(2) + "more\n")
     (tmp_path / "worker-1.log").write_text("nothing\n")

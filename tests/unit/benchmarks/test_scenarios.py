@@ -1,4 +1,4 @@
-"""The loads of scenarios: quick runs within their bounds, prompts that no cache helps, targets."""
+"""Loads of scenarios: bounds of quick runs, prompts without shared prefixes, targets."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from tideserve.cli.tiny_model import CONFIG
 REQUESTS_MIN = 200
 
 
-def test_an_unknown_one_is_one_sentence() -> None:
+def test_an_unknown_scenario_is_a_short_error() -> None:
     with pytest.raises(
         BenchError,
         match="unknown scenario 'x'; scenarios are batch, buckets, burst, churn, clients,",
@@ -31,17 +31,17 @@ def test_a_quick_run_is_bounded_and_large_enough(name: str) -> None:
     rounds = scenario.round_count(LoadChoice(quick=True))
     assert sum(case.limit_s for case in cases) * rounds <= QUICK_LIMIT_S + 1e-6
     made = [case.workload(0) for case in cases]
-    assert sum(len(one.requests) - one.lead_in for one in made) * rounds >= REQUESTS_MIN
+    assert sum(len(load.requests) - load.lead_in for load in made) * rounds >= REQUESTS_MIN
 
 
-def test_no_prompt_of_steady_begins_as_another() -> None:
-    """Or a prefix cache would skip that part, in the load or from one load to the next."""
+def test_prompts_of_steady_share_no_prefix() -> None:
+    """Otherwise a prefix cache would skip that part, within a load or across loads."""
     scenario = find_scenario("steady")
     choice = LoadChoice(quick=True)
     cases = scenario.cases(choice)
     turns = range(scenario.round_count(choice) + 1)  # the last one is that of the rehearsal
     loads = [case.workload(turn) for case in cases for turn in turns]
-    beginnings = [one.prompt_ids[:8] for load in loads for one in load.requests]
+    beginnings = [request.prompt_ids[:8] for load in loads for request in load.requests]
     assert len(set(beginnings)) == len(beginnings)
     assert cases[0].workload(0) == scenario.cases(LoadChoice(quick=True))[0].workload(0)
 
@@ -57,7 +57,9 @@ def test_a_slower_device_gets_a_thinner_load_and_more_workers_a_denser_one() -> 
     cases = find_scenario("burst").cases
     whole = cases(LoadChoice(quick=True, paced=True))[0].workload(0).requests
     thin = cases(LoadChoice(quick=True, paced=True, slowdown=2, workers=4))[0].workload(0).requests
-    assert [one.arrival_s for one in thin] == pytest.approx([one.arrival_s for one in whole])
+    assert [request.arrival_s for request in thin] == pytest.approx(
+        [request.arrival_s for request in whole]
+    )
     # Alone it does not fit into a quick round.
     with pytest.raises(BenchError, match="but a round ends after"):
         cases(LoadChoice(quick=True, paced=True, slowdown=2))
@@ -79,7 +81,7 @@ def test_a_trace_that_does_not_fit_a_round_is_refused(
         find_scenario(name).cases(LoadChoice(quick=True, **choice))
 
 
-def test_a_burst_takes_made_up_arrivals_as_they_are() -> None:
+def test_a_burst_uses_synthetic_arrivals_unchanged() -> None:
     choice = LoadChoice(trace="phases:5@2,5@0,5@4", trace_repeat=2)
     workload = find_scenario("burst").cases(choice)[0].workload(0)
     arrivals = [request.arrival_s for request in workload.requests]
@@ -96,8 +98,10 @@ def test_a_trace_may_be_replayed_at_its_own_pace_or_a_multiple() -> None:
     recorded, slower = (
         cases(LoadChoice(time_scale=scale))[0].workload(0).requests for scale in (1.0, 2.0)
     )
-    assert [one.arrival_s for one in slower] == [2 * one.arrival_s for one in recorded]
-    last_s = max(one.arrival_s for one in recorded)
+    assert [request.arrival_s for request in slower] == [
+        2 * request.arrival_s for request in recorded
+    ]
+    last_s = max(request.arrival_s for request in recorded)
     at_a_rate = cases(LoadChoice(rate_per_s=5.0))[0].workload(0).requests
     assert last_s < at_a_rate[-1].arrival_s
 
@@ -106,26 +110,28 @@ QUICK = LoadChoice(quick=True, paced=True, slowdown=4)
 
 
 def co_serving(name: str) -> CoServing:
-    found = find_scenario(name).co_serving
-    assert found is not None
-    return found
+    scenario_load = find_scenario(name).co_serving
+    assert scenario_load is not None
+    return scenario_load
 
 
 @pytest.mark.parametrize("name", ["batch", "coserve", "realtime", "flood"])
-def test_co_serving_repeats_no_prompt_and_promises_its_targets(name: str) -> None:
+def test_co_serving_repeats_no_prompt_and_sets_its_targets(name: str) -> None:
     (case,) = find_scenario(name).cases(QUICK)
     load = co_serving(name).load(QUICK)
     online = [request for turn in range(2) for request in case.workload(turn).requests]
     assert case.backlog is not None
     batch = [case.backlog(turn).request(number) for turn in range(2) for number in range(64)]
     every = [*online, *batch]
-    assert len({one.prompt_ids[:8] for one in every}) == len(every)
+    assert len({request.prompt_ids[:8] for request in every}) == len(every)
     promised = (load.targets.ttft_s, load.targets.tpot_s)
-    assert {(one.ttft_s, one.tpot_s) for one in online} == {promised}
-    assert {(one.slo_class, one.ttft_s, one.tpot_s) for one in batch} == {("batch", None, None)}
-    assert max(one.arrival_s for one in online) == pytest.approx(load.last_s)
+    assert {(request.ttft_s, request.tpot_s) for request in online} == {promised}
+    assert {(request.slo_class, request.ttft_s, request.tpot_s) for request in batch} == {
+        ("batch", None, None)
+    }
+    assert max(request.arrival_s for request in online) == pytest.approx(load.last_s)
     assert load.last_s < case.limit_s
-    longest = max(len(one.prompt_ids) + one.output_tokens for one in every)
+    longest = max(len(request.prompt_ids) + request.output_tokens for request in every)
     assert longest <= CONFIG["max_position_embeddings"]
 
 
@@ -149,10 +155,10 @@ def test_real_time_requests_have_the_lengths_of_sharegpt() -> None:
     batch = [case.backlog(0).request(number) for number in range(400)]
     # BROS Table 2, less the part that is cut off; batch requests are uniform.
     for lengths, mean, deviation in (
-        ([len(one.prompt_ids) for one in online], 215, 230),
-        ([one.output_tokens for one in online], 227, 240),
-        ([len(one.prompt_ids) for one in batch], 768, 512 / 12**0.5),
-        ([one.output_tokens for one in batch], 80, 96 / 12**0.5),
+        ([len(request.prompt_ids) for request in online], 215, 230),
+        ([request.output_tokens for request in online], 227, 240),
+        ([len(request.prompt_ids) for request in batch], 768, 512 / 12**0.5),
+        ([request.output_tokens for request in batch], 80, 96 / 12**0.5),
     ):
         assert fmean(lengths) == pytest.approx(mean, rel=0.1)
         assert pstdev(lengths) == pytest.approx(deviation, rel=0.15)
@@ -181,17 +187,19 @@ def test_online_requests_beside_a_batch_have_the_phases_and_lengths_of_llm_d() -
     )
 
 
-def test_a_flood_is_that_of_burst_once_batch_work_has_got_going() -> None:
+def test_a_flood_equals_burst_after_the_start_of_batch_work() -> None:
     (case,) = find_scenario("flood").cases(QUICK)
     burst = find_scenario("burst").cases(replace(QUICK, quick=False, trace_repeat=1))[0]
     flood = burst.workload(0).requests
     of_flood = case.workload(0).requests[1 : len(flood) + 1]
-    assert [one.prompt_ids for one in of_flood] == [one.prompt_ids for one in flood]
-    assert [one.arrival_s for one in of_flood] == [15 + one.arrival_s for one in flood]
+    assert [request.prompt_ids for request in of_flood] == [request.prompt_ids for request in flood]
+    assert [request.arrival_s for request in of_flood] == [
+        15 + request.arrival_s for request in flood
+    ]
 
 
-def test_the_steps_switch_one_mechanism_on_after_the_other() -> None:
+def test_ablation_steps_enable_one_mechanism_each() -> None:
     check_names(find_scenario("ablation").systems)
     off = [set(system.split("-")[1:]) for system in STEPS.values()]
     assert off[0] == {"exchange", "lookahead", "restore"} and not off[-1]
-    assert all(len(one - other) == 1 and other < one for one, other in pairwise(off))
+    assert all(len(switches - other) == 1 and other < switches for switches, other in pairwise(off))

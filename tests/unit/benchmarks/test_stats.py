@@ -40,7 +40,7 @@ def record(
     )
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_equal_those_of_numpy() -> None:
     rng = random.Random(1)
     for count in (1, 2, 7, 1000):
         values = [rng.random() for _ in range(count)]
@@ -49,12 +49,12 @@ def test_percentiles_are_numpys() -> None:
     assert percentile([], 0.5) is None
 
 
-def test_latencies_of_one_request() -> None:
-    one = record(ttft_s=1.0, tokens=5, due_s=10.0)
-    assert one.ttft_s == pytest.approx(1.0)
-    assert one.tpot_s == pytest.approx(0.1)
-    assert one.e2e_s == pytest.approx(1.4)
-    assert one.normalized_s == pytest.approx(0.28)
+def test_latencies_of_a_request_are_computed() -> None:
+    request = record(ttft_s=1.0, tokens=5, due_s=10.0)
+    assert request.ttft_s == pytest.approx(1.0)
+    assert request.tpot_s == pytest.approx(0.1)
+    assert request.e2e_s == pytest.approx(1.4)
+    assert request.normalized_s == pytest.approx(0.28)
     assert record(tokens=1).tpot_s is None
     late = SentRequest(0.0, 0.5, 1.0, RequestOutcome.COMPLETED, 1, 1, (1.0,), late=True)
     assert late.ttft_s == 1.0
@@ -87,24 +87,24 @@ def test_figures_pool_rounds_and_show_their_spread() -> None:
             capacity_tokens=48,
         ),
     ]
-    found = figures(rounds, [LatencyTarget("ttft_s", 1.5)], {})
-    assert (found["sent"], found["completed"]) == (4, 2)
-    assert (found["rejected"], found["failed"]) == (1, 1)
-    assert (found["preemptions"], found["recomputed_tokens"]) == (3, 120)
-    assert found["ttft_s"]["p50"] == pytest.approx(2.0)
-    assert found["spread"]["ttft_p50_s"] == pytest.approx(1.0)
-    assert found["slo_attainment"] == {"ttft ≤ 1.5 s": 0.25}
-    assert set(found["classes"]) == {"standard"}
-    assert found["classes"]["standard"]["sent"] == 4
+    result = figures(rounds, [LatencyTarget("ttft_s", 1.5)], {})
+    assert (result["sent"], result["completed"]) == (4, 2)
+    assert (result["rejected"], result["failed"]) == (1, 1)
+    assert (result["preemptions"], result["recomputed_tokens"]) == (3, 120)
+    assert result["ttft_s"]["p50"] == pytest.approx(2.0)
+    assert result["spread"]["ttft_p50_s"] == pytest.approx(1.0)
+    assert result["slo_attainment"] == {"ttft ≤ 1.5 s": 0.25}
+    assert set(result["classes"]) == {"standard"}
+    assert result["classes"]["standard"]["sent"] == 4
 
 
-def test_the_slowest_of_all_rounds_is_told() -> None:
+def test_the_slowest_of_all_rounds_is_reported() -> None:
     rounds = [Round(records=(record(0.1), record(0.7))), Round(records=(record(0.3),))]
-    found = figures(rounds, (), {})
-    assert found["ttft_s"]["max"] == pytest.approx(0.7)
-    assert [one["ttft_max_s"] for one in found["rounds"]] == pytest.approx([0.7, 0.3])
-    assert not any(name.endswith(".max") for name in ratios({"a": found, "b": found})["a/b"])
-    assert found["ttft_s"]["mean"] == pytest.approx(1.1 / 3)
+    result = figures(rounds, (), {})
+    assert result["ttft_s"]["max"] == pytest.approx(0.7)
+    assert [row["ttft_max_s"] for row in result["rounds"]] == pytest.approx([0.7, 0.3])
+    assert not any(name.endswith(".max") for name in ratios({"a": result, "b": result})["a/b"])
+    assert result["ttft_s"]["mean"] == pytest.approx(1.1 / 3)
     none = figures([Round(records=())], (), {})["ttft_s"]
     assert none["max"] is None and none["mean"] is None
 
@@ -114,16 +114,16 @@ def test_throughput_counts_each_rounds_own_time() -> None:
     assert throughput(rounds) == pytest.approx(10 / 2.0)
 
 
-def test_the_largest_of_few_is_not_compared() -> None:
+def test_percentiles_of_few_samples_are_not_compared() -> None:
     for count, compared in ((999, False), (1000, True)):
         many = figures([Round((record(1.0),) * 1000)], [], {})
         few = figures([Round((record(2.0),) * count)], [], {})
-        for found in ratios({"many": many, "few": few}).values():
-            assert ("ttft_s.p99.9" in found) is compared
-            assert "ttft_s.p99" in found
+        for ratio in ratios({"many": many, "few": few}).values():
+            assert ("ttft_s.p99.9" in ratio) is compared
+            assert "ttft_s.p99" in ratio
 
 
-def test_one_stall_does_not_decide_the_ratio_of_the_median_round() -> None:
+def test_a_single_stall_does_not_change_the_ratio_of_the_median_round() -> None:
     systems = {
         "a": figures([Round((record(ttft_s),)) for ttft_s in (1.0, 1.0, 9.0)], [], {}),
         "b": figures([Round((record(2.0),))] * 3, [], {}),
@@ -150,24 +150,24 @@ def test_demand_counts_running_and_queued() -> None:
     assert peak_ratio([running, queued], 56) == pytest.approx(112 / 56)
 
 
-def test_bubbles_of_the_whole_round_and_while_requests_arrive() -> None:
-    """Due at 0 and 10 s; afterwards a lone answer keeps one stage of two idle."""
+def test_bubbles_are_reported_for_the_round_and_the_arrivals() -> None:
+    """Due at 0 and 10 s; afterwards a single request leaves one of two stages idle."""
     records = (record(due_s=0.0, tokens=100), record(due_s=10.0, tokens=300))
     samples = ((0.5, 1.0, 0.0), (5.0, 5.0, 1.0), (10.5, 10.0, 1.0), (40.0, 25.0, 16.0))
-    one = Round(records, busy_s=25.0, bubble_s=16.0, pipeline_samples=samples)
-    assert bubble_share([one]) == pytest.approx(16 / 41)
-    assert bubble_share_arriving([one]) == pytest.approx(1 / 10)
+    whole = Round(records, busy_s=25.0, bubble_s=16.0, pipeline_samples=samples)
+    assert bubble_share([whole]) == pytest.approx(16 / 41)
+    assert bubble_share_arriving([whole]) == pytest.approx(1 / 10)
     alone = Round(records, busy_s=0.0, bubble_s=0.0, pipeline_samples=((5.0, 0.0, 0.0),))
     assert bubble_share_arriving([alone]) is None and bubble_share([alone]) is None
-    nothing = Round(records=(), pipeline_samples=one.pipeline_samples)
-    assert bubble_share_arriving([nothing, one]) == pytest.approx(1 / 10)
-    assert bubble_share([one, alone]) == bubble_share([one])
-    found = figures([one], [], {})
-    assert (found["busy_s"], found["bubble_s"]) == (25.0, 16.0)
-    assert found["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)
+    nothing = Round(records=(), pipeline_samples=whole.pipeline_samples)
+    assert bubble_share_arriving([nothing, whole]) == pytest.approx(1 / 10)
+    assert bubble_share([whole, alone]) == bubble_share([whole])
+    result = figures([whole], [], {})
+    assert (result["busy_s"], result["bubble_s"]) == (25.0, 16.0)
+    assert result["rounds"][0]["bubble_share_arriving"] == pytest.approx(1 / 10)
 
 
-def test_iterations_against_the_cost_model() -> None:
-    one = Round((record(),), prefill_s=3.0, prefill_predicted_s=2.0, decode_s=1.0)
+def test_iteration_times_are_compared_with_the_cost_model() -> None:
+    round_ = Round((record(),), prefill_s=3.0, prefill_predicted_s=2.0, decode_s=1.0)
     two = Round((record(),), prefill_s=2.0, prefill_predicted_s=2.0)
-    assert figures([one, two], [], {})["cost_scale"] == {"prefill": 1.25, "decode": None}
+    assert figures([round_, two], [], {})["cost_scale"] == {"prefill": 1.25, "decode": None}

@@ -1,4 +1,4 @@
-"""What `survive` makes of what it has seen, and which logs a disturbed cluster keeps."""
+"""Verdict of `survive`, and the logs that are kept of a faulty run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ PARTS = {"apart": loss(), "merged": loss(), "crowded": crowd(), "etcd": outage()
 DEPLOYMENT = Deployment(Path("model"), "tiny", Path("cache"), 2, 1 << 28)
 
 
-def test_a_run_in_which_all_holds_has_no_problem() -> None:
+def test_a_valid_run_has_no_problem() -> None:
     verdict = judge(PARTS, audited())
     assert list(verdict.problems) == []
     assert verdict.figures["apart"]["requests"]["completed"] == 24
@@ -36,7 +36,7 @@ def test_a_problem_names_its_part() -> None:
         "crowded: the survivors have enough KV for all requests",
         "etcd: the cluster did not settle after the outage",
     ]
-    assert problems[4:] == [f"no log entry checks {one}" for one in INVARIANTS]
+    assert problems[4:] == [f"no log entry checks {invariant}" for invariant in INVARIANTS]
 
 
 @pytest.mark.parametrize("problems", [[], ["a request is lost"]])
@@ -46,23 +46,23 @@ def test_logs_of_a_run_with_problems_are_kept_in_place_of_older_ones(
     disturbed = FaultCluster(DEPLOYMENT, 2, tmp_path / "run", {})
     state = property(lambda _: {"logs": tmp_path / "logs"})
     monkeypatch.setattr(FaultCluster, "state", state)
-    kept, said = tmp_path / "kept", list[str]()
+    kept, lines = tmp_path / "kept", list[str]()
     monkeypatch.setattr(cluster, "logs_folder", lambda _: kept)
     for file in ("run/events/worker-0.jsonl", "logs/worker-0.log", "kept/old"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(file)
-    disturbed.keep_if(problems, "survive", said.append)
+    disturbed.keep_if(problems, "survive", lines.append)
     names = {path.name for path in kept.rglob("*") if path.is_file()}
     assert names == ({"worker-0.jsonl", "worker-0.log"} if problems else {"old"})
-    assert said == ([f"logs: {kept}"] if problems else [])
+    assert lines == ([f"logs: {kept}"] if problems else [])
 
 
-def test_logs_lie_beside_the_file_or_among_temporary_ones(tmp_path: Path) -> None:
+def test_logs_are_stored_beside_the_file_or_in_a_temporary_folder(tmp_path: Path) -> None:
     assert logs_folder("faults", tmp_path / "cells.jsonl") == tmp_path / "cells.logs"
     assert logs_folder("faults").name.startswith("tideserve-faults-")
 
 
-def test_a_cluster_that_does_not_answer_fulfils_nothing(
+def test_an_unresponsive_cluster_fails_every_condition(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def silent(_: str) -> Any:

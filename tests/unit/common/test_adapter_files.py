@@ -22,7 +22,7 @@ def write(folder: Path, config: bytes = b"{}", weights: bytes = b"w") -> Path:
     return folder
 
 
-def test_it_depends_on_both_files_and_nothing_else(tmp_path: Path) -> None:
+def test_the_digest_depends_on_both_files_only(tmp_path: Path) -> None:
     contents = [(b"{}", b"w"), (b"{ }", b"w"), (b"{}", b"w2"), (b"{}w", b""), (b"", b"{}w")]
     digests = [adapter_digest(write(tmp_path / "a", *content)) for content in contents]
     assert len(set(digests)) == len(contents)
@@ -37,7 +37,7 @@ def test_the_copy_has_the_bytes_that_were_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in copy.iterdir()) == [CONFIG, WEIGHTS]
 
 
-def test_a_copy_on_a_full_disk(tmp_path: Path) -> None:
+def test_a_copy_fails_on_a_full_disk(tmp_path: Path) -> None:
     source, copy = write(tmp_path / "a"), tmp_path / "copy"
     copy.mkdir()
     (copy / WEIGHTS).symlink_to("/dev/full")
@@ -46,7 +46,7 @@ def test_a_copy_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "folder", "large"])
-def test_a_file_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
+def test_unusable_files_are_refused(tmp_path: Path, wrong: str) -> None:
     folder = write(tmp_path / "a")
     if wrong == "missing":
         (folder / WEIGHTS).unlink()
@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_links_to_outside_the_roots(tmp_path: Path, name: str) -> None:
+def test_a_link_outside_the_roots_is_refused(tmp_path: Path, name: str) -> None:
     roots = [tmp_path / "roots"]
     roots[0].mkdir()
     folder, outside = write(roots[0] / "a"), write(tmp_path / "outside")
@@ -86,7 +86,7 @@ def test_a_file_that_links_to_outside_the_roots(tmp_path: Path, name: str) -> No
         ("{root}/link", "is not below any"),
     ],
 )
-def test_folders_outside_the_roots(tmp_path: Path, source: str, text: str) -> None:
+def test_folders_outside_the_roots_are_refused(tmp_path: Path, source: str, text: str) -> None:
     root = tmp_path / "root"
     root.mkdir()
     (root / "link").symlink_to(write(tmp_path / "outside"))

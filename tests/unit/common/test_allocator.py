@@ -36,5 +36,5 @@ def arenas(mode: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no arenas")
-def test_threads_share_two_arenas() -> None:
+def test_threads_share_2_malloc_arenas() -> None:
     assert arenas("limited") == 2 < arenas("default")

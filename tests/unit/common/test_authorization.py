@@ -1,4 +1,4 @@
-"""Every method with every role, over real connections, and with no certificate at all."""
+"""Every method with every role and without a certificate, over real connections."""
 
 import importlib
 import pkgutil
@@ -88,7 +88,7 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> Certified:
 
 @asynccontextmanager
 async def serving(transport: Transport) -> AsyncIterator[str]:
-    """A worker's server that answers every call of every contract; its address."""
+    """A worker's server that implements every call of every contract; returns its address."""
     ours = [name for name in ALL if not name[1:].startswith(OFFERED_BY_EVERY_SERVER)]
     services = sorted({name[1:].partition("/")[0] for name in ours})
     process = ProcessServicer("worker", list, lambda: True)
@@ -113,7 +113,7 @@ async def serving(transport: Transport) -> AsyncIterator[str]:
 async def dialled(
     certified: Certified, caller: str, server: str = "worker", wanted: str = "worker"
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel of `caller` to `server`, which it believes to be a `wanted`."""
+    """A channel of `caller` to `server`, which it takes for a `wanted`."""
     async with (
         serving(certified.transport(server)) as address,
         certified.transport(caller).dial(address, wanted) as channel,
@@ -141,10 +141,8 @@ def answering(method: MethodDescriptor) -> grpc.RpcMethodHandler:
 
 
 async def answer_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """OK if a message came.
-
-    The client library says INTERNAL of itself where a refusal crosses the message that it still
-    sends; asked again, it tells what the server answers.
+    """OK if a message came. The client library reports INTERNAL if a refusal crosses a message that
+    it still sends; a second call returns the status of the server.
     """
     for _ in range(10):
         code = await answer_once(channel, method)
@@ -154,7 +152,7 @@ async def answer_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
 
 
 async def answer_once(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    """The answer to one call."""
+    """The status of a single call."""
     call = channel.stream_stream(method)(iter([b""]), timeout=TIMEOUT_S)
     try:
         message = await call.read()
@@ -172,9 +170,7 @@ def test_every_method_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("role", ALLOWED)
-async def test_a_role_may_call_what_its_row_says_and_nothing_else(
-    certified: Certified, role: str
-) -> None:
+async def test_a_role_may_call_only_the_methods_of_its_row(certified: Certified, role: str) -> None:
     async with dialled(certified, role) as channel:
         answers = {short(name): await answer_of(channel, name) for name in ALL}
     expected = {
@@ -207,14 +203,14 @@ async def test_a_refusal_names_the_role_that_may_call(certified: Certified) -> N
 
 
 @pytest.fixture
-def unwelcome(certified: Certified) -> None:
-    """Pairs of a gateway that has expired, and of one of another CA."""
+def refused_certificates(certified: Certified) -> None:
+    """Certificate pairs of an expired gateway, and of a gateway of another CA."""
     certified.issue("gateway", age_s=2 * DAY.total_seconds(), name="expired")
     certified.issue("gateway", Authority.create("test"), name="foreign")
 
 
 @pytest.mark.parametrize("name", ["expired", "foreign"])
-@pytest.mark.usefixtures("unwelcome")
+@pytest.mark.usefixtures("refused_certificates")
 async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
     certified: Certified, name: str
 ) -> None:
@@ -225,7 +221,7 @@ async def test_an_expired_or_foreign_certificate_is_refused_on_both_ends(
         assert await answer_of(channel, health) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_without_a_certificate_nothing_is_answered(certified: Certified) -> None:
+async def test_calls_without_a_certificate_are_refused(certified: Certified) -> None:
     health = "/grpc.health.v1.Health/Check"
     trusting = grpc.ssl_channel_credentials(certified.ca_file.read_bytes())
     named = (("grpc.ssl_target_name_override", "worker.tideserve.internal"),)
@@ -237,13 +233,13 @@ async def test_without_a_certificate_nothing_is_answered(certified: Certified) -
 
 
 async def test_a_server_of_another_role_is_not_called(certified: Certified) -> None:
-    """Whatever its address: etcd could name a wrong one."""
+    """At any address: etcd could name a wrong one."""
     async with dialled(certified, "gateway", "worker", "memmgr") as channel:
         code = await answer_of(channel, "/grpc.health.v1.Health/Check")
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_host_of_that_name_is_no_role(certified: Certified) -> None:
+async def test_a_host_name_equal_to_a_role_grants_nothing(certified: Certified) -> None:
     issued = certified.authority.issue("gateway", ("gateway", "gateway.default.svc"), DAY)
     write_pair(certified.folder, "host", issued)
     async with dialled(certified, "host") as channel:

@@ -1,4 +1,4 @@
-"""Children of a service: their input, their output and their ends."""
+"""Child processes of a service: input, output and termination."""
 
 import asyncio
 import os
@@ -41,12 +41,12 @@ async def test_a_child_is_killed_and_a_cancelled_wait_harms_no_other() -> None:
     child.input.close()
 
 
-async def test_the_id_of_a_child_is_its_own_until_its_end_is_known() -> None:
+async def test_the_pid_of_a_child_is_reserved_until_it_is_reaped() -> None:
     child = Child(("true",), new_session=True)
     for thread in threading.enumerate():
         if thread.name == f"child {child.pid}":
             thread.join()
-    os.kill(child.pid, 0)  # raises if somebody else could have it
+    os.kill(child.pid, 0)  # raises if another process could have it
     child.kill()
     assert await child.wait() == 0
     child.kill()
@@ -62,6 +62,6 @@ async def test_a_group_ends_with_its_leader() -> None:
     child.input.close()
 
 
-async def test_what_cannot_be_started_is_an_error() -> None:
+async def test_a_failed_start_is_an_error() -> None:
     with pytest.raises(FileNotFoundError):
         Child(("/no/such/program",))

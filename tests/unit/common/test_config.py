@@ -38,7 +38,7 @@ def parse(**data: object) -> Example:
     return from_mapping(Example, {"name": "n", **data}, "the test")
 
 
-def test_defaults_and_values() -> None:
+def test_defaults_and_values_are_read() -> None:
     assert parse() == Example("n")
     assert parse(device="cuda:7", chunk=8) == Example("n", device="cuda:7", chunk=8)
     parsed = parse(
@@ -49,7 +49,7 @@ def test_defaults_and_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "messages"),
     [
         ({"prot": 1}, ("unknown configuration key 'prot'", "the test", "did you mean 'port'?")),
         ({"zzzzzz": 1}, ("'zzzzzz'", "known keys: name, port")),
@@ -80,14 +80,14 @@ def test_defaults_and_values() -> None:
         ({"key": ""}, ("'key' in the test is empty", "give the secret")),
     ],
 )
-def test_errors(data: dict[str, object], words: tuple[str, ...]) -> None:
+def test_invalid_values_are_refused(data: dict[str, object], messages: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(**data)
-    for word in words:
+    for word in messages:
         assert word in str(caught.value)
 
 
-def test_a_missing_key() -> None:
+def test_a_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match="'name' is missing in the test; add it"):
         from_mapping(Example, {}, "the test")
 
@@ -103,25 +103,25 @@ def test_a_missing_key() -> None:
         ("7b", 7),
     ],
 )
-def test_sizes(text: str, size_bytes: int) -> None:
+def test_sizes_are_parsed(text: str, size_bytes: int) -> None:
     assert parse_size_bytes(text) == size_bytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "GiB", "x", "1 Gib b", "1.2.3", "--1", "nan", "1 PiB", "0.5", "2.5b"]
 )
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["0", "-1GiB", "1e40", "99999999 TiB", "0.0001KiB", "1e-10GiB"])
-def test_sizes_out_of_range(text: str) -> None:
+def test_sizes_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="out of range"):
         parse_size_bytes(text)
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("name: n\nport: 7\n")
     assert from_mapping(Example, read_yaml(path), "it") == Example("n", 7)
@@ -139,7 +139,7 @@ def test_a_file(tmp_path: Path) -> None:
         b"!!python/object/apply:os.system ['true']",
     ],
 )
-def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
+def test_invalid_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not valid YAML"):
@@ -147,7 +147,7 @@ def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("key: hidden: x", "at line 1, column 12: mapping values are not allowed here"),
         ("a: 1\nkey: @hidden", "at line 2, column 6: found character '@' that cannot start"),
@@ -161,23 +161,23 @@ def test_a_file_that_is_no_yaml(tmp_path: Path, content: bytes) -> None:
         ("key: !!timestamp hidden", "it contains an invalid value or character"),
     ],
 )
-def test_what_is_no_yaml_is_not_quoted(text: str, told: str) -> None:
+def test_invalid_yaml_is_not_quoted_in_the_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match="it is not valid YAML") as caught:
         parse_yaml(text, "it")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     shown = "".join(traceback.format_exception(caught.value))
     assert "hidden" not in shown
 
 
 @pytest.mark.parametrize("content", ["- a", "text", "1: 2"])
-def test_a_file_that_is_no_mapping(tmp_path: Path, content: str) -> None:
+def test_a_file_without_a_mapping_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match="must contain a mapping"):
         read_yaml(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration file"):
         read_yaml(tmp_path / "none.yaml")
 
@@ -210,7 +210,7 @@ class Other:
     key: str | None = like(Example, "key")
 
 
-def test_a_field_like_another() -> None:
+def test_a_field_can_copy_another_field() -> None:
     assert Other() == Other(0, 3, "slow", None)
     metadata = settings_of(Other)["limit"].metadata
     assert (metadata["help"], metadata["default_text"], metadata["more"]) == (
@@ -218,13 +218,13 @@ def test_a_field_like_another() -> None:
         "three",
         1,
     )
-    for data, said in (
+    for data, message in (
         ({"port": -1}, "0 to 65535"),
         ({"limit": 10}, "1 to 9"),
         ({"mode": "x"}, "fast, slow"),
         ({"key": " "}, "is empty"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             from_mapping(Other, data, "the test")
     assert "hidden" not in repr(Other(key="hidden"))
 
@@ -262,7 +262,7 @@ class Outer:
         return {"most": 9} if given.get("name") == "large" else {}
 
 
-def test_keys_of_nested_dataclasses_stand_beside_the_others() -> None:
+def test_nested_dataclasses_are_flattened() -> None:
     outer = from_mapping(Outer, {"low": 2, "colour": "blue"}, "it")
     assert outer == Outer(part=Part(Colour.BLUE, 2, 7))
     assert outer.part.colour is Colour.BLUE
@@ -271,7 +271,7 @@ def test_keys_of_nested_dataclasses_stand_beside_the_others() -> None:
     assert from_mapping(Outer, {"colour": "red"}, "it").inner == Inner(Colour.RED), "one key"
 
 
-def test_a_default_may_follow_from_another_value() -> None:
+def test_a_default_may_derive_from_another_value() -> None:
     assert from_mapping(Outer, {"name": "large"}, "it").part.most == 9
     assert from_mapping(Outer, {"name": "large", "most": 3}, "it").part.most == 3
 
@@ -286,13 +286,13 @@ def test_a_default_may_follow_from_another_value() -> None:
         ({"low": 8}, "'low' is 8, but must not exceed 'most' (7)"),
     ],
 )
-def test_errors_of_nested_dataclasses(data: dict[str, object], message: str) -> None:
+def test_errors_of_nested_dataclasses_name_the_key(data: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         from_mapping(Outer, data, "it")
 
 
 @pytest.mark.parametrize(("text", "value"), [("off", "off"), ("on", "on"), ('"on"', "on")])
-def test_on_and_off_need_no_quotes_where_they_are_options(text: str, value: str) -> None:
+def test_unquoted_on_and_off_are_accepted_as_options(text: str, value: str) -> None:
     config = from_mapping(
         SchedulerConfig, {"etcd_url": "e"} | parse_yaml(f"buckets: {text}", "it"), "it"
     )

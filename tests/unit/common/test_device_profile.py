@@ -1,4 +1,4 @@
-"""Device profiles: the files that are shipped, and reading back what was written."""
+"""Device profiles: shipped files and round trips."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ MEASURED = [name for name in shipped_names() if load_profile(name).accuracy is n
 ESTIMATES = [name for name in shipped_names() if name not in MEASURED]
 
 
-def test_what_is_shipped() -> None:
+def test_shipped_profiles_are_valid() -> None:
     assert set(ESTIMATES) == {
         "A100-14B",
         "A100-40G-7B",
@@ -35,7 +35,7 @@ def test_what_is_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_measured_profiles_tell_how_well_they_predict(name: str) -> None:
+def test_measured_profiles_have_prediction_errors(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name and profile.source.startswith("measured on NVIDIA H200")
     assert profile.accuracy is not None and profile.accuracy.error < 0.1
@@ -91,7 +91,7 @@ def test_shipped_estimates_follow_from_their_derivation(name: str) -> None:
 
 @pytest.mark.parametrize("decode", [None, Coefficients(1e-7, 0.0, 0.02)])
 @pytest.mark.parametrize("accuracy", [None, Accuracy(0.04, 0.03, 0.05, 0.01)])
-def test_a_stored_profile_is_read_back(
+def test_a_stored_profile_round_trips(
     tmp_path: Path, decode: Coefficients | None, accuracy: Accuracy | None
 ) -> None:
     model = CostModel(1.5e-9, 1e-4, 0.03, 0.02, decode, 1e-8)
@@ -125,7 +125,7 @@ GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name: x\nsource: y\n", "'cost' is missing"),
         ("name: x\nsource: y\ncost: {alpha_s: 1.0}\n", "'beta_s' is missing"),
@@ -135,19 +135,19 @@ GOOD_COST = "cost: {alpha_s: 1.0e-9, beta_s: 1.0e-4, gamma_s: 0.02, lambda_s: 0.
         ("a: [", "not valid YAML"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_a_short_error(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_profile(path)
 
 
-def test_an_unknown_name_names_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_known_names() -> None:
     with pytest.raises(ConfigError, match="A100-14B, A100-40G-13B, A100-40G-7B, A800-14B"):
         load_profile("B200-14B")
 
 
-def test_a_slowed_device_takes_so_many_times_as_long(tmp_path: Path) -> None:
+def test_a_slowdown_scales_predicted_times(tmp_path: Path) -> None:
     profile, slow = load_profile("A100-14B"), load_profile("A100-14B:2.5")
     assert slow.name == "A100-14B:2.5"
     for batch in ([(0, 2048)], [(1000, 1)], [(4000, 100), *[(700, 1)] * 50]):
@@ -160,11 +160,11 @@ def test_a_slowed_device_takes_so_many_times_as_long(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["A100-14B:0", "A100-14B:1001"])
-def test_an_absurd_slowdown_is_refused(name: str) -> None:
+def test_an_out_of_range_slowdown_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="the slow-down factor is"):
         load_profile(name)
 
 
-def test_a_slowdown_of_no_profile_is_told_without_it() -> None:
+def test_a_slowdown_of_an_unknown_profile_names_the_profile() -> None:
     with pytest.raises(ConfigError, match="unknown device profile 'nothing'; choose from"):
         load_profile("nothing:2")

@@ -1,4 +1,4 @@
-"""Which answers of etcd show that it has lost writes."""
+"""Responses of etcd that reveal lost writes."""
 
 from collections.abc import AsyncIterator
 
@@ -22,7 +22,7 @@ def history(calls: EtcdCalls) -> EtcdHistory:
 
 
 def note(history: EtcdHistory, revision: int, cluster_id: int = CLUSTER) -> int:
-    """A call that begins after all others have been answered."""
+    """A call that starts after all others have completed."""
     return history.note_response(history.position, cluster_id, revision)
 
 
@@ -38,13 +38,13 @@ def test_each_lower_revision_is_a_rollback(history: EtcdHistory, calls: EtcdCall
     assert calls.rollbacks == 2
 
 
-def test_another_cluster_is_a_rollback_whatever_its_revision(history: EtcdHistory) -> None:
+def test_another_cluster_is_a_rollback_at_any_revision(history: EtcdHistory) -> None:
     assert note(history, 9) == 0
     assert note(history, 90, cluster_id=8) == 1
     assert note(history, 91, cluster_id=8) == 1
 
 
-def test_concurrent_calls_may_be_answered_in_any_order(history: EtcdHistory) -> None:
+def test_concurrent_calls_may_complete_in_any_order(history: EtcdHistory) -> None:
     note(history, 5)
     both = history.position
     assert history.note_response(both, CLUSTER, 9) == 0
@@ -64,7 +64,7 @@ def test_concurrent_calls_detect_a_rollback_once(history: EtcdHistory, calls: Et
 
 
 class OvertakingStore(Store):
-    """Answers with these listings; its revision never goes back."""
+    """Returns these listings; its revision never goes back."""
 
     def __init__(self, *listings: Listing) -> None:
         super().__init__("127.0.0.1:1")
@@ -80,22 +80,22 @@ class OvertakingStore(Store):
         return
 
 
-async def followed(store: Store, count: int) -> list[StoreSnapshot]:
+async def collect_snapshots(store: Store, count: int) -> list[StoreSnapshot]:
     snapshots: AsyncIterator[StoreSnapshot] = store.follow_prefix("")
     return [await anext(snapshots) for _ in range(count)]
 
 
 @pytest.mark.parametrize("after", [Entry(b"1", 3, 4), Entry(b"2", 3, 5)])
-async def test_a_record_that_goes_back_is_a_rollback(after: Entry) -> None:
+async def test_a_record_with_an_older_revision_is_a_rollback(after: Entry) -> None:
     """The revisions of a restored etcd soon exceed those that it has lost."""
     store = OvertakingStore({"a": Entry(b"1", 3, 5)}, {"a": after})
-    first, second, third = await followed(store, 3)
+    first, second, third = await collect_snapshots(store, 3)
     assert (first.rollbacks, second.rollbacks, third.rollbacks) == (0, 1, 1)
     assert second.entries == {"a": after}
     assert store.calls.rollbacks == 1
 
 
-async def test_records_that_change_or_return_are_no_rollback() -> None:
+async def test_changed_and_recreated_records_are_no_rollback() -> None:
     before, later = Entry(b"1", 3, 5), Entry(b"1", 8, 8)
     store = OvertakingStore({"a": before}, {"a": before}, {}, {"a": later})
-    assert [snapshot.rollbacks for snapshot in await followed(store, 4)] == [0, 0, 0, 0]
+    assert [snapshot.rollbacks for snapshot in await collect_snapshots(store, 4)] == [0, 0, 0, 0]

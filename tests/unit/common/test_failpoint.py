@@ -1,4 +1,4 @@
-"""Failpoints: what arms one, when it happens, and what is written down before."""
+"""Failpoints: arming, firing, and the record written before."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from services.common import failpoint
 failpoint.HOLD_MAX_S = 600
 atexit.register(lambda: [os.killpg(one.pid, 9) for one in failpoint._process.helpers])
 """
-"""So that nobody else lets it go on."""
+"""Prevents that another process resumes it."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +39,17 @@ def unarmed() -> Iterator[None]:
 
 
 def passes(spec: str, file: Path, parent: int = 0) -> tuple[int, int]:
-    """The exit code of a process that passes a.b three times, and how often it came through."""
+    """The exit code of a process that passes a.b three times, and its completed passes."""
     command = [sys.executable, "-c", CHILD, spec, str(file), str(parent)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=os.getcwd())
     return ended.returncode, ended.stdout.count("passed")
 
 
 def names(file: Path) -> list[str]:
-    return [one["name"] for one in failpoint.read_hits(file)]
+    return [hit["name"] for hit in failpoint.read_hits(file)]
 
 
-def test_nothing_happens_at_a_place_that_is_not_armed(tmp_path: Path) -> None:
+def test_an_unarmed_failpoint_does_nothing(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     failpoint.hit("a.b")
     assert not failpoint.any_armed()
@@ -59,7 +59,7 @@ def test_nothing_happens_at_a_place_that_is_not_armed(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_a_hit_is_written_down_once_with_its_time_and_process(tmp_path: Path) -> None:
+def test_a_hit_is_recorded_once_with_time_and_process(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     failpoint.arm(["a.b=note", "a.c=note"], file)
     for name in ("a.b", "a.b", "a.c"):
@@ -70,7 +70,7 @@ def test_a_hit_is_written_down_once_with_its_time_and_process(tmp_path: Path) ->
     assert first["monotonic_s"] <= second["monotonic_s"]
 
 
-def test_it_happens_at_the_hit_that_was_asked_for(tmp_path: Path) -> None:
+def test_a_failpoint_fires_at_the_configured_hit(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     failpoint.arm(["a.b=note@3"], file)
     failpoint.hit("a.b")
@@ -80,15 +80,15 @@ def test_it_happens_at_the_hit_that_was_asked_for(tmp_path: Path) -> None:
     assert names(file) == ["a.b"]
 
 
-def test_a_kill_is_written_down_before_and_happens_in_one_process_only(tmp_path: Path) -> None:
+def test_a_kill_is_recorded_first_and_happens_in_a_single_process(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     assert passes("a.b=kill@2", file) == (-signal.SIGKILL, 1)
     assert names(file) == ["a.b"]
-    assert passes("a.b=kill@2", file) == (0, 3), "the one that is started anew is not killed again"
+    assert passes("a.b=kill@2", file) == (0, 3), "the restarted process is not killed again"
     assert names(file) == ["a.b"]
 
 
-def test_two_processes_that_were_armed_before_the_hit_do_not_both_die(tmp_path: Path) -> None:
+def test_only_the_first_of_two_armed_processes_dies(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     failpoint.arm(["a.b=kill"], file)
     assert passes("a.b=kill", file) == (-signal.SIGKILL, 0)
@@ -99,7 +99,7 @@ def test_two_processes_that_were_armed_before_the_hit_do_not_both_die(tmp_path: 
 @pytest.mark.parametrize(
     ("action", "own", "parents"), [("kill-worker", -9, -9), ("kill-parent", 0, -9), ("kill", -9, 0)]
 )
-def test_an_engine_can_take_its_servicer_along(
+def test_an_engine_can_kill_its_servicer(
     tmp_path: Path, action: str, own: int, parents: int
 ) -> None:
     servicer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -112,22 +112,22 @@ def test_an_engine_can_take_its_servicer_along(
 
 
 @pytest.mark.parametrize("action", ["stop", "stop-worker"])
-def test_a_suspended_process_goes_on_later(tmp_path: Path, action: str) -> None:
+def test_a_suspended_process_resumes_later(tmp_path: Path, action: str) -> None:
     assert passes(f"a.b={action}:0.2", tmp_path / "hits") == (0, 3)
     assert names(tmp_path / "hits") == ["a.b"]
 
 
-def test_a_held_process_waits_until_whoever_reads_the_file_has_acted(tmp_path: Path) -> None:
+def test_a_held_process_waits_for_the_reader_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "hits"
     command = [sys.executable, "-c", HELD + CHILD, "a.b=hold@2", str(file), "0"]
     held = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         while psutil.Process(held.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        assert [one["pid"] for one in failpoint.read_hits(file)] == [held.pid]
+        assert [hit["pid"] for hit in failpoint.read_hits(file)] == [held.pid]
         held.send_signal(signal.SIGCONT)
-        told, _ = held.communicate()
-        assert (held.returncode, told.count("passed")) == (0, 3)
+        output, _ = held.communicate()
+        assert (held.returncode, output.count("passed")) == (0, 3)
     finally:
         held.kill()
         held.wait()
@@ -137,7 +137,7 @@ def test_a_held_process_waits_until_whoever_reads_the_file_has_acted(tmp_path: P
     ("action", "lanes"),
     [("cut", (True, True)), ("cut-activations", (True, False)), ("cut-bulk", (False, True))],
 )
-def test_a_process_says_how_it_is_cut_off(
+def test_a_process_records_how_it_is_disconnected(
     action: str, lanes: tuple[bool, bool], tmp_path: Path
 ) -> None:
     done: list[tuple[bool, bool]] = []
@@ -151,11 +151,11 @@ def test_a_process_says_how_it_is_cut_off(
 @pytest.mark.parametrize(
     "spec", ["a.b", "ab=kill", "a.b=explode", "a.b=kill@0", "a.b=stop", "a.b=kill:3", "=kill", ""]
 )
-def test_what_cannot_be_armed_is_refused(tmp_path: Path, spec: str) -> None:
+def test_invalid_failpoints_are_refused(tmp_path: Path, spec: str) -> None:
     with pytest.raises(ConfigError, match=r"failpoint|take seconds"):
         failpoint.check([spec], tmp_path / "hits")
 
 
-def test_a_file_of_hits_is_needed() -> None:
+def test_a_hits_file_is_required() -> None:
     with pytest.raises(ConfigError, match="'failpoint_file'"):
         failpoint.check(["a.b=kill"], None)

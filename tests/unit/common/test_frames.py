@@ -1,4 +1,4 @@
-"""Frames that go together come apart in their order, within the limits."""
+"""Joined frames are split in order, within the limits."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def aborts(lengths: list[int]) -> list[worker_pb2.GenerateRequest]:
 
 
 @given(lengths=st.lists(st.integers(0, 60), max_size=40))
-def test_all_come_apart_in_order(lengths: list[int]) -> None:
+def test_joined_frames_are_split_in_order(lengths: list[int]) -> None:
     wanted = [frame.abort.request_id for frame in aborts(lengths)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "FRAMES_MAX", 7)
@@ -31,7 +31,7 @@ def test_all_come_apart_in_order(lengths: list[int]) -> None:
         assert len(sizes) == 1 or sum(sizes) <= 200
 
 
-def test_a_lone_frame_goes_as_ever() -> None:
+def test_a_single_frame_is_sent_unwrapped() -> None:
     (message,) = packed(aborts([3]))
     assert message == aborts([3])[0]
 
@@ -42,7 +42,7 @@ def test_large_frames_go_alone() -> None:
     assert [len(list(unpacked(message))) for message in messages] == [2, 1, 1, 1, 1, 2]
 
 
-def test_a_peer_says_that_it_takes_many() -> None:
+def test_support_for_joined_frames_is_announced() -> None:
     assert takes_many(TAKES_MANY)
     assert not takes_many((("tideserve-frames", "one"), ("other", "many")))
     assert not takes_many(None)

@@ -1,4 +1,4 @@
-"""The cycle collector is as it was afterwards."""
+"""The cycle collector is restored afterwards."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 from services.common.garbage_collection import freeze_after, gc_paused
 
 
-def test_it_is_paused_and_comes_back() -> None:
+def test_collection_is_paused_and_resumed() -> None:
     assert gc.isenabled()
     with pytest.raises(ValueError, match="failed"), gc_paused():
         assert not gc.isenabled()
@@ -15,7 +15,7 @@ def test_it_is_paused_and_comes_back() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_it_was_off() -> None:
+def test_disabled_collection_stays_disabled() -> None:
     gc.disable()
     try:
         with gc_paused():
@@ -25,13 +25,13 @@ def test_it_stays_off_where_it_was_off() -> None:
         gc.enable()
 
 
-def test_what_lasts_is_not_looked_at_again() -> None:
+def test_long_lived_objects_are_frozen() -> None:
     kept: list[object] = []
     try:
         with freeze_after():
             assert not gc.isenabled()
             kept.append([])
         assert gc.isenabled()
-        assert all(one is not kept[0] for one in gc.get_objects())
+        assert all(tracked is not kept[0] for tracked in gc.get_objects())
     finally:
         gc.unfreeze()

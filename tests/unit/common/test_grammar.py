@@ -1,4 +1,4 @@
-"""Grammars become what llguidance takes."""
+"""Grammars are converted for llguidance."""
 
 import pytest
 from llguidance import LLMatcher
@@ -15,7 +15,7 @@ from services.core.request import Grammar, GrammarKind
         Grammar(GrammarKind.LARK, 'start: "a" | "b" start'),
     ],
 )
-def test_each_kind_is_taken(grammar: Grammar) -> None:
+def test_each_kind_is_accepted(grammar: Grammar) -> None:
     error = LLMatcher.validate_grammar(source_of(grammar), limits=parser_limits())
 
     assert error == ""
@@ -30,5 +30,5 @@ def test_each_kind_is_taken(grammar: Grammar) -> None:
         Grammar(GrammarKind.LARK, "start: b"),
     ],
 )
-def test_what_is_wrong_is_told_by_the_matcher(grammar: Grammar) -> None:
+def test_invalid_grammars_have_the_error_of_the_matcher(grammar: Grammar) -> None:
     assert LLMatcher.validate_grammar(source_of(grammar), limits=parser_limits())

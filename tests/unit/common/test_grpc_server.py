@@ -1,4 +1,4 @@
-"""A server that is open before it serves; health that tells the truth; the probe of containers."""
+"""A server that listens before it serves, its health service, and the probe of containers."""
 
 import asyncio
 import http.server
@@ -45,7 +45,7 @@ async def status(stub: health_pb2_grpc.HealthStub, name: str) -> int:
     return int(answer.status)
 
 
-async def test_the_process_lives_from_the_start_and_the_names_follow_readiness() -> None:
+async def test_process_health_is_immediate_and_service_health_follows_readiness() -> None:
     bench = Bench()
     async with bench.started() as stub:
         for name in (NAME, "another.Name"):
@@ -62,21 +62,21 @@ async def test_the_process_lives_from_the_start_and_the_names_follow_readiness()
         assert await status(stub, "") == SERVING
 
 
-async def test_a_name_of_nobody_is_not_found() -> None:
+async def test_an_unknown_service_name_is_not_found() -> None:
     bench = Bench()
     async with bench.started() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await status(stub, "a.B")
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         listed = await stub.List(health_pb2.HealthListRequest(), timeout=DEADLINE_S)
-        assert {name: one.status for name, one in listed.statuses.items()} == {
+        assert {name: status.status for name, status in listed.statuses.items()} == {
             "": SERVING,
             NAME: NOT_SERVING,
             "another.Name": NOT_SERVING,
         }
 
 
-async def test_a_watch_tells_changes_and_ends_with_the_server() -> None:
+async def test_a_watch_streams_changes_and_ends_with_the_server() -> None:
     bench = Bench()
     async with bench.started() as stub, asyncio.TaskGroup() as tasks:
         call = stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=DEADLINE_S)
@@ -155,12 +155,12 @@ def test_the_probe_over_http(code: int, result: int) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://a/", "grpc://"])
-def test_what_is_no_address_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_addresses_are_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert probe.main([url]) == 1
     assert "is not a URL" in capsys.readouterr().err
 
 
-def test_the_probe_is_a_program_that_loads_little() -> None:
+def test_the_probe_program_imports_little() -> None:
     """A health check starts it every few seconds; over HTTP it needs no gRPC."""
     with answering(200) as url:
         code = (

@@ -1,4 +1,4 @@
-"""How a service process begins and ends: its configuration; a sentence and an exit code."""
+"""Start and end of a service process: configuration, error line, exit code."""
 
 import re
 import subprocess
@@ -41,13 +41,13 @@ def run(errors: str, *arguments: str, **variables: str) -> subprocess.CompletedP
     return run_python("-c", PROGRAM.format(errors=errors), *arguments, env=environment)
 
 
-def test_an_error_for_people_is_the_last_line() -> None:
+def test_a_configuration_error_is_the_last_line() -> None:
     done = run("ConfigError('no tide')")
     assert done.returncode == EXIT_UNUSABLE
     assert done.stderr == "tideserve-tide: no tide\n"
 
 
-def test_it_is_told_beside_an_error_of_another_kind() -> None:
+def test_a_configuration_error_is_shown_beside_other_errors() -> None:
     done = run("ConfigError('no tide'), ValueError('a fault')")
     assert done.returncode == 1
     assert "tideserve-tide: no tide\n" in done.stderr
@@ -68,12 +68,12 @@ async def serve(config, stop):
     assert done.stdout == "(300, 300)\n"
 
 
-def test_without_an_error_it_ends_well() -> None:
+def test_a_service_without_an_error_exits_with_0() -> None:
     done = run("")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_configuration_is_printed_and_nothing_is_started(tmp_path: Path) -> None:
+def test_printing_the_configuration_starts_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("limit: 4\n")
     arguments = ("--config", str(config), "--print-config")
@@ -86,7 +86,7 @@ def test_the_configuration_is_printed_and_nothing_is_started(tmp_path: Path) -> 
     )
 
 
-def test_a_configuration_that_cannot_be_used() -> None:
+def test_an_invalid_configuration_ends_the_service() -> None:
     done = run("", TIDESERVE__LIMIT="10")
     assert (done.returncode, done.stdout) == (EXIT_UNUSABLE, "")
     assert done.stderr == (
@@ -125,9 +125,11 @@ def test_level_and_format_of_log_lines_are_options(level: str, form: str, lines:
     variables = {"ETCD_URL": "http://none:1", "LOG_LEVEL": level, "LOG_FORMAT": form}
     given = {f"TIDESERVE__{k}": v for k, v in variables.items()}
     done = run_python("-c", SPEAKING, env=python_environment() | given)
-    told = done.stderr.splitlines()
-    assert len(told) == len(lines)
-    assert all(re.fullmatch(line, said) for line, said in zip(lines, told, strict=True)), told
+    stderr_lines = done.stderr.splitlines()
+    assert len(stderr_lines) == len(lines)
+    assert all(
+        re.fullmatch(line, actual) for line, actual in zip(lines, stderr_lines, strict=True)
+    ), stderr_lines
 
 
 HANDSHAKE = """
@@ -158,7 +160,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 @pytest.mark.parametrize("verbosity", ["", "INFO"])
-def test_grpc_writes_no_lines_of_its_own_unless_told_to(tmp_path: Path, verbosity: str) -> None:
+def test_grpc_logging_is_off_by_default(tmp_path: Path, verbosity: str) -> None:
     issued = Authority.create("x").issue("w", ("w",), timedelta(days=1))
     write_pair(tmp_path, "w", issued)
     given = {"GRPC_VERBOSITY": verbosity} if verbosity else {}

@@ -1,4 +1,4 @@
-"""What log lines look like, and which ids they bear."""
+"""Format and ids of log lines."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def record(message: str, **fields: object) -> logging.LogRecord:
     return made
 
 
-def test_json_has_milliseconds_utc_ids_and_fields() -> None:
+def test_json_lines_have_utc_milliseconds_ids_and_fields() -> None:
     with request_ids("r-1", "f" * 32):
         line = JsonFormatter().format(record("Grüße", worker="w0", total_s=0.5))
     assert json.loads(line) == {
@@ -46,7 +46,7 @@ def test_json_has_milliseconds_utc_ids_and_fields() -> None:
     assert "request_id" not in json.loads(JsonFormatter().format(record("later")))
 
 
-def test_text_is_one_line_that_cannot_be_mistaken_for_two() -> None:
+def test_text_records_are_a_single_unambiguous_line() -> None:
     with request_ids("r-1", ""):
         line = TextFormatter().format(record("two\nlines", why="a b", count=3))
     assert line == (
@@ -54,7 +54,7 @@ def test_text_is_one_line_that_cannot_be_mistaken_for_two() -> None:
     )
 
 
-def test_no_character_of_a_message_controls_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     controls = "".join(map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)))
     line = TextFormatter().format(record(f"a{controls}é"))
     assert line.isprintable()
@@ -63,13 +63,13 @@ def test_no_character_of_a_message_controls_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_tideserve_logs_reads_both_with_their_time(formatter: logging.Formatter) -> None:
+def test_both_formats_are_parsed_by_tideserve_logs(formatter: logging.Formatter) -> None:
     stamp, text = render(formatter.format(record("registered", worker="w0")))
     assert stamp == "2025-12-31T23:59:59.123"
     assert re.search(r"info +.*registered worker=w0$", text)
 
 
-def test_an_exception_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_logged_in_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:
         for form in ("json", "text"):
@@ -87,21 +87,21 @@ def test_an_exception_is_part_of_the_line(capsys: pytest.CaptureFixture[str]) ->
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
 
 
-def test_of_an_exception_in_a_request_no_message_is_told(
+def test_messages_of_request_exceptions_are_not_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exceptions quote what they meet, and that may be what the client said."""
-    words = "low" + "tide"
+    """Exceptions quote their input, which may be text of the client."""
+    secret = "low" + "tide"
     before = logging.getLogger().handlers[:], logging.getLogger().level
     try:
         for form in ("json", "text"):
             set_up_logging("warning", form)
             try:
                 try:
-                    raise KeyError(words)
+                    raise KeyError(secret)
                 except KeyError as error:
-                    inner = [OSError(words), ValueError(words)]
-                    raise ExceptionGroup(words, inner) from error
+                    inner = [OSError(secret), ValueError(secret)]
+                    raise ExceptionGroup(secret, inner) from error
             except ExceptionGroup:
                 with request_ids("mine", ""):
                     logging.getLogger("x").exception("it failed")
@@ -110,12 +110,12 @@ def test_of_an_exception_in_a_request_no_message_is_told(
             for kind in ("KeyError", "OSError", "ValueError", "ExceptionGroup"):
                 assert f"builtins.{kind}" in shown
             assert "test_of_an_exception_in_a_request" in shown, "where it was"
-            assert words not in shown
+            assert secret not in shown
     finally:
         logging.basicConfig(handlers=before[0], level=before[1], force=True)
 
 
-def test_lines_that_a_full_disk_refuses_are_counted(
+def test_lines_lost_to_a_full_disk_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, before = tmp_path / "log", (logging.getLogger().handlers[:], logging.getLogger().level)

@@ -1,4 +1,4 @@
-"""A live view of records reads only those that have changed."""
+"""A live view of records reads only changed ones."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -14,7 +14,7 @@ from tideserve.common.v1 import record_pb2
 
 
 class Listings:
-    """A store that tells these listings, one after the other."""
+    """A store that returns these listings in order."""
 
     def __init__(self, *listings: Listing) -> None:
         self._listings = listings
@@ -29,7 +29,7 @@ def entry(worker_id: str, revision: int, incarnation: str = "i") -> Entry:
     return Entry(encode_record(record), 1, revision)
 
 
-async def test_a_change_of_one_record_reads_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_of_a_record_reads_only_that_record(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     real = membership.read_record
 
@@ -40,25 +40,28 @@ async def test_a_change_of_one_record_reads_that_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(membership, "read_record", noting)
     first = {"a": entry("a", 2), "b": entry("b", 3), "bad": Entry(b"\xff", 1, 4)}
     second = first | {"b": entry("b", 5, "later"), "c": entry("c", 6)}
-    third = {name: one for name, one in second.items() if name != "a"}
+    third = {name: entry for name, entry in second.items() if name != "a"}
     store = cast(Store, Listings(first, second, third, first))
     directory = Directory(store, WORKERS, record_pb2.WorkerRecord)
     await directory.run()
     assert read == ["a", "b", "bad", "b", "c", "a", "b"]
-    assert {key: one.incarnation for key, one in directory.records.items()} == {"a": "i", "b": "i"}
+    assert {key: record.incarnation for key, record in directory.records.items()} == {
+        "a": "i",
+        "b": "i",
+    }
 
 
 class AwayStore:
-    """A store that has granted a lease and answers nothing after that."""
+    """A store that has granted a lease and does not respond after that."""
 
     async def keep_alive(self, lease: int) -> int:
         raise StoreError("etcd does not answer")
 
 
-async def test_a_lease_counts_as_lost_no_later_than_its_end(
+async def test_a_lease_is_lost_no_later_than_its_expiry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others wait a moment only for whoever is to register again after an outage."""
+    """After an outage others wait only a moment for workers to register again."""
     now_s = 100.0
 
     async def sleep(seconds: float) -> None:

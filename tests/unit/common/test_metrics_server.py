@@ -20,7 +20,7 @@ def a_registry() -> CollectorRegistry:
 
 
 async def ask(port: int, request: bytes) -> bytes:
-    """What the server answers until it closes."""
+    """Return the server's response until it closes the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         writer.write(request)
@@ -30,7 +30,7 @@ async def ask(port: int, request: bytes) -> bytes:
         writer.close()
 
 
-async def test_a_scrape_gets_the_registry() -> None:
+async def test_a_scrape_returns_the_registry() -> None:
     async with metrics_exposed(a_registry(), HOST, 0) as port:
         head, _, body = (
             await ask(port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -51,14 +51,14 @@ async def test_a_scrape_gets_the_registry() -> None:
         ("HEAD /metrics HTTP/1.1", b"200"),
     ],
 )
-async def test_other_requests(request_line: str, status: bytes) -> None:
+async def test_other_requests_are_refused(request_line: str, status: bytes) -> None:
     async with metrics_exposed(a_registry(), HOST, 0) as port:
         answer = await ask(port, f"{request_line}\r\n\r\n".encode())
         assert answer.split()[1] == status
         assert b"depth" not in answer
 
 
-async def test_a_head_that_is_too_long_ends_the_connection() -> None:
+async def test_a_too_long_request_head_ends_the_connection() -> None:
     async with metrics_exposed(a_registry(), HOST, 0) as port:
         head = b"GET /metrics HTTP/1.1\r\nX: " + b"y" * metrics_server.HEAD_BYTES_MAX * 2
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -69,7 +69,7 @@ async def test_a_head_that_is_too_long_ends_the_connection() -> None:
         writer.close()
 
 
-async def test_silent_clients_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_clients_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "EXCHANGE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 1)
     async with metrics_exposed(a_registry(), HOST, 0) as port:
@@ -80,13 +80,13 @@ async def test_silent_clients_leave_room_for_others(monkeypatch: pytest.MonkeyPa
         writer.close()
 
 
-async def test_a_port_in_use_is_one_sentence() -> None:
+async def test_a_port_in_use_is_a_short_error() -> None:
     async with metrics_exposed(a_registry(), HOST, 0) as port:
         with pytest.raises(ConfigError, match="choose another metrics_port"):
             async with metrics_exposed(a_registry(), HOST, port):
                 pass
 
 
-async def test_without_a_port_nothing_is_served() -> None:
+async def test_no_server_runs_without_a_port() -> None:
     async with metrics_exposed(a_registry(), HOST, None) as port:
         assert port == 0

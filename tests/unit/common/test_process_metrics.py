@@ -1,4 +1,4 @@
-"""What every service tells of its process, its calls to etcd and its certificates."""
+"""Metrics of every service: its process, its etcd calls and its certificates."""
 
 import math
 import subprocess
@@ -19,7 +19,7 @@ from tideserve.cli.certificates import Authority, write_pair
 
 
 def make_certificate(folder: Path) -> Path:
-    """A self-signed certificate."""
+    """A self-signed certificate with this lifetime."""
     path = folder / "cert.pem"
     subprocess.run(
         [
@@ -34,17 +34,17 @@ def make_certificate(folder: Path) -> Path:
     return path
 
 
-def test_the_expiry_is_what_openssl_says(tmp_path: Path) -> None:
+def test_the_certificate_expiry_equals_that_of_openssl(tmp_path: Path) -> None:
     path = make_certificate(tmp_path)
-    told = subprocess.run(
+    output = subprocess.run(
         ["openssl", "x509", "-in", str(path), "-noout", "-enddate", "-dateopt", "iso_8601"],
         check=True,
         capture_output=True,
         text=True,
         timeout=60,
     ).stdout
-    told = told.strip().removeprefix("notAfter=")
-    expected = datetime.strptime(told, "%Y-%m-%d %H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    output = output.strip().removeprefix("notAfter=")
+    expected = datetime.strptime(output, "%Y-%m-%d %H:%M:%SZ").replace(tzinfo=UTC).timestamp()
     assert expiry_unix_s(path) == expected
 
 
@@ -57,14 +57,14 @@ def test_the_expiry_is_what_openssl_says(tmp_path: Path) -> None:
         "-----BEGIN CERTIFICATE-----\n====\n-----END CERTIFICATE-----\n",
     ],
 )
-def test_what_is_no_certificate_has_no_expiry(text: str, tmp_path: Path) -> None:
+def test_an_invalid_certificate_has_no_expiry(text: str, tmp_path: Path) -> None:
     path = tmp_path / "cert.pem"
     path.write_text(text)
     assert expiry_unix_s(path) is None
     assert expiry_unix_s(tmp_path / "missing.pem") is None
 
 
-def test_every_service_tells_of_itself(tmp_path: Path) -> None:
+def test_every_service_exports_process_metrics(tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     missing = tmp_path / "missing.pem"
     config = ServiceConfig(
@@ -96,7 +96,7 @@ def test_every_service_tells_of_itself(tmp_path: Path) -> None:
     assert [build["service"] for build in builds] == ["memmgr"]
 
 
-def test_the_expiry_is_that_of_the_certificate_in_force(tmp_path: Path) -> None:
+def test_the_exported_expiry_follows_the_loaded_certificate(tmp_path: Path) -> None:
     authority = Authority.create("test")
     first, second = (authority.issue("gateway", ("g",), timedelta(days=days)) for days in (1, 30))
     write_pair(tmp_path, "gateway", first)
@@ -110,21 +110,21 @@ def test_the_expiry_is_that_of_the_certificate_in_force(tmp_path: Path) -> None:
     )
     registry = service_registry("gateway", config, EtcdCalls())
 
-    def told() -> float | None:
+    def exported_expiry() -> float | None:
         name = "tideserve_tls_certificate_expiry_seconds"
         return value(samples(generate_latest(registry).decode()), name, purpose="tls")
 
     before = expiry_unix_s(certificate)
-    assert told() == before
+    assert exported_expiry() == before
     certificate.write_bytes(second.cert)
-    assert told() == before, "a certificate whose key is missing is not shown to anybody"
+    assert exported_expiry() == before, "a certificate without its key is not used"
     write_pair(tmp_path, "gateway", second)
     after = expiry_unix_s(certificate)
     assert after is not None and before is not None and after > before
-    assert told() == after
+    assert exported_expiry() == after
 
 
-def test_buckets_add_up() -> None:
+def test_histogram_buckets_are_cumulative() -> None:
     assert cumulative((1, 2.5), [3, 0, 4]) == [("1.0", 3.0), ("2.5", 3.0), ("+Inf", 7.0)]
     with pytest.raises(ValueError):
         cumulative((1, 2), [0, 0])

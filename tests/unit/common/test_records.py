@@ -1,4 +1,4 @@
-"""One codec for the records in etcd: what comes back, and what is no record for anybody."""
+"""The codec of etcd records: round trips and invalid records."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,7 +52,7 @@ STABLE = record_pb2.GROUP_PHASE_STABLE
 
 
 @pytest.mark.parametrize("phase", GroupPhase)
-def test_a_group_comes_back_as_it_was(phase: GroupPhase) -> None:
+def test_a_group_round_trips(phase: GroupPhase) -> None:
     group = replace(GROUP, phase=phase)
     value = encode_record(to_group_record(group))
     record = read_record(record_pb2.GroupRecord, f"{GROUPS}group-w0", value)
@@ -60,7 +60,7 @@ def test_a_group_comes_back_as_it_was(phase: GroupPhase) -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_a_role_comes_back_as_it_was(role: Role) -> None:
+def test_a_role_round_trips(role: Role) -> None:
     value = encode_record(to_role_record("w0", role, 12.5))
     record = read_record(record_pb2.RoleRecord, f"{ROLES}w0", value)
     assert record is not None and to_role(record) == role and record.since_s == 12.5
@@ -68,7 +68,7 @@ def test_a_role_comes_back_as_it_was(role: Role) -> None:
     assert to_role(worker_record()) is None
 
 
-def test_the_memory_manager_reads_roles_and_skips_what_is_none() -> None:
+def test_invalid_role_records_are_skipped() -> None:
     entries = {
         f"{ROLES}w0": Entry(encode_record(to_role_record("w0", Role.PREFILL, 1.0)), 3, 3),
         f"{ROLES}w1": Entry(encode_record(to_role_record("w0", Role.DECODE, 1.0)), 4, 4),
@@ -77,14 +77,14 @@ def test_the_memory_manager_reads_roles_and_skips_what_is_none() -> None:
     assert RecordReader().read(entries).roles == {"w0": Role.PREFILL}
 
 
-def test_an_assignment_comes_back_as_it_was() -> None:
+def test_an_assignment_round_trips() -> None:
     assignment = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
     value = encode_record(to_assignment_record(assignment))
     record = read_record(record_pb2.AssignmentRecord, f"{ASSIGNMENTS}w0", value)
     assert record is not None and to_assignment(record) == assignment
 
 
-def test_a_shape_comes_back_as_it_was() -> None:
+def test_a_shape_round_trips() -> None:
     shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
     record = to_shape_record(shape)
     assert record is not None and to_shape(record) == shape
@@ -98,7 +98,7 @@ def test_a_shape_comes_back_as_it_was() -> None:
         CostModel(1e-8, 1e-4, 0.02, 0.01, Coefficients(1e-7, 1e-5, 0.01), 1e-9, 64, 1e-5),
     ],
 )
-def test_a_cost_model_comes_back_as_it_was(model: CostModel) -> None:
+def test_a_cost_model_round_trips(model: CostModel) -> None:
     value = encode_record(worker_record(cost_model=to_cost_record(model)))
     record = read_record(record_pb2.WorkerRecord, f"{WORKERS}w0", value)
     assert record is not None and to_cost_model(record) == model
@@ -120,7 +120,9 @@ def test_a_cost_model_comes_back_as_it_was(model: CostModel) -> None:
         record_pb2.CostModel(beta_s=1.0, knee_tokens=-1),
     ],
 )
-def test_costs_that_predict_nothing_are_none(costs: record_pb2.CostModel | None) -> None:
+def test_workers_without_coefficients_have_no_cost_model(
+    costs: record_pb2.CostModel | None,
+) -> None:
     """Workers of earlier releases publish none."""
     assert to_cost_model(worker_record(cost_model=costs)) is None
     assert to_cost_record(None) is None
@@ -128,11 +130,15 @@ def test_costs_that_predict_nothing_are_none(costs: record_pb2.CostModel | None)
 
 @pytest.mark.parametrize("engine", EngineKind)
 @pytest.mark.parametrize("paced", [None, "A100-14B"])
+@pytest.mark.parametrize("hands_over", [False, True])
 @pytest.mark.parametrize("can_drop", [False, True])
-def test_capabilities_say_what_they_were_made_of(
-    can_drop: bool, paced: str | None, engine: EngineKind
+def test_capabilities_list_engine_and_build(
+    can_drop: bool, hands_over: bool, paced: str | None, engine: EngineKind
 ) -> None:
-    record = worker_record(capabilities=capabilities_of(can_drop, paced, engine))
+    capabilities = capabilities_of(can_drop, paced, engine, hands_over)
+    record = worker_record(capabilities=capabilities)
+    facts = to_facts(record)
+    assert facts is not None and facts.hands_over == hands_over
     assert GENERATE in record.capabilities
     assert (CAN_DROP in record.capabilities) == can_drop
     assert to_worker(record, 9).can_drop == can_drop
@@ -140,14 +146,14 @@ def test_capabilities_say_what_they_were_made_of(
     assert engine_of(record) == engine
 
 
-def test_a_worker_with_vllm_can_be_in_no_plan_of_a_merge() -> None:
+def test_a_vllm_worker_cannot_merge() -> None:
     record = worker_record(capabilities=capabilities_of(False, None, EngineKind.VLLM))
     facts = to_facts(record)
     assert facts is not None and not facts.can_drop and facts.shape is None
     assert (to_worker(record, 9).num_layers, can_serve(record)) == (0, True)
 
 
-def test_a_worker_of_before_has_our_engine() -> None:
+def test_a_record_without_an_engine_means_tideserve() -> None:
     assert engine_of(worker_record()) == EngineKind.TIDESERVE
 
 
@@ -229,11 +235,11 @@ def adapter_record(**changes: Any) -> adapter_pb2.AdapterRecord:
         (adapter_record(rank=0), "org%2Fa", False),
     ],
 )
-def test_the_other_kinds(record: Message, name: str, valid: bool) -> None:
+def test_other_records_are_validated(record: Message, name: str, valid: bool) -> None:
     assert is_valid(record, name) == valid
 
 
-def test_what_is_no_record_at_all() -> None:
+def test_malformed_records_are_ignored() -> None:
     for value in (b"", b"{", b"\xff", b"[" * 100_000):
         assert decode_record(record_pb2.WorkerRecord, value) is None
     with pytest.raises(TypeError, match="GroupMember is not an etcd record"):
@@ -252,9 +258,7 @@ def test_what_is_no_record_at_all() -> None:
         ({"running": -1}, False),
     ],
 )
-def test_what_a_gateway_is_asked_is_finite_and_not_negative(
-    wish: dict[str, float], valid: bool
-) -> None:
+def test_gateway_numbers_are_finite_and_not_negative(wish: dict[str, float], valid: bool) -> None:
     record = record_pb2.QuotaRecord(incarnation="a")
     record.owners["alice"].CopyFrom(record_pb2.QuotaWish(**wish))
     value = encode_record(record)
@@ -262,7 +266,7 @@ def test_what_a_gateway_is_asked_is_finite_and_not_negative(
     assert read_record(record_pb2.QuotaRecord, "quotas/b", value) is None
 
 
-def test_workers_that_were_told_another_scheduling_are_named() -> None:
+def test_workers_with_another_scheduling_are_named() -> None:
     workers = [
         worker_record("w3", scheduling="fcfs"),
         worker_record("w1", scheduling="fcfs"),

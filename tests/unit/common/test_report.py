@@ -28,18 +28,18 @@ from tideserve.memmgr.v1 import memmgr_pb2
 
 
 def filled(message: Message) -> Any:
-    """The message with another value in each field."""
-    for one, number in zip(message.DESCRIPTOR.fields, count(1)):
-        if one.message_type is not None:
-            getattr(message, one.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)
-        elif one.is_repeated:
-            value: Any = ["a", "b"] if one.type == one.TYPE_STRING else [number, number + 1]
-            getattr(message, one.name).extend(value)
-        elif one.type == one.TYPE_BOOL:
-            setattr(message, one.name, True)
+    """The message with a different value in each field."""
+    for field, number in zip(message.DESCRIPTOR.fields, count(1)):
+        if field.message_type is not None:
+            getattr(message, field.name).extend([filled(adapter_pb2.LoadedAdapter())] * 2)
+        elif field.is_repeated:
+            value: Any = ["a", "b"] if field.type == field.TYPE_STRING else [number, number + 1]
+            getattr(message, field.name).extend(value)
+        elif field.type == field.TYPE_BOOL:
+            setattr(message, field.name, True)
         else:
-            kind = {one.TYPE_STRING: str, one.TYPE_DOUBLE: float}.get(one.type, int)
-            setattr(message, one.name, kind(number))
+            kind = {field.TYPE_STRING: str, field.TYPE_DOUBLE: float}.get(field.type, int)
+            setattr(message, field.name, kind(number))
     if isinstance(message, adapter_pb2.LoadedAdapter):
         return message
     for name, blocks in (("kv_blocks_free", 3), ("kv_blocks_total", 4)):
@@ -47,24 +47,24 @@ def filled(message: Message) -> Any:
     return message
 
 
-def test_every_field_crosses() -> None:
+def test_every_field_round_trips() -> None:
     load = filled(load_pb2.WorkerLoad())
     assert load_message(to_load_report(load)) == load
     memory = filled(memmgr_pb2.WorkerMemory())
     report = to_memory_report(memory)
     assert memory_message(report) == memory
     values = memory_values(report)
-    assert values.keys() == {one.name for one in memory.DESCRIPTOR.fields}
+    assert values.keys() == {field.name for field in memory.DESCRIPTOR.fields}
     assert all(tuple(values[n]) == (12, 13) if n == "pids" else values[n] for n in values)
 
 
-def test_what_is_not_on_the_wire_has_its_default() -> None:
+def test_absent_fields_have_their_default() -> None:
     load = Load(1, 2, 3, 4, preemptions_total=5, kv_blocks_total=6, prompt_tokens_total=7)
     there = to_load_report(load_message(LoadReport("w", "i", 8, 9, load, ("r",))))
     assert there == LoadReport("w", "i", 8, 9, Load(1, 2, 3, 4, kv_blocks_total=6), ("r",))
 
 
-def test_a_message_with_a_field_that_no_report_has() -> None:
+def test_a_message_with_an_unknown_field_is_refused() -> None:
     with pytest.raises(TypeError, match=r"LoadReport has no name, pids, "):
         Codec(LoadReport, process_pb2.GetProcessResponse)
 
@@ -76,23 +76,23 @@ def test_a_message_with_a_field_that_no_report_has() -> None:
         (memmgr_pb2.WorkerMemory, to_memory_report),
     ],
 )
-def test_what_cannot_be_is_no_report(made: type[Message], read: Callable[[Any], object]) -> None:
+def test_impossible_reports_are_refused(made: type[Message], read: Callable[[Any], object]) -> None:
     unnamed = "worker_id and incarnation must be set"
     wrong: list[tuple[str, Any, str]] = [("worker_id", "", unnamed), ("incarnation", "", unnamed)]
-    for one in made.DESCRIPTOR.fields:
-        if one.type == one.TYPE_DOUBLE:
-            wrong += [(one.name, number, one.name) for number in (-0.1, math.nan, math.inf)]
-        elif one.type in (one.TYPE_INT32, one.TYPE_INT64) and not one.is_repeated:
-            wrong.append((one.name, -1, f"{one.name} is -1, but must be 0 or more"))
+    for field in made.DESCRIPTOR.fields:
+        if field.type == field.TYPE_DOUBLE:
+            wrong += [(field.name, number, field.name) for number in (-0.1, math.nan, math.inf)]
+        elif field.type in (field.TYPE_INT32, field.TYPE_INT64) and not field.is_repeated:
+            wrong.append((field.name, -1, f"{field.name} is -1, but must be 0 or more"))
     wrong.append(("kv_blocks_free", 5, "kv_blocks_free is 5, but kv_blocks_total is 4"))
-    for name, value, words in wrong:
+    for name, value, expected in wrong:
         message = filled(made())
         setattr(message, name, value)
-        with pytest.raises(InvalidReport, match=words):
+        with pytest.raises(InvalidReport, match=expected):
             read(message)
 
 
-def test_an_old_worker_does_not_tell_its_blocks() -> None:
+def test_a_report_of_an_old_worker_has_no_total_blocks() -> None:
     untold = load_pb2.WorkerLoad(worker_id="w", incarnation="i", kv_blocks_free=5)
     assert to_load_report(untold).load == Load(0, 0, 5, 0)
     memory = memmgr_pb2.WorkerMemory(worker_id="w", incarnation="i", kv_blocks_free=5)
@@ -100,13 +100,13 @@ def test_an_old_worker_does_not_tell_its_blocks() -> None:
         to_memory_report(memory)
 
 
-def test_the_memory_manager_has_checked_what_is_shown() -> None:
+def test_shown_reports_were_validated_by_the_memory_manager() -> None:
     engine = EngineReport(Load(0, 0, 0, 0), epoch=4)
     assert unchecked_memory_report(memory_message(memory_report("", engine, ""))).engine == engine
 
 
-def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() -> None:
-    told = {one.name for one in load_pb2.WorkerLoad.DESCRIPTOR.fields}
+def test_only_scheduler_fields_are_news_and_blocks_alone_are_minor() -> None:
+    sent = {field.name for field in load_pb2.WorkerLoad.DESCRIPTOR.fields}
     loads, known = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(3, 3, 9, 3, 3, 10)
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
     loads.create_next(7, known, 0.0)
@@ -114,17 +114,19 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
         ReportUrgency.NONE,
         ReportUrgency.MAJOR,
     )
-    for one in fields(Load):
-        if one.name == "tokens":
+    for load_field in fields(Load):
+        if load_field.name == "tokens":
             other: Any = ClassTokens(online_processed_tokens_total=1)
-        elif one.name == "adapter_use":
-            other, told = AdapterUse((LoadedAdapter(7, running=1),)), told | {one.name}
+        elif load_field.name == "adapter_use":
+            other, sent = AdapterUse((LoadedAdapter(7, running=1),)), sent | {load_field.name}
         else:
-            other = not known.batch_yields if one.name == "batch_yields" else 7
-        expected = ReportUrgency.MAJOR if one.name in told else ReportUrgency.NONE
-        if one.name in ("kv_blocks_free", "kv_blocks_batch"):
+            other = not known.batch_yields if load_field.name == "batch_yields" else 7
+        expected = ReportUrgency.MAJOR if load_field.name in sent else ReportUrgency.NONE
+        if load_field.name in ("kv_blocks_free", "kv_blocks_batch"):
             expected = ReportUrgency.MINOR
-        assert loads.urgency(7, replace(known, **{one.name: other})) is expected, one.name
+        assert loads.urgency(7, replace(known, **{load_field.name: other})) is expected, (
+            load_field.name
+        )
     scarce = replace(known, kv_blocks_free=2)
     assert loads.urgency(7, scarce) is ReportUrgency.MAJOR, "one more request may not fit"
     assert loads.urgency(7, replace(known, kv_blocks_free=10)) is ReportUrgency.MAJOR
@@ -134,7 +136,7 @@ def test_only_what_the_scheduler_is_told_is_news_and_blocks_alone_are_minor() ->
     assert loads.urgency(7, known) is ReportUrgency.MAJOR
 
 
-def test_adapters_of_a_load_are_read_and_checked_each() -> None:
+def test_each_adapter_of_a_load_is_validated() -> None:
     use = AdapterUse((LoadedAdapter(2**64 - 1, True, 3), LoadedAdapter(1, load_s=0.5)), 2)
     report = LoadReport("w", "i", 1, 1, Load(1, 1, 1, 1, kv_blocks_total=1, adapter_use=use))
     message = load_message(report)

@@ -15,7 +15,7 @@ CONFIGS = (GatewayConfig, SchedulerConfig, MemmgrConfig, WorkerConfig)
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-def test_every_option_has_a_sentence(cls: type[Any]) -> None:
+def test_every_option_has_a_description(cls: type[Any]) -> None:
     for key, setting in settings_of(cls).items():
         assert setting.help.endswith("."), key
 
@@ -24,21 +24,21 @@ def test_every_option_has_a_sentence(cls: type[Any]) -> None:
 def test_a_number_of_bytes_can_be_written_as_a_size(cls: type[Any]) -> None:
     settings = settings_of(cls)
     named = {key for key in settings if {"bytes", "memory"} & set(key.split("_"))}
-    assert named == {key for key, one in settings.items() if one.metadata.get("size")}
+    assert named == {key for key, setting in settings.items() if setting.metadata.get("size")}
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
-def test_the_file_of_a_secret_is_no_other_key(cls: type[Any]) -> None:
+def test_secret_file_keys_are_unique(cls: type[Any]) -> None:
     assert len(set(known_keys(cls))) == len(known_keys(cls))
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
 def test_every_number_has_a_range(cls: type[Any]) -> None:
     settings = settings_of(cls)
-    assert not [key for key, one in settings.items() if one.values_text.endswith("number")]
+    assert not [key for key, setting in settings.items() if setting.values_text.endswith("number")]
 
 
-def test_an_address_that_is_shown_holds_no_password() -> None:
+def test_shown_addresses_contain_no_password() -> None:
     with pytest.raises(ConfigError, match="'etcd_user' and 'etcd_password'") as caught:
         SchedulerConfig(etcd_url="https://etcd:2379,https://u:hidden@etcd:2380")
     assert "hidden" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What `--help` and the reference say about a service's options."""
+"""Options of a service in `--help` and in the reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,10 @@ class Example:
     key: str | None = option(None, "A key.", secret=True)
 
 
-def test_rows() -> None:
+def test_settings_become_table_rows() -> None:
     assert [
-        (key, one.values_text, one.default_text) for key, one in settings_of(Example).items()
+        (key, setting.values_text, setting.default_text)
+        for key, setting in settings_of(Example).items()
     ] == [
         ("name", "text", "required"),
         ("port", "0 to 65535", "none"),
@@ -45,7 +46,7 @@ def test_rows() -> None:
     ]
 
 
-def test_help() -> None:
+def test_settings_become_help_texts() -> None:
     text = help_text(Example)
     assert "  port  (0 to 65535; default: none)\n      A port.\n" in text
     assert "  name  (text; required)\n" in text

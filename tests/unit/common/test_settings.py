@@ -1,4 +1,4 @@
-"""Configuration from environment, file and secret files: which wins, and what errors say."""
+"""Configuration from environment, file and secret files: precedence and errors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def write(folder: Path, text: str, name: str = "service.yaml") -> Path:
     return path
 
 
-def test_the_environment_alone_suffices_and_is_read_by_type() -> None:
+def test_environment_variables_are_read_by_type() -> None:
     config = load(
         NAME="yes",
         QUEUE_LIMIT=" 8",
@@ -61,16 +61,16 @@ def test_the_environment_alone_suffices_and_is_read_by_type() -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("on", True), ("NO", False), ("0", False), ("false", False)]
 )
-def test_truths(text: str, value: bool) -> None:
+def test_booleans_are_parsed(text: str, value: bool) -> None:
     assert load(NAME="n", VERBOSE=text).verbose is value
 
 
-def test_empty_is_none_where_none_is_allowed_and_text_where_it_is_text() -> None:
+def test_an_empty_value_is_none_if_allowed_and_else_text() -> None:
     config = load(NAME="", LIMIT="", FOLDER="", PREFIX="")
     assert config == Example("", prefix="")
 
 
-def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+def test_precedence_is_environment_file_default(tmp_path: Path) -> None:
     path = write(tmp_path, "name: n\nqueue_limit: 5\nlimit: 3\nroom_bytes: 2KiB\n")
     settings = load_settings(Example, path, {"TIDESERVE__QUEUE_LIMIT": "6", "HOME": "/"})
     assert settings.config == Example("n", 6, limit=3, room_bytes=2048)
@@ -79,13 +79,13 @@ def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_pa
     assert settings.origins["mode"] == "default"
 
 
-def test_variables_of_kubernetes_do_not_count() -> None:
+def test_kubernetes_variables_are_ignored() -> None:
     others = {"TIDESERVE_PORT": "tcp://10.0.0.1:80", "TIDESERVE_SERVICE_HOST": "10.0.0.1"}
     assert load_settings(Example, None, {"TIDESERVE__NAME": "n", **others}).config == Example("n")
 
 
 @pytest.mark.parametrize(
-    ("variables", "words"),
+    ("variables", "messages"),
     [
         ({"QUEUE_LIMT": "1"}, ("TIDESERVE__QUEUE_LIMT", "did you mean TIDESERVE__QUEUE_LIMIT?")),
         ({"queue_limit": "1"}, ("TIDESERVE__queue_limit", "did you mean TIDESERVE__QUEUE_LIMIT?")),
@@ -107,15 +107,17 @@ def test_variables_of_kubernetes_do_not_count() -> None:
         ({"NAME_FILE": "/b"}, ("unknown variable TIDESERVE__NAME_FILE",)),
     ],
 )
-def test_errors_of_the_environment(variables: Mapping[str, str], words: tuple[str, ...]) -> None:
+def test_invalid_environment_variables_are_named(
+    variables: Mapping[str, str], messages: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, **({"NAME": "n"} | dict(variables)))
-    for word in words:
+    for word in messages:
         assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "messages"),
     [
         ("nmae: n", ("unknown configuration key 'nmae'", "did you mean 'name'?")),
         ("queue_limit: 1", ("'name' is missing", "set TIDESERVE__NAME, or add it to ")),
@@ -125,14 +127,16 @@ def test_errors_of_the_environment(variables: Mapping[str, str], words: tuple[st
         ("{name: n, name_file: x}", ("unknown configuration key 'name_file'",)),
     ],
 )
-def test_errors_of_the_file(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_invalid_file_values_are_named(
+    tmp_path: Path, text: str, messages: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
-    for word in (*words, "service.yaml" if "no/such" not in text else ""):
+    for word in (*messages, "service.yaml" if "no/such" not in text else ""):
         assert word in str(caught.value)
 
 
-def test_what_is_missing_without_a_file() -> None:
+def test_missing_keys_without_a_file_are_named() -> None:
     with pytest.raises(ConfigError, match=r"'name' is missing; set TIDESERVE__NAME, or .*--config"):
         load()
 
@@ -140,7 +144,7 @@ def test_what_is_missing_without_a_file() -> None:
 @pytest.mark.parametrize(
     ("content", "secret"), [(b"abc\n", "abc"), (b"a b \r\n", "a b "), (b"a\n\n", "a\n")]
 )
-def test_a_secret_from_a_file_without_its_line_end(
+def test_a_secret_file_is_read_without_its_line_end(
     tmp_path: Path, content: bytes, secret: str
 ) -> None:
     path = tmp_path / "secret"
@@ -150,18 +154,18 @@ def test_a_secret_from_a_file_without_its_line_end(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"\n", "empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 70_000, "too large")]
+    ("content", "message"), [(b"\n", "empty"), (b"\xff\xfe", "UTF-8"), (b"x" * 70_000, "too large")]
 )
-def test_a_secret_file_that_holds_none(tmp_path: Path, content: bytes, said: str) -> None:
+def test_an_empty_secret_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "secret"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load(NAME="n", KEY_FILE=str(path))
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("in_file", ["key: of-the-file", "key_file: /no/such"])
-def test_a_secret_of_the_environment_wins_in_either_form(tmp_path: Path, in_file: str) -> None:
+def test_a_secret_in_the_environment_takes_precedence(tmp_path: Path, in_file: str) -> None:
     config = write(tmp_path, f"name: n\n{in_file}\n")
     secret = write(tmp_path, "from-a-file\n", "secret")
     if "file:" not in in_file:
@@ -171,7 +175,7 @@ def test_a_secret_of_the_environment_wins_in_either_form(tmp_path: Path, in_file
     assert load(config, KEY="direct").key == "direct"
 
 
-def test_the_description_is_yaml_with_origins_and_without_secrets(tmp_path: Path) -> None:
+def test_the_printed_configuration_has_origins_and_no_secrets(tmp_path: Path) -> None:
     path = write(tmp_path, 'name: "a: b\\n# c"\nroom_bytes: 3145728\ntags: [x, "y, z"]\n')
     secret = write(tmp_path, "hidden", "secret")
     settings = load_settings(Example, path, {"TIDESERVE__KEY_FILE": str(secret)})

@@ -14,30 +14,30 @@ async def fail() -> None:
     raise ValueError
 
 
-async def never() -> None:
+async def wait_forever() -> None:
     await asyncio.Event().wait()
 
 
 @both
-async def test_it_expires_with_a_timeout_error(limit: Timeout) -> None:
+async def test_timeout_raises_timeout_error(limit: Timeout) -> None:
     with pytest.raises(TimeoutError):
         async with limit(0):
-            await never()
+            await wait_forever()
 
 
 @both
-async def test_it_expires_in_a_task_whose_group_has_failed(limit: Timeout) -> None:
+async def test_timeout_expires_in_a_task_of_a_failed_group(limit: Timeout) -> None:
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(fail())
     with pytest.raises(TimeoutError):
         async with limit(0):
-            await never()
+            await wait_forever()
 
 
 @both
 @pytest.mark.parametrize("group_failed", [False, True])
-async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed: bool) -> None:
+async def test_an_outside_cancellation_is_not_a_timeout(limit: Timeout, group_failed: bool) -> None:
     waiting = asyncio.Event()
 
     async def wait() -> None:
@@ -47,7 +47,7 @@ async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed:
                     tasks.create_task(fail())
         async with limit(300):
             waiting.set()
-            await never()
+            await wait_forever()
 
     task = asyncio.create_task(wait())
     await waiting.wait()
@@ -57,11 +57,11 @@ async def test_a_cancellation_from_outside_is_none(limit: Timeout, group_failed:
 
 
 @both
-async def test_a_cancellation_from_outside_wins_over_the_end_of_time(limit: Timeout) -> None:
+async def test_an_outside_cancellation_takes_precedence_over_expiry(limit: Timeout) -> None:
     async def wait() -> None:
         async with limit(0):
             try:
-                await never()
+                await wait_forever()
             except asyncio.CancelledError:
                 task.cancel()
                 await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_a_cancellation_from_outside_wins_over_the_end_of_time(limit: Time
 
 
 @both
-async def test_other_errors_pass(limit: Timeout) -> None:
+async def test_other_errors_propagate(limit: Timeout) -> None:
     with pytest.raises(ValueError, match="own"):
         async with limit(300):
             raise ValueError("own")

@@ -33,7 +33,7 @@ def renew(authority: Authority, folder: Path) -> None:
     write_pair(folder, "one", authority.issue("one", ("one.test",), DAY))
 
 
-def test_the_same_object_until_a_file_changes(
+def test_certificates_are_cached_until_a_file_changes(
     authority: Authority, files: CertificateFiles, tmp_path: Path
 ) -> None:
     source = CertificateSource(files)
@@ -46,7 +46,7 @@ def test_the_same_object_until_a_file_changes(
     assert source.current() is second
 
 
-def test_the_former_stay_while_only_one_of_a_pair_is_written(
+def test_old_certificates_stay_while_the_pair_is_incomplete(
     authority: Authority,
     files: CertificateFiles,
     tmp_path: Path,
@@ -88,7 +88,7 @@ def test_the_second_file_may_come_while_the_first_is_refused(
     assert source.current().cert == issued.cert
 
 
-def test_the_former_stay_while_a_file_is_gone(
+def test_old_certificates_stay_while_a_file_is_missing(
     authority: Authority, files: CertificateFiles, tmp_path: Path
 ) -> None:
     source = CertificateSource(files)
@@ -126,7 +126,7 @@ def test_a_link_to_another_folder_is_a_change(authority: Authority, tmp_path: Pa
         ("one-key.pem", Authority.create("x").files.key, "give a matching pair"),
     ],
 )
-def test_what_is_not_usable_is_one_sentence(
+def test_unusable_files_are_a_short_error(
     files: CertificateFiles, tmp_path: Path, name: str, content: bytes | None, sentence: str
 ) -> None:
     (tmp_path / name).unlink()
@@ -136,7 +136,7 @@ def test_what_is_not_usable_is_one_sentence(
         CertificateSource(files)
 
 
-def test_what_is_not_named_is_none() -> None:
+def test_unset_files_are_none() -> None:
     files = CertificateFiles("tls")
     assert not files.given
     assert read_certificates(files).cert is None

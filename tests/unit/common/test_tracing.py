@@ -1,4 +1,4 @@
-"""Ids of traces, and which of them are told."""
+"""Trace ids and sampling."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ CONFIG = ServiceConfig(etcd_url="http://none:1")
         (f"cc-{TRACE}-{SPAN}-01-what-the-future-brings", True),
     ],
 )
-def test_a_valid_traceparent(header: str, sampled: bool) -> None:
+def test_valid_traceparents_are_parsed(header: str, sampled: bool) -> None:
     assert parse_traceparent(header) == TraceContext(TRACE, SPAN, sampled)
 
 
@@ -58,11 +58,11 @@ def test_a_valid_traceparent(header: str, sampled: bool) -> None:
         f"00-{TRACE}-{SPAN}-01\n00-{TRACE}-{SPAN}-01",
     ],
 )
-def test_an_invalid_traceparent_counts_as_none(header: str) -> None:
+def test_an_invalid_traceparent_is_ignored(header: str) -> None:
     assert parse_traceparent(header) is None
 
 
-def test_the_caller_decides_and_else_the_ratio() -> None:
+def test_sampling_follows_the_caller_or_the_ratio() -> None:
     always, never = Tracer(1.0, KeptTraces()), Tracer(0.0, KeptTraces())
     for flag in (True, False):
         begun = (never if flag else always).begin(TraceContext(TRACE, SPAN, flag))
@@ -70,16 +70,16 @@ def test_the_caller_decides_and_else_the_ratio() -> None:
         assert begun.span_id != SPAN
     assert always.begin().sampled and never.begin(always=True).sampled
     begun = [Tracer(0.25, KeptTraces()).begin() for _ in range(2000)]
-    assert 350 < sum(one.sampled for one in begun) < 650
-    assert len({one.trace_id for one in begun}) == 2000
-    assert all(parse_traceparent(one.traceparent) is not None for one in begun)
+    assert 350 < sum(trace.sampled for trace in begun) < 650
+    assert len({trace.trace_id for trace in begun}) == 2000
+    assert all(parse_traceparent(trace.traceparent) is not None for trace in begun)
 
 
-def test_some_failures_are_told_though_not_sampled() -> None:
+def test_unsampled_failures_are_exported_at_a_limited_rate() -> None:
     tracer = Tracer(0.0, KeptTraces())
-    told = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
+    wanted = [tracer.wants(tracer.begin(), failed=True) for _ in range(10 * ERRORS_PER_S)]
     # All within a second, or within two where the machine is slow.
-    assert ERRORS_PER_S <= sum(told) <= 3 * ERRORS_PER_S
+    assert ERRORS_PER_S <= sum(wanted) <= 3 * ERRORS_PER_S
     assert not tracer.wants(tracer.begin(), failed=False)
     caller = TraceContext(TRACE, SPAN, sampled=False)
     other = Tracer(0.0, KeptTraces())
@@ -87,12 +87,12 @@ def test_some_failures_are_told_though_not_sampled() -> None:
     assert not other.wants(other.begin(caller), failed=False)
 
 
-def test_callers_have_some_traces_told_in_a_second() -> None:
+def test_traces_sampled_by_callers_are_rate_limited() -> None:
     tracer, caller = Tracer(0.0, KeptTraces()), TraceContext(TRACE, SPAN, sampled=True)
     begun = [tracer.begin(caller) for _ in range(10 * CALLERS_PER_S)]
     # All within a second, or within two where the machine is slow.
-    assert CALLERS_PER_S <= sum(one.sampled for one in begun) <= 3 * CALLERS_PER_S
-    assert {one.trace_id for one in begun} == {TRACE}
+    assert CALLERS_PER_S <= sum(trace.sampled for trace in begun) <= 3 * CALLERS_PER_S
+    assert {trace.trace_id for trace in begun} == {TRACE}
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,18 @@ def test_callers_have_some_traces_told_in_a_second() -> None:
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_SDK_DISABLED": "true"}, None),
     ],
 )
-def test_the_endpoint_may_come_from_the_usual_variables(
+def test_the_endpoint_is_read_from_opentelemetry_variables(
     environment: Mapping[str, str], endpoint: str | None
 ) -> None:
     assert endpoint_of(CONFIG, environment) == endpoint
 
 
-def test_no_url_is_an_error_for_people() -> None:
+def test_an_invalid_endpoint_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="'collector:4317' is not an OTLP endpoint; give a URL"):
         OtlpSink("collector:4317", "gateway", "i")
 
 
-async def test_without_an_endpoint_there_is_no_tracer() -> None:
+async def test_tracing_is_off_without_an_endpoint() -> None:
     async with tracing(CONFIG, "gateway", "i") as tracer:
         assert tracer is None
 
@@ -169,7 +169,7 @@ async def test_a_trace_arrives_with_its_ids_times_and_tree() -> None:
     assert names.items() <= receiver.resource.items()
 
 
-async def test_a_collector_that_is_away_is_one_warning_and_no_wait(
+async def test_an_unreachable_collector_is_a_single_warning_without_a_wait(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with OtlpReceiver() as receiver:
@@ -182,12 +182,12 @@ async def test_a_collector_that_is_away_is_one_warning_and_no_wait(
                 sink.export(tracer.begin(), Span("chat m", 0.0, 1.0))
         await eventually(lambda: bool(caplog.records))
         sink.close()
-    warnings = [one.getMessage() for one in caplog.records]
+    warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert re.match(r"cannot export traces to http://127.0.0.1:\d+, dropping them; ", warnings[0])
 
 
-async def test_a_collector_that_says_nothing_does_not_hold_up_the_end() -> None:
+async def test_a_silent_collector_does_not_delay_shutdown() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -1,4 +1,4 @@
-"""Certificates that change while a server runs: streams go on, new connections see the new ones."""
+"""Certificates that change while a server runs: streams continue, new connections use them."""
 
 import asyncio
 import ssl
@@ -29,7 +29,7 @@ def certified(tmp_path: Path) -> Certified:
 
 
 async def served_certificate(certified: Certified, address: str) -> str:
-    """What a server shows to a new connection, PEM; the gateway's pair is shown to it."""
+    """The certificate (PEM) of a server for a new connection, made with the gateway's pair."""
     files = certified.files("gateway")
     context = ssl.create_default_context(cafile=files.ca)
     context.load_cert_chain(files.cert, files.key)
@@ -51,8 +51,8 @@ async def healthy(client: Transport, address: str) -> bool:
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_everything_is_rotated_below_a_standing_stream(certified: Certified) -> None:
-    """First the leaves, then the CA by way of a bundle, as the page on security says."""
+async def test_certificates_rotate_below_an_open_stream(certified: Certified) -> None:
+    """First the leaves, then the CA through a bundle, as the page on security describes."""
     ready = True
     process = ProcessServicer("worker", list, lambda: ready)
     transport = certified.transport("worker")
@@ -81,7 +81,7 @@ async def test_everything_is_rotated_below_a_standing_stream(certified: Certifie
         certified.trust(successor)
         assert await healthy(client, server.address)
 
-        # The stream of before all that still tells what changes.
+        # The stream opened at first still delivers changes.
         ready = False
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
@@ -94,14 +94,14 @@ async def test_everything_is_rotated_below_a_standing_stream(certified: Certifie
     await server.stop(0)
 
 
-def test_certificates_that_are_not_usable_are_one_sentence(certified: Certified) -> None:
+def test_unusable_certificates_are_a_short_error(certified: Certified) -> None:
     fields = certified.config("worker") | {"tls_key_file": certified.folder / "gateway-key.pem"}
     with pytest.raises(ConfigError, match=r"'tls_key_file' .* give a matching pair"):
         transport_of(SchedulerConfig(etcd_url="a:1", **fields))
 
 
 @pytest.mark.parametrize("left_out", ["tls_ca_file", "tls_cert_file", "tls_key_file"])
-def test_two_of_the_three_files_are_one_sentence(certified: Certified, left_out: str) -> None:
+def test_an_incomplete_set_of_files_is_a_short_error(certified: Certified, left_out: str) -> None:
     fields = certified.config("worker")
     del fields[left_out]
     with pytest.raises(ConfigError, match="mutual TLS needs all three"):

@@ -3,13 +3,13 @@
 from services.common import vllm_names
 
 
-def test_counts_of_tokens_grow_by_one_two_five() -> None:
+def test_token_buckets_grow_by_1_2_5() -> None:
     assert vllm_names.token_count_buckets(100) == (1, 2, 5, 10, 20, 50, 100)
     assert vllm_names.token_count_buckets(99)[-1] == 50
     assert vllm_names.token_count_buckets(1) == (1,)
 
 
-def test_bounds_rise() -> None:
+def test_bucket_bounds_increase() -> None:
     for bounds in (
         vllm_names.TTFT_BUCKETS_S,
         vllm_names.TOKEN_BUCKETS_S,

@@ -1,4 +1,4 @@
-"""Which demand the memory manager must learn of at once."""
+"""Demand changes that are reported to the memory manager at once."""
 
 import pytest
 
@@ -22,20 +22,20 @@ TOLD = (ModelDemand("m", 2, 200, arriving_tokens_per_s=100.0), ModelDemand("n", 
         (TOLD[1:], True),
     ],
 )
-def test_more_requests_are_news_and_a_rate_that_falls_is_not(
+def test_added_requests_are_news_and_a_falling_rate_is_not(
     now: tuple[ModelDemand, ...], news: bool
 ) -> None:
     assert is_urgent_change(TOLD, now) is news
 
 
-def test_a_model_whose_rate_alone_is_over_is_no_news() -> None:
+def test_an_excess_rate_alone_is_not_news() -> None:
     assert not is_urgent_change((ModelDemand("m", arriving_tokens_per_s=5.0),), ())
     assert is_urgent_change((), (ModelDemand("m", arriving_tokens_per_s=5.0),))
 
 
-def test_of_first_requests_the_larger_one_counts() -> None:
-    one, other = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
-    assert one.plus(other) == ModelDemand("m", 2, 100, first_queued_tokens=50)
+def test_the_larger_first_request_counts() -> None:
+    first, second = (ModelDemand("m", 1, 50, first_queued_tokens=tokens) for tokens in (30, 50))
+    assert first.plus(second) == ModelDemand("m", 2, 100, first_queued_tokens=50)
 
 
 def test_the_mix_of_a_load_is_no_news_and_the_tightest_target_counts() -> None:

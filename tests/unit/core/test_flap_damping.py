@@ -1,4 +1,4 @@
-"""A worker that leaves often flaps until it has stayed for a while; others do not."""
+"""A worker that leaves often counts as flapping until it has stayed for a while."""
 
 import random
 
@@ -28,7 +28,7 @@ def test_a_worker_that_leaves_often_flaps_until_it_stays() -> None:
     assert seen.is_flapping("w0", 50.0) and seen.is_flapping("w0", 50.0 + STEADY_S - 1)
     assert not seen.is_flapping("w0", 50.0 + STEADY_S) and not seen.is_flapping("w1", 50.0)
     leave(seen, "w0", 60.0)
-    assert seen.is_flapping("w0", 50.0 + STEADY_S), "each leave begins the time anew"
+    assert seen.is_flapping("w0", 50.0 + STEADY_S), "each leave restarts the time"
 
 
 def test_leaves_far_apart_do_not_count_together() -> None:
@@ -37,14 +37,14 @@ def test_leaves_far_apart_do_not_count_together() -> None:
     assert not seen.is_flapping("w0", 0.0)
 
 
-def test_one_absence_is_one_leave_however_often_it_is_told() -> None:
+def test_a_repeated_absence_counts_as_a_single_leave() -> None:
     seen = FlapDamping()
     for at_s in range(10):
         seen.note_departure("w0", float(at_s))
     assert not seen.is_flapping("w0", 10.0)
 
 
-def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
+def test_history_is_bounded_by_number_and_age() -> None:
     seen = FlapDamping()
     for number in range(WORKERS_MAX + 10):
         seen.note_departure(f"w{number}", 0.0)
@@ -54,7 +54,7 @@ def test_what_is_remembered_is_bounded_by_number_and_age() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_judges_as_the_whole_history_would(seed: int) -> None:
+def test_bounded_history_decides_like_the_whole_history(seed: int) -> None:
     rng, seen, now_s = random.Random(seed), FlapDamping(), 0.0
     left_s: dict[str, list[float]] = {name: [] for name in ("a", "b", "c")}
     away = set[str]()
@@ -70,12 +70,12 @@ def test_it_judges_as_the_whole_history_would(seed: int) -> None:
             away.discard(name)
             seen.note_presence(name)
         seen.check_invariants()
-        for one, times_s in left_s.items():
+        for worker, times_s in left_s.items():
             windows = zip(times_s, times_s[LEAVES_MAX - 1 :], strict=False)
             ends_s = [
                 last_s + STEADY_S for first_s, last_s in windows if last_s - first_s <= WINDOW_S
             ]
             flaps = any(now_s < end_s for end_s in ends_s)
-            assert seen.is_flapping(one, now_s) == flaps
+            assert seen.is_flapping(worker, now_s) == flaps
             flapped += flaps
     assert flapped > 20

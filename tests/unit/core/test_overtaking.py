@@ -1,4 +1,4 @@
-"""No request is overtaken too often, and none starts before its turn otherwise."""
+"""Overtaking is bounded, and requests otherwise start in order."""
 
 import random
 from dataclasses import dataclass
@@ -15,31 +15,31 @@ class Waiter:
 
 
 def pick(line: list[Waiter], room: int, overtaken_max: int) -> Waiter | None:
-    return next_to_start(line, lambda one: one.size <= room, overtaken_max)
+    return next_to_start(line, lambda waiter: waiter.size <= room, overtaken_max)
 
 
-def test_the_oldest_that_fits_starts_and_those_before_it_remember() -> None:
+def test_the_oldest_fitting_request_starts_and_passed_ones_are_counted() -> None:
     line = [Waiter(9), Waiter(8), Waiter(1), Waiter(1)]
-    first = next_to_start(line, lambda one: one.size <= 5, 2)
+    first = next_to_start(line, lambda candidate: candidate.size <= 5, 2)
     assert first is line[2]
     count_overtaken(line, first)
-    assert [one.overtaken for one in line] == [1, 1, 0, 0]
+    assert [waiter.overtaken for waiter in line] == [1, 1, 0, 0]
 
 
-def test_with_0_the_order_is_that_of_arrival() -> None:
-    assert next_to_start([Waiter(9), Waiter(1)], lambda one: one.size <= 5, 0) is None
+def test_a_limit_of_0_keeps_arrival_order() -> None:
+    assert next_to_start([Waiter(9), Waiter(1)], lambda waiter: waiter.size <= 5, 0) is None
 
 
-def test_it_looks_no_deeper_than_a_bound() -> None:
+def test_search_depth_is_bounded() -> None:
     line = [Waiter(9) for _ in range(SCAN_MAX)] + [Waiter(1)]
-    assert next_to_start(line, lambda one: one.size <= 5, 2) is None
-    assert next_to_start(line[1:], lambda one: one.size <= 5, 2) is line[-1]
+    assert next_to_start(line, lambda waiter: waiter.size <= 5, 2) is None
+    assert next_to_start(line[1:], lambda waiter: waiter.size <= 5, 2) is line[-1]
 
 
 @pytest.mark.parametrize("overtaken_max", [0, 1, 5])
 @pytest.mark.parametrize("seed", range(30))
-def test_nobody_is_overtaken_more_often_and_everybody_starts(seed: int, overtaken_max: int) -> None:
-    """Room comes and goes; whenever all of it is free for long enough, the oldest starts."""
+def test_overtaking_is_bounded_and_every_request_starts(seed: int, overtaken_max: int) -> None:
+    """Room varies; once all of it is free for long enough, the oldest request starts."""
     rng = random.Random(seed)
     line: list[Waiter] = []
     before: dict[Waiter, int] = {}  # how many younger ones have started, counted here
@@ -59,6 +59,6 @@ def test_nobody_is_overtaken_more_often_and_everybody_starts(seed: int, overtake
             line.remove(first)
             room -= first.size
             started += 1
-        assert all(before.get(one, 0) == one.overtaken <= overtaken_max for one in line)
+        assert all(before.get(waiter, 0) == waiter.overtaken <= overtaken_max for waiter in line)
     assert not line and started > 400
     assert (overtook > 0) == (overtaken_max > 0)

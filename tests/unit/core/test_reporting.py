@@ -1,4 +1,4 @@
-"""When a worker reports, and what it numbers."""
+"""Times of a worker's reports, and their numbering."""
 
 import math
 import random
@@ -29,7 +29,7 @@ def test_the_first_report_is_due_at_once_and_the_next_after_the_heartbeat() -> N
     assert schedule.due_s == schedule.heartbeat_due_s == 5.0
 
 
-def test_changes_soon_after_a_report_travel_together_in_the_next() -> None:
+def test_changes_soon_after_a_report_are_joined_in_the_next() -> None:
     schedule = ReportSchedule(0.5, 4.0)
     schedule.note_sent(1.0)
     assert schedule.note_change() and not schedule.note_change()
@@ -53,7 +53,7 @@ def test_minor_news_waits_for_longer_unless_there_is_other_news() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> None:
+def test_every_change_is_reported_within_the_pause(seed: int) -> None:
     rng, pause_s, heartbeat_s = random.Random(seed), 0.5, 2.0
     schedule, sent, changed = ReportSchedule(pause_s, heartbeat_s), list[float](), list[float]()
     now_s = 0.0
@@ -72,7 +72,7 @@ def test_every_change_is_told_within_the_pause_and_silence_ends(seed: int) -> No
     assert len(sent) > 20
 
 
-def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
+def test_a_report_outside_the_stream_replaces_its_last() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received("a")
     reports = [
@@ -95,14 +95,14 @@ def test_a_report_told_beside_the_stream_makes_up_for_the_last_of_it() -> None:
     assert loads.schedule.heartbeat_due_s == 6.0
 
 
-def test_what_was_received_is_bounded() -> None:
+def test_received_requests_are_bounded() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_received(*map(str, range(RECEIVED_IDS_MAX)))
     loads.note_received("one more")
     assert len(loads.create_next(1, IDLE, 0.0).received_request_ids) == RECEIVED_IDS_MAX
 
 
-def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
+def test_dropped_prefixes_are_reported_twice_and_bounded() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     loads.note_evicted((1, 2))
     assert loads.create_out_of_band(1, IDLE).dropped_prefixes == (1, 2)
@@ -116,7 +116,7 @@ def test_dropped_prefixes_are_told_twice_and_the_newest_of_many() -> None:
     assert loads.create_next(1, IDLE, 4.0).dropped_prefixes == ()
 
 
-def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
+def test_dropped_prefixes_are_numbered_by_reported_count() -> None:
     loads = LoadReporting("w", "i", ReportSchedule(0.5, 4.0))
     assert loads.create_next(1, IDLE, 0.0).dropped_total == 0
     loads.note_evicted((1, 2))
@@ -132,7 +132,7 @@ def test_dropped_prefixes_are_numbered_by_how_many_have_been_told() -> None:
     assert loads.create_next(1, IDLE, 4.0).dropped_total == report.dropped_total
 
 
-def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
+def test_an_unchanged_report_is_skipped_until_the_heartbeat() -> None:
     loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
 
     def is_sent(epoch: int, load: Load, now_s: float) -> bool:
@@ -151,7 +151,7 @@ def test_a_report_of_what_was_told_is_left_out_until_the_heartbeat() -> None:
     assert is_sent(8, busy, 8.5)
 
 
-def test_what_was_told_beside_the_stream_is_corrected_by_it() -> None:
+def test_the_stream_corrects_reports_sent_outside_it() -> None:
     loads, busy = LoadReporting("w", "i", ReportSchedule(0.5, 4.0)), Load(1, 0, 8, 0)
     loads.create_next(7, IDLE, 0.0)
     loads.create_out_of_band(7, IDLE)
@@ -184,7 +184,7 @@ def test_use_of_blocks_is_minor_to_the_memory_manager_until_they_are_scarce() ->
     assert memory_report_urgency(sent, replace(sent, incarnation="another")) is ReportUrgency.MAJOR
 
 
-def test_batch_work_that_waits_and_yields_makes_no_report_urgent() -> None:
+def test_waiting_batch_work_that_yields_is_not_urgent() -> None:
     def report(free: int) -> MemoryReport:
         load = Load(2, 3, free, 0, kv_blocks_total=100, batch_waiting=3, batch_yields=True)
         return memory_report("w", EngineReport(load, 1))

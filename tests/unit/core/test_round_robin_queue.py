@@ -1,4 +1,4 @@
-"""Turns of owners."""
+"""Round-robin order of owners."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ import pytest
 from services.core.round_robin_queue import RoundRobinQueue
 
 
-def test_owners_take_turns_and_their_own_come_in_order() -> None:
+def test_owners_alternate_and_entries_of_an_owner_are_in_order() -> None:
     line = RoundRobinQueue[str](100)
     for number in range(50):
         assert line.join("loud", f"loud-{number}")
@@ -18,7 +18,7 @@ def test_owners_take_turns_and_their_own_come_in_order() -> None:
     assert len(line) == 47
 
 
-def test_each_owner_has_a_bound_of_its_own() -> None:
+def test_each_owner_has_its_own_bound() -> None:
     line = RoundRobinQueue[int](2)
     assert line.join("a", 1) and line.join("a", 2) and not line.join("a", 3)
     assert line.join("a", 1), "it waits already"
@@ -27,7 +27,7 @@ def test_each_owner_has_a_bound_of_its_own() -> None:
     assert line.join("a", 4) and len(line) == 3
 
 
-def test_what_all_have_leaves_every_line() -> None:
+def test_an_entry_shared_by_owners_leaves_every_queue() -> None:
     line = RoundRobinQueue[str](2)
     for owner, item in (("a", "shared"), ("a", "own"), ("b", "shared"), ("c", "shared")):
         assert line.join(owner, item)
@@ -36,7 +36,7 @@ def test_what_all_have_leaves_every_line() -> None:
     assert len(line) == 1 and line.next() == "own" and line.next() is None
 
 
-def test_an_owner_that_is_passed_over_keeps_its_turn() -> None:
+def test_a_skipped_owner_keeps_its_turn() -> None:
     line = RoundRobinQueue[str](9)
     for owner, item in (("a", "a1"), ("a", "a2"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
         assert line.join(owner, item)
@@ -46,7 +46,7 @@ def test_an_owner_that_is_passed_over_keeps_its_turn() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_nobody_waits_for_more_than_one_of_each_other_owner(seed: int) -> None:
+def test_an_entry_waits_for_at_most_one_entry_of_each_other_owner(seed: int) -> None:
     rng = Random(seed)
     line, model = RoundRobinQueue[int](8), dict[str, list[int]]()
     passed: dict[int, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""What a gateway's configuration refuses, and what it warns of."""
+"""Errors and warnings of a gateway's configuration."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def config(**options: Any) -> GatewayConfig:
         ),
     ],
 )
-def test_ports_that_the_network_may_use_without_a_key(options: dict[str, Any], doors: str) -> None:
+def test_unprotected_ports_on_the_network(options: dict[str, Any], doors: str) -> None:
     warning = config(**options).exposure or ""
     assert warning.startswith(doors)
     assert bool(warning) == bool(doors)
@@ -49,7 +49,7 @@ def test_ports_that_the_network_may_use_without_a_key(options: dict[str, Any], d
 
 @pytest.mark.parametrize("name", ["", "m" * 257])
 @pytest.mark.parametrize("config_class", [GatewayConfig, WorkerConfig])
-def test_a_model_name_that_the_scheduler_refuses(config_class: type, name: str) -> None:
+def test_a_model_name_refused_by_the_scheduler(config_class: type, name: str) -> None:
     options = {"etcd_url": "h:1", "model_dir": "/m", "model_name": name, "memory_bytes": "1GiB"}
     if config_class is GatewayConfig:
         del options["memory_bytes"]
@@ -77,14 +77,14 @@ def test_a_model_of_a_list_overrides_the_keys_of_the_file() -> None:
     assert (first.quota_weight, second.dir) == (1.0, Path("/b"))
 
 
-def test_a_single_model_is_a_list_of_it() -> None:
+def test_a_single_model_equals_a_list_of_length_1() -> None:
     (only,) = config(model_aliases=" x, y ,", expected_workers=2).served_models
     assert (only.name, only.dir, only.aliases) == ("m", Path("/m"), ("x", "y"))
     assert only.expected_workers == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"models": [A, A]}, "two models of 'models' have the name 'a'"),
         ({"models": [A, B | {"aliases": ["a"]}]}, "two models of 'models' have the name 'a'"),
@@ -100,8 +100,8 @@ def test_a_single_model_is_a_list_of_it() -> None:
         ({"model_name": "m"}, "'model_dir' is missing"),
     ],
 )
-def test_models_that_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_models_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         from_mapping(GatewayConfig, {"etcd_url": "h:1"} | options, "a file")
 
 
@@ -109,6 +109,6 @@ def test_models_of_the_environment_are_json() -> None:
     variables = {"TIDESERVE__ETCD_URL": "h:1", "TIDESERVE__MODELS": json.dumps([A, B])}
     loaded = load_settings(GatewayConfig, None, variables).config
     assert [model.name for model in loaded.served_models] == ["a", "b"]
-    for text, said in (("[", "no valid JSON"), ("a", "must be a list"), ("[1]", "a mapping")):
-        with pytest.raises(ConfigError, match=said):
+    for text, message in (("[", "no valid JSON"), ("a", "must be a list"), ("[1]", "a mapping")):
+        with pytest.raises(ConfigError, match=message):
             load_settings(GatewayConfig, None, variables | {"TIDESERVE__MODELS": text})

@@ -1,4 +1,4 @@
-"""The page on security says what the bounds of a request are."""
+"""The page on security lists the bounds of a request."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "security.md").read_text(
 
 
 def rows_of(title: str) -> dict[str, str]:
-    """The limits in the table below a title, by the beginnings of their names."""
+    """The limits in the table below a title, by the start of their names."""
     return {
         line.split(" | ")[0].removeprefix("| ").split(",")[0].split(":")[0]: line.split(" | ")[1]
         for line in PAGE.partition(f"### {title}\n")[2].partition("\n#")[0].splitlines()
@@ -50,7 +50,7 @@ def rows_of(title: str) -> dict[str, str]:
     }
 
 
-def test_bounds_are_those_of_the_code() -> None:
+def test_bounds_match_the_code() -> None:
     rows = rows_of("Bounds of a request")
     assert rows["body"] == f"{BODY_BYTES_MAX >> 20} MiB"
     assert rows["messages of a chat"] == f"{MESSAGES_MAX:,}"
@@ -81,7 +81,7 @@ def test_bounds_are_those_of_the_code() -> None:
     )
 
 
-def test_bounds_of_connections_are_those_of_the_code() -> None:
+def test_connection_bounds_match_the_code() -> None:
     rows = rows_of("Bounds of connections")
     all_row = rows["connections of the HTTP and gRPC ports"]
     assert f"less 1/{OWN_PART}, at least {OWN_MIN} less" in all_row

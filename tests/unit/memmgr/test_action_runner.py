@@ -1,4 +1,4 @@
-"""What decisions become: plans, changes of groups, pauses after failures."""
+"""Execution of decisions: plans, changes of groups, back-off after failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -29,7 +29,7 @@ FACTS = {
 }
 
 
-def alone(name: str) -> Group:
+def single_group(name: str) -> Group:
     return Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 4),), "m")
 
 
@@ -47,8 +47,8 @@ def logged(action: Action, *group_ids: str, needed_tokens: int = 100) -> LoggedD
     return LoggedDecision(0, Decision(0.0, "m", action, reason, needed_tokens, group_ids))
 
 
-def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
-    groups = [alone(name) for name in ("w0", "w2", "w1", "w3")]
+def test_only_needed_groups_merge_nearest_first() -> None:
+    groups = [single_group(name) for name in ("w0", "w2", "w1", "w3")]
     used = {name: engine(90) for name in FACTS} | {"w0": engine(0)}
     (change,) = merges(groups, FACTS, used, needed_tokens=100)
     assert change.group_ids == ("group-w2", "group-w3")
@@ -62,18 +62,18 @@ def test_as_many_groups_merge_as_are_needed_near_ones_first() -> None:
     assert not any("all that can merge" in change.text for change in both)
 
 
-def test_it_says_if_all_merges_together_gain_too_little() -> None:
-    (change,) = merges([alone("w0"), alone("w1")], FACTS, {}, needed_tokens=1000)
+def test_insufficient_gain_of_all_merges_is_reported() -> None:
+    (change,) = merges([single_group("w0"), single_group("w1")], FACTS, {}, needed_tokens=1000)
     assert change.text.endswith("; all possible merges gain 200 of 1000 tokens")
 
 
-def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
+def test_a_flapping_worker_is_not_merged_until_it_stays() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     everybody = dict.fromkeys(FACTS, "i")
     for number in range(3):
         state.note_workers(everybody, 10.0 * number)
         state.note_workers(everybody | {"w1": f"i{number}"}, 10.0 * number + 5)
-    groups = [alone("w0"), alone("w1"), alone("w2")]
+    groups = [single_group("w0"), single_group("w1"), single_group("w2")]
 
     def merged_by(decision: Decision, now_s: float) -> set[str]:
         plan = state.begin(decision, groups, FACTS, {}, now_s)
@@ -100,14 +100,14 @@ def test_a_worker_that_comes_and_goes_is_not_merged_until_it_stays() -> None:
     assert merged_by(merge, 200.0) == {"group-w0", "group-w1"}
 
 
-def looks(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
-    """Look twice a second at workers that speak."""
+def poll_workers(state: ActionState, names: Iterable[str], first_s: float, last_s: float) -> None:
+    """Poll reporting workers twice a second."""
     for half in range(int(2 * first_s), int(2 * last_s)):
         state.note_workers(dict.fromkeys(names, "i"), half / 2)
 
 
 def merged_at(state: ActionState, now_s: float) -> set[str]:
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
     plan = state.begin(logged(Action.MERGE).decision, groups, FACTS, {}, now_s)
     return {name for change in plan.changes for name in change.group_ids}
 
@@ -115,35 +115,37 @@ def merged_at(state: ActionState, now_s: float) -> set[str]:
 def test_a_worker_that_falls_silent_often_is_not_merged() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(3):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, FACTS.keys() - {"w1"}, 60.0 * minute + 50, 60.0 * minute + 60)
     assert "group-w1" not in merged_at(state, 180.0)
 
 
 def test_a_stall_of_the_memory_manager_does_not_count_as_leaving() -> None:
-    """The first looks after it find no report, then some, for a moment."""
+    """The first polls after it find no reports, then some."""
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
-        looks(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
-        looks(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, (), 60.0 * minute + 54, 60.0 * minute + 55)
+        poll_workers(state, ("w0", "w1"), 60.0 * minute + 55, 60.0 * minute + 56)
+        poll_workers(state, FACTS, 60.0 * minute + 56, 60.0 * minute + 60)
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
 def test_a_refusal_names_the_rules_of_a_few_groups_and_counts_the_others() -> None:
-    groups = [replace(alone(name), attempt="7-1") for name in FACTS]
+    groups = [replace(single_group(name), attempt="7-1") for name in FACTS]
     plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, groups, {}, {}, 0.0)
     assert plan.reason.endswith("group-w2 is changing; and 1 more")
-    plan = ActionState(1.0, 1.0).begin(logged(Action.MERGE).decision, [alone("w0")], {}, {}, 0.0)
+    plan = ActionState(1.0, 1.0).begin(
+        logged(Action.MERGE).decision, [single_group("w0")], {}, {}, 0.0
+    )
     assert plan.reason.endswith("; w0 is not registered")
 
 
 def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
     state = ActionState(backoff_s=1.0, backoff_max_s=1.0)
     for minute in range(4):
-        looks(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
-        looks(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
+        poll_workers(state, FACTS, 60.0 * minute, 60.0 * minute + 50)
+        poll_workers(state, (), 60.0 * minute + 50, 60.0 * minute + 60)
     assert merged_at(state, 240.0) == {"group-w0", "group-w1"}
 
 
@@ -158,11 +160,15 @@ def test_workers_that_are_silent_all_at_once_have_not_left() -> None:
 def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any], rule: str) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
     with pytest.raises(NoPlan, match="; 1 could merge now"):
-        merges([alone("w0"), alone("w1")], facts, {}, 100)
+        merges([single_group("w0"), single_group("w1")], facts, {}, 100)
     merge = logged(Action.MERGE).decision
-    reason = ActionState(1.0, 1.0).begin(merge, [alone("w0"), alone("w1")], facts, {}, 0.0).reason
+    reason = (
+        ActionState(1.0, 1.0)
+        .begin(merge, [single_group("w0"), single_group("w1")], facts, {}, 0.0)
+        .reason
+    )
     assert reason.endswith("could merge now; w1 " + rule)
-    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 100)
+    (change,) = merges([single_group("w0"), single_group("w1"), single_group("w2")], facts, {}, 100)
     assert change.group_ids == ("group-w0", "group-w2")
 
 
@@ -172,14 +178,14 @@ def test_workers_that_cannot_drop_are_left_out(changes: dict[str, Any], rule: st
 )
 def test_workers_with_other_weights_or_code_do_not_merge(changes: dict[str, Any]) -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], **changes)}
-    (change,) = merges([alone("w0"), alone("w1"), alone("w2")], facts, {}, 1)
+    (change,) = merges([single_group("w0"), single_group("w1"), single_group("w2")], facts, {}, 1)
     assert change.group_ids == ("group-w0", "group-w2")
     with pytest.raises(NoPlan, match="no merge of 2 groups gains memory"):
-        merges([alone("w0"), alone("w1")], facts, {}, 1)
+        merges([single_group("w0"), single_group("w1")], facts, {}, 1)
 
 
 def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
-    """A first release of a model with four layers, and its next one with eight."""
+    """A first release of a model with four layers, and its next release with eight."""
     eight = ModelShape(8, 1000, 0, 0, False, 5)
     later = {
         f"x{n}": WorkerFacts(
@@ -191,23 +197,28 @@ def test_different_weights_of_one_name_merge_by_their_own_shape() -> None:
         Group(f"group-{name}", 1, GroupPhase.STABLE, (Member(name, "i", 0, 8),), "m")
         for name in later
     ]
-    (first,) = merges([*groups, alone("w0"), alone("w1"), alone("w2")], FACTS | later, {}, 100)
+    (first,) = merges(
+        [*groups, single_group("w0"), single_group("w1"), single_group("w2")],
+        FACTS | later,
+        {},
+        100,
+    )
     assert {stage.end_layer for stage in first.targets[0]} <= {1, 2, 3, 4}
-    both = merges([*groups, alone("w0"), alone("w1")], FACTS | later, {}, 1000)
+    both = merges([*groups, single_group("w0"), single_group("w1")], FACTS | later, {}, 1000)
     assert sorted(change.targets[0][-1].end_layer for change in both) == [4, 8]
     assert sum(change.gain_tokens for change in both) == 400
 
 
 def test_a_full_group_merges_with_one_that_has_room() -> None:
     """Near groups first, then the emptiest; no other groups merge for it."""
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
     used = {"w0": engine(0), "w2": engine(20), "w3": engine(90)}
     (change,) = merges_of_full(groups, ("group-w0",), FACTS, used)
     assert set(change.group_ids) == {"group-w0", "group-w1"}
     (change,) = merges_of_full([groups[0], *groups[2:]], ("group-w0",), FACTS, used)
     assert set(change.group_ids) == {"group-w0", "group-w3"}
     both = merges_of_full(groups, ("group-w0", "group-w1"), FACTS, used)
-    assert [len({"group-w0", "group-w1"} & set(one.group_ids)) for one in both] == [1, 1]
+    assert [len({"group-w0", "group-w1"} & set(change.group_ids)) for change in both] == [1, 1]
     # A short pipeline slows serving less than a long one, near or far.
     near = {name: replace(FACTS[name], location=("rack", "h0")) for name in ("w1", "w2")}
     mixed = [groups[0], merged("w1", "w2"), groups[3]]
@@ -223,7 +234,7 @@ def test_a_full_group_merges_with_one_that_has_room() -> None:
 
 
 def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
-    state, groups = ActionState(1.0, 1.0), [alone(name) for name in FACTS]
+    state, groups = ActionState(1.0, 1.0), [single_group(name) for name in FACTS]
     decision = logged(Action.MERGE, *(group.group_id for group in groups)).decision
     decision = replace(
         decision, reason=replace(decision.reason, cause=Cause.START), needed_tokens=0
@@ -243,9 +254,9 @@ def test_the_policy_static_pipeline_merges_single_workers_in_pairs() -> None:
     assert plan.changes == () and "no two of 0 single workers" in plan.reason
 
 
-def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
+def test_tokens_freed_by_running_merges_are_not_requested_again() -> None:
     state = ActionState(1.0, 1.0)
-    groups = [alone(name) for name in FACTS]
+    groups = [single_group(name) for name in FACTS]
 
     def begin(needed_tokens: int) -> ActionPlan:
         decision = logged(Action.MERGE, needed_tokens=needed_tokens).decision
@@ -269,18 +280,18 @@ def test_tokens_that_running_merges_will_free_are_not_asked_for_again() -> None:
 
 
 def test_a_group_splits_into_its_members() -> None:
-    (change,) = splits([alone("w2"), merged("w0", "w1")], FACTS, {})
+    (change,) = splits([single_group("w2"), merged("w0", "w1")], FACTS, {})
     assert change.targets == ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
     with pytest.raises(NoPlan):
-        splits([alone("w2")], FACTS, {})
+        splits([single_group("w2")], FACTS, {})
 
 
 class FakeDriver:
-    """Changes groups at once, or as it is told."""
+    """Changes groups at once, or as set by the test."""
 
     def __init__(self) -> None:
         self.leads = True
-        self.stable_groups: tuple[Group, ...] = (alone("w0"), alone("w1"))
+        self.stable_groups: tuple[Group, ...] = (single_group("w0"), single_group("w1"))
         self.facts = dict(FACTS)
         self.asked: list[Targets] = []
         self.ending = ChangeStepped("c", ChangePhase.STABLE, "all members serve epoch 2", 2)
@@ -308,12 +319,12 @@ class Bench:
         self.actor = ActionRunner(self.driver, MemoryView(asyncio.Event()), pause_s, pause_s)
 
     async def act(self, action: Action, *group_ids: str) -> str:
-        """What has become of a decision a moment later."""
-        one = logged(action, *group_ids)
-        self.actor.act(one)
+        """Run a decision; returns its state a moment later."""
+        entry = logged(action, *group_ids)
+        self.actor.act(entry)
         for _ in range(10):
             await asyncio.sleep(0)
-        return one.outcome
+        return entry.outcome
 
 
 @asynccontextmanager
@@ -328,89 +339,89 @@ async def bench(pause_s: float = 100.0) -> AsyncIterator[Bench]:
         await asyncio.wait([task])
 
 
-async def test_a_merge_and_its_outcome() -> None:
-    async with bench() as one:
-        outcome = await one.act(Action.MERGE)
-        assert one.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
+async def test_the_outcome_of_a_merge_is_recorded() -> None:
+    async with bench() as case:
+        outcome = await case.act(Action.MERGE)
+        assert case.driver.asked == [((Stage("w0", 0, 2), Stage("w1", 2, 4)),)]
         assert outcome.startswith("group-w0, group-w1 merge (w0: 2 + w1: 2 layers)")
         assert outcome.endswith("stable, all members serve epoch 2")
 
 
-async def test_a_restore() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        await one.act(Action.SPLIT, "group-w2", "group-gone")
-        assert one.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
+async def test_the_outcome_of_a_restore_is_recorded() -> None:
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        await case.act(Action.SPLIT, "group-w2", "group-gone")
+        assert case.driver.asked == [((Stage("w2", 0, 4),), (Stage("w3", 0, 4),))]
 
 
-async def test_a_restore_is_called_off_and_its_groups_do_not_back_off() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        one.driver.go.clear()
-        await one.act(Action.SPLIT, "group-w0")
-        await one.act(Action.CALL_OFF, "group-w2")
-        assert one.driver.called_off == []
-        outcome = await one.act(Action.CALL_OFF, "group-w0")
-        assert one.driver.called_off == one.driver.asked
+async def test_a_cancelled_restore_causes_no_back_off() -> None:
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        case.driver.go.clear()
+        await case.act(Action.SPLIT, "group-w0")
+        await case.act(Action.CALL_OFF, "group-w2")
+        assert case.driver.called_off == []
+        outcome = await case.act(Action.CALL_OFF, "group-w0")
+        assert case.driver.called_off == case.driver.asked
         assert outcome.endswith("called off: load has returned")
-        await one.act(Action.CALL_OFF, "group-w0")
-        assert len(one.driver.called_off) == 1
-        await one.act(Action.SPLIT, "group-w0")
-        assert len(one.driver.asked) == 2
+        await case.act(Action.CALL_OFF, "group-w0")
+        assert len(case.driver.called_off) == 1
+        await case.act(Action.SPLIT, "group-w0")
+        assert len(case.driver.asked) == 2
 
 
-async def test_groups_that_are_being_changed_are_left_alone() -> None:
-    async with bench(pause_s=0.0) as one:
-        one.driver.go.clear()
-        await one.act(Action.MERGE)
-        assert "merges in progress gain 200 of 100 tokens" in await one.act(Action.MERGE)
-        one.driver.go.set()
+async def test_changing_groups_are_not_changed_again() -> None:
+    async with bench(pause_s=0.0) as case:
+        case.driver.go.clear()
+        await case.act(Action.MERGE)
+        assert "merges in progress gain 200 of 100 tokens" in await case.act(Action.MERGE)
+        case.driver.go.set()
         await asyncio.sleep(0.01)
-        await one.act(Action.MERGE)
-        marked = tuple(replace(group, attempt="7-1") for group in one.driver.stable_groups)
-        one.driver.stable_groups = marked
-        refused = await one.act(Action.MERGE)
+        await case.act(Action.MERGE)
+        marked = tuple(replace(group, attempt="7-1") for group in case.driver.stable_groups)
+        case.driver.stable_groups = marked
+        refused = await case.act(Action.MERGE)
         assert "; 0 could merge now; group-w0 is changing; group-w1 is changing" in refused
-        assert len(one.driver.asked) == 2
+        assert len(case.driver.asked) == 2
 
 
-async def test_after_a_failure_there_is_a_pause() -> None:
-    async with bench() as one:
-        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
-        assert (await one.act(Action.MERGE)).endswith("failed, w1 refused: no room")
-        refused = await one.act(Action.MERGE)
+async def test_a_failure_causes_a_back_off() -> None:
+    async with bench() as case:
+        case.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert (await case.act(Action.MERGE)).endswith("failed, w1 refused: no room")
+        refused = await case.act(Action.MERGE)
         assert "; 0 could merge now; a change of group-w0 failed, next try in" in refused
-        assert "next try in" in await one.act(Action.MERGE)
-        assert len(one.driver.asked) == 1
+        assert "next try in" in await case.act(Action.MERGE)
+        assert len(case.driver.asked) == 1
 
 
-async def test_a_group_whose_split_failed_says_when_it_may_change() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
-        one.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
-        assert one.actor.busy == {}
-        await one.act(Action.SPLIT, "group-w0")
-        (reason,) = one.actor.busy.values()
+async def test_a_failed_split_reports_the_end_of_its_back_off() -> None:
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"), merged("w2", "w3"))
+        case.driver.ending = ChangeStepped("c", ChangePhase.FAILED, "w1 refused: no room")
+        assert case.actor.busy == {}
+        await case.act(Action.SPLIT, "group-w0")
+        (reason,) = case.actor.busy.values()
         assert reason.startswith("a change of group-w0 failed, next try in ")
 
 
 async def test_a_split_does_not_wait_because_there_was_no_merge() -> None:
-    async with bench() as one:
-        one.driver.stable_groups = (merged("w0", "w1"),)
-        assert "; 1 could merge now" in await one.act(Action.MERGE)
-        await one.act(Action.SPLIT, "group-w0")
-        assert len(one.driver.asked) == 1
+    async with bench() as case:
+        case.driver.stable_groups = (merged("w0", "w1"),)
+        assert "; 1 could merge now" in await case.act(Action.MERGE)
+        await case.act(Action.SPLIT, "group-w0")
+        assert len(case.driver.asked) == 1
 
 
-async def test_an_impossible_split_keeps_no_merge_waiting() -> None:
-    async with bench() as one:
-        assert "is in progress" in await one.act(Action.SPLIT, "group-gone")
-        await one.act(Action.MERGE)
-        assert len(one.driver.asked) == 1
+async def test_an_impossible_split_does_not_delay_merges() -> None:
+    async with bench() as case:
+        assert "is in progress" in await case.act(Action.SPLIT, "group-gone")
+        await case.act(Action.MERGE)
+        assert len(case.driver.asked) == 1
 
 
 async def test_only_the_leader_acts() -> None:
-    async with bench() as one:
-        one.driver.leads = False
-        assert await one.act(Action.MERGE) == "another memory manager leads"
-        assert one.driver.asked == []
+    async with bench() as case:
+        case.driver.leads = False
+        assert await case.act(Action.MERGE) == "another memory manager leads"
+        assert case.driver.asked == []

@@ -21,7 +21,7 @@ def test_the_latest_report_counts_until_its_stream_ends() -> None:
     assert view.demands() == () and news.is_set()
 
 
-def test_queues_of_two_schedulers_add_up() -> None:
+def test_queues_of_two_schedulers_are_summed() -> None:
     view = DemandView(asyncio.Event())
     with view.stream() as old, view.stream() as new:
         old.report((ONE,))

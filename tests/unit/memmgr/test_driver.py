@@ -16,7 +16,7 @@ UNUSED = cast(Any, None)
 
 
 class Heard(CoordinatorState):
-    """Takes events and decides nothing."""
+    """Records events and decides nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,15 +40,15 @@ class Worker:
         self.memory.set_registered({"w": incarnation} if incarnation else {})
 
     def tell(self, hung: bool, incarnation: str = "i1") -> list[tuple[str, bool]]:
-        """Which events a report leads to."""
+        """The events caused by a report."""
         self.state.events.clear()
         report = memory_report("w", EngineReport(Load(0, 0, 4, 0)), incarnation)
         self.driver.note_report(replace(report, engine_hung=hung))
-        told = [one for one in self.state.events if isinstance(one, EngineHung)]
-        return [(one.incarnation, one.hung) for one in told]
+        events = [event for event in self.state.events if isinstance(event, EngineHung)]
+        return [(event.incarnation, event.hung) for event in events]
 
 
-def test_that_an_engine_stands_still_is_told_when_it_begins_and_when_it_ends() -> None:
+def test_a_frozen_engine_is_reported_at_start_and_end() -> None:
     worker = Worker()
     assert worker.tell(False) == [("i1", False)]
     assert [worker.tell(hung) for hung in (False, True, True, False, False)] == [
@@ -60,8 +60,8 @@ def test_that_an_engine_stands_still_is_told_when_it_begins_and_when_it_ends() -
     ]
 
 
-def test_a_worker_that_registers_again_tells_anew_how_its_engine_is() -> None:
-    """Its lease ended while its engine stood still, and the engine has gone on."""
+def test_a_reregistered_worker_reports_its_engine_again() -> None:
+    """Its lease expired while its engine was frozen, and the engine has resumed."""
     worker = Worker()
     worker.tell(True)
     worker.register("")
@@ -69,7 +69,7 @@ def test_a_worker_that_registers_again_tells_anew_how_its_engine_is() -> None:
     assert worker.tell(False) == [("i1", False)]
 
 
-def test_a_report_of_a_worker_that_is_not_registered_tells_nothing(
+def test_a_report_of_an_unregistered_worker_is_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker = Worker()
@@ -78,7 +78,7 @@ def test_a_report_of_a_worker_that_is_not_registered_tells_nothing(
     assert not caplog.records
 
 
-def test_a_late_report_of_a_former_process_tells_nothing() -> None:
+def test_a_late_report_of_a_former_process_is_ignored() -> None:
     worker = Worker()
     worker.register("i2")
     assert worker.tell(True, "i2") == [("i2", True)]

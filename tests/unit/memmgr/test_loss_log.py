@@ -1,4 +1,4 @@
-"""A loss is warned of once, though all members and many attempts tell of it."""
+"""A loss is a single warning, though all members and many attempts report it."""
 
 import logging
 
@@ -18,16 +18,16 @@ def losses(caplog: pytest.LogCaptureFixture) -> LossLog:
 
 
 def attempt(name: str, epoch: int, *group_ids: str) -> PrepareMembers:
-    """It changes these groups."""
-    groups = [Group(one, epoch, GroupPhase.DEGRADED, (), "tiny") for one in group_ids]
-    return PrepareMembers(name, 7, tuple(Source(one, 3) for one in groups), (), 5.0)
+    """An attempt to change these groups."""
+    groups = [Group(group_id, epoch, GroupPhase.DEGRADED, (), "tiny") for group_id in group_ids]
+    return PrepareMembers(name, 7, tuple(Source(group, 3) for group in groups), (), 5.0)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_a_loss_is_warned_of_once_and_all_else_is_told(
+def test_a_loss_is_logged_as_a_single_warning(
     losses: LossLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     for worker_id in ("w0", "w2", "w0", "w1"):  # each repeats it with every report
@@ -36,7 +36,7 @@ def test_a_loss_is_warned_of_once_and_all_else_is_told(
         losses.note_attempt(attempt(name, 4, "g0"))
         losses.note_failed(name, "w3 refused: it is unreachable")
     assert warnings(caplog) == ["w0 at epoch 4: the connection to w3 is lost"]
-    assert [one.getMessage() for one in caplog.records][1:] == [
+    assert [record.getMessage() for record in caplog.records][1:] == [
         "w2 at epoch 4: the connection to w3 is lost",
         "w1 at epoch 4: the connection to w3 is lost",
         "attempt 1-1 failed: w3 refused: it is unreachable",
@@ -44,17 +44,17 @@ def test_a_loss_is_warned_of_once_and_all_else_is_told(
     ]
 
 
-def test_another_loss_is_warned_of_again(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_loss_is_a_new_warning(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
     losses.note_trouble("w4", "g4", 4, "the connection to w5 is lost")
     losses.note_trouble("w0", "g0", 5, "the connection to w1 is lost")
     assert len(warnings(caplog)) == 3
 
 
-def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
+def test_attempts_at_an_unannounced_group_are_a_single_warning(
     losses: LossLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that was alone is lost: no member is left to tell of it."""
+    """A single worker is lost: no member is left to report it."""
     for name in ("1-1", "1-2", "1-3"):
         losses.note_attempt(attempt(name, 5, "g3"))
         losses.note_failed(name, "w3 refused: it is unreachable")
@@ -64,15 +64,13 @@ def test_attempts_at_a_group_that_nobody_told_of_are_warned_of_once(
     assert warnings(caplog)[1:] == ["attempt 1-4 failed: w4 refused: no room"]
 
 
-def test_an_attempt_of_which_nothing_is_known_is_warned_of(
-    losses: LossLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_attempt_is_a_warning(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_failed("1-1", "w3 has left or was started anew")
     losses.note_failed("1-2", "w3 has left or was started anew")
     assert len(warnings(caplog)) == 2
 
 
-def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_removed_groups_are_forgotten(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
     losses.keep_only(["w0"], ["g0"])
     losses.note_trouble("w0", "g0", 4, "the connection to w3 is lost")
@@ -100,7 +98,7 @@ def test_what_is_gone_is_forgotten(losses: LossLog, caplog: pytest.LogCaptureFix
         (grpc.StatusCode.INTERNAL, "", "INTERNAL"),
     ],
 )
-def test_a_member_that_does_not_answer_is_told_in_words(
+def test_a_silent_member_is_described_in_words(
     code: grpc.StatusCode, details: str, reason: str
 ) -> None:
     none = grpc.aio.Metadata()

@@ -25,7 +25,7 @@ def stuck(store: Store, worker_id: str, reason: str = "no way to w1") -> GroupSt
 
 
 def settle(store: Store, losses: Losses, unix_s: int) -> None:
-    """Do what the coordinator decides now, as the driver does."""
+    """Run all commands of the coordinator, as the driver does."""
     commands = store.read()
     while commands:
         command = transaction(commands.pop(0))
@@ -43,7 +43,7 @@ def test_a_dead_member_is_named_with_the_time_at_which_the_others_noticed() -> N
     assert list(losses) == [GroupLoss("group-w0", epoch, 100, "w1 is gone")]
 
 
-def test_a_worker_that_was_started_anew_is_gone_as_it_was() -> None:
+def test_a_restarted_worker_counts_as_lost() -> None:
     store, losses = merged(), Losses()
     store.workers["w2"] = worker("w2", "b")
     settle(store, losses, 7)
@@ -61,13 +61,13 @@ def test_a_change_of_groups_is_no_loss() -> None:
     assert list(losses) == []
 
 
-def test_reports_of_another_process_epoch_or_of_a_lone_worker_are_no_loss() -> None:
+def test_reports_of_another_process_epoch_or_single_worker_are_not_losses() -> None:
     store, losses = merged(), Losses()
-    told = stuck(store, "w0")
+    report = stuck(store, "w0")
     for event in (
-        replace(told, incarnation="another"),
-        replace(told, epoch=told.epoch - 1),
-        replace(told, worker_id="nobody"),
+        replace(report, incarnation="another"),
+        replace(report, epoch=report.epoch - 1),
+        replace(report, worker_id="unknown"),
         stuck(store, "w2"),
     ):
         losses.note_trouble(store.state.records, event, 1)
@@ -79,17 +79,17 @@ def test_the_newest_loss_of_a_group_counts_and_is_last(monkeypatch: pytest.Monke
     losses.note_trouble(store.state.records, stuck(store, "w0"), 1)
     del store.workers["w2"]
     settle(store, losses, 2)
-    assert [one.group_id for one in losses] == ["group-w0", "group-w2"]
+    assert [loss.group_id for loss in losses] == ["group-w0", "group-w2"]
     losses.note_trouble(store.state.records, stuck(store, "w1", "stands still"), 3)
-    assert [(one.group_id, one.unix_s) for one in losses] == [("group-w2", 2), ("group-w0", 1)]
+    assert [(loss.group_id, loss.unix_s) for loss in losses] == [("group-w2", 2), ("group-w0", 1)]
     monkeypatch.setattr(module, "LOSSES_MAX", 1)
     losses.note_trouble(store.state.records, stuck(store, "w1"), 4)
     store.workers["w1"] = worker("w1", "b")
     settle(store, losses, 5)
-    assert [one.reason for one in losses] == ["w1 is gone"]
+    assert [loss.reason for loss in losses] == ["w1 is gone"]
 
 
-def test_losses_are_told_over_the_wire() -> None:
+def test_losses_round_trip() -> None:
     (shown,) = to_get_cluster([], [], losses=[GroupLoss("g", 3, 99, "w1 is gone")]).losses
-    told = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
-    assert told == ("g", 3, 99, "w1 is gone")
+    fields = (shown.group_id, shown.epoch, shown.lost_unix_s, shown.reason)
+    assert fields == ("g", 3, 99, "w1 is gone")

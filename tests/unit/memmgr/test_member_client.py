@@ -1,4 +1,4 @@
-"""The requests to members and holders of a change: which peers and which secrets they have."""
+"""Requests to members and holders of a change: peers and secrets."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a memory manager tells while it leads, and what while it stands by."""
+"""Metrics of a memory manager as leader and as standby."""
 
 import asyncio
 from collections import Counter
@@ -29,7 +29,7 @@ def memory() -> MemoryView:
     return view
 
 
-def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
+def exported(leads: bool, changes: ChangeCount | None = None) -> Samples:
     groups = (group("a", "b"), group("c"), group("d", phase=GroupPhase.DEGRADED))
     driver = SimpleNamespace(leads=leads, groups=groups, changes=changes or ChangeCount())
     watch = SimpleNamespace(
@@ -41,26 +41,26 @@ def told(leads: bool, changes: ChangeCount | None = None) -> Samples:
     return collected(MemmgrCollector(cast(Any, driver), memory(), cast(Any, watch)))
 
 
-def test_the_leader_tells_of_the_cluster() -> None:
-    found = told(leads=True)
-    assert value(found, "tideserve_memmgr_leader") == 1
-    assert value(found, "tideserve_memmgr_groups", phase="stable") == 2
-    assert value(found, "tideserve_memmgr_groups", phase="degraded") == 1
-    assert value(found, "tideserve_memmgr_merged_groups") == 1
-    assert value(found, "tideserve_memmgr_serving_workers", model_name="m") == 3
-    assert value(found, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
-    assert value(found, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
-    assert value(found, "tideserve_memmgr_kv_shortfall_tokens", model_name="m") == 70
-    assert value(found, "tideserve_memmgr_demand_rising", model_name="m") == 1
-    assert value(found, "tideserve_memmgr_decisions_total", action="merge") == 3
-    assert value(found, "tideserve_memmgr_decisions_total", action="exhausted") == 0
-    assert value(found, "tideserve_memmgr_moved_requests_total", cause="full group") == 2
-    assert value(found, "tideserve_memmgr_moved_requests_total", cause="draining") == 0
+def test_the_leader_exports_cluster_metrics() -> None:
+    samples = exported(leads=True)
+    assert value(samples, "tideserve_memmgr_leader") == 1
+    assert value(samples, "tideserve_memmgr_groups", phase="stable") == 2
+    assert value(samples, "tideserve_memmgr_groups", phase="degraded") == 1
+    assert value(samples, "tideserve_memmgr_merged_groups") == 1
+    assert value(samples, "tideserve_memmgr_serving_workers", model_name="m") == 3
+    assert value(samples, "tideserve_memmgr_usable_kv_blocks", model_name="m") == 7 + 5
+    assert value(samples, "tideserve_memmgr_relief_exhausted", model_name="m") == 1
+    assert value(samples, "tideserve_memmgr_kv_shortfall_tokens", model_name="m") == 70
+    assert value(samples, "tideserve_memmgr_demand_rising", model_name="m") == 1
+    assert value(samples, "tideserve_memmgr_decisions_total", action="merge") == 3
+    assert value(samples, "tideserve_memmgr_decisions_total", action="exhausted") == 0
+    assert value(samples, "tideserve_memmgr_moved_requests_total", cause="full group") == 2
+    assert value(samples, "tideserve_memmgr_moved_requests_total", cause="draining") == 0
 
 
-def test_a_standby_tells_of_itself_only() -> None:
-    found = told(leads=False)
-    assert value(found, "tideserve_memmgr_leader") == 0
+def test_a_standby_exports_only_its_own_metrics() -> None:
+    samples = exported(leads=False)
+    assert value(samples, "tideserve_memmgr_leader") == 0
     cluster = (
         "_groups",
         "_serving_workers",
@@ -69,14 +69,14 @@ def test_a_standby_tells_of_itself_only() -> None:
         "_demand_rising",
         "_shortfall_tokens",
     )
-    assert [name for name, _ in found if name.endswith(cluster)] == []
+    assert [name for name, _ in samples if name.endswith(cluster)] == []
 
 
-def test_no_worker_is_told_of_here() -> None:
-    assert [name for name, labels in told(leads=True) if "worker" in dict(labels)] == []
+def test_worker_metrics_are_not_exported() -> None:
+    assert [name for name, labels in exported(leads=True) if "worker" in dict(labels)] == []
 
 
-def test_changes_are_counted_by_how_they_end() -> None:
+def test_changes_are_counted_by_outcome() -> None:
     changes = ChangeCount()
     for phase, elapsed_s in (
         (ChangePhase.PREPARING, 0.0),
@@ -85,14 +85,14 @@ def test_changes_are_counted_by_how_they_end() -> None:
         (ChangePhase.FAILED, 200.0),
     ):
         changes.note(phase, elapsed_s)
-    found = told(leads=True, changes=changes)
+    samples = exported(leads=True, changes=changes)
     name = "tideserve_memmgr_change_duration_seconds"
-    assert value(found, "tideserve_memmgr_changes_total", result="stable") == 1
-    assert value(found, "tideserve_memmgr_changes_total", result="failed") == 1
-    assert value(found, f"{name}_count") == 1
-    assert value(found, f"{name}_sum") == 0.4
-    assert value(found, f"{name}_bucket", le="0.25") == 0
-    assert value(found, f"{name}_bucket", le="0.5") == 1
+    assert value(samples, "tideserve_memmgr_changes_total", result="stable") == 1
+    assert value(samples, "tideserve_memmgr_changes_total", result="failed") == 1
+    assert value(samples, f"{name}_count") == 1
+    assert value(samples, f"{name}_sum") == 0.4
+    assert value(samples, f"{name}_bucket", le="0.25") == 0
+    assert value(samples, f"{name}_bucket", le="0.5") == 1
 
 
 def test_a_group_has_the_blocks_of_its_smallest_member() -> None:

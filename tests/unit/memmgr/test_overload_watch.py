@@ -1,4 +1,4 @@
-"""What the monitor is shown, and what becomes of its decisions."""
+"""Input of the overload monitor, and handling of its decisions."""
 
 import asyncio
 import logging
@@ -76,21 +76,21 @@ def test_batch_requests_that_yield_do_not_count_as_running() -> None:
         assert use.running == running
 
 
-def test_groups_whose_members_do_not_report_of_them_have_no_numbers() -> None:
+def test_groups_without_current_reports_have_no_numbers() -> None:
     reports = {"w0": engine(), "stranger": engine(), "w2": engine(epoch=2)}
     groups = [group("w0", "w1"), group("stranger"), group("w0"), group("w2")]
-    found = group_uses(groups, reports, FACTS)
-    assert [use.report_status for use in found] == [
+    uses = group_uses(groups, reports, FACTS)
+    assert [use.report_status for use in uses] == [
         ReportStatus.SILENT,
         ReportStatus.SILENT,
         ReportStatus.CURRENT,
         ReportStatus.CHANGING,
     ]
-    assert [len(use.members) for use in found] == [0, 0, 1, 0]
+    assert [len(use.members) for use in uses] == [0, 0, 1, 0]
 
 
 class Watched:
-    """Two full workers and a queue, watched without dwell."""
+    """Two full workers and a queue, watched without dwell times."""
 
     def __init__(self) -> None:
         news = asyncio.Event()
@@ -132,14 +132,14 @@ def test_decisions_are_kept_logged_and_acted_on(caplog: pytest.LogCaptureFixture
         assert decision.action is Action.MERGE
         load = decision.reason.load
         assert (load.queued_tokens, load.used_tokens, load.waiting) == (300, 320, 7)
-        assert [one.decision for one in watched.watch.decisions] == [decision]
+        assert [entry.decision for entry in watched.watch.decisions] == [decision]
         assert text_of(decision) in caplog.text and "queued 300" in caplog.text
         for _ in range(DECISIONS_MAX + 5):
             watched.watch.evaluate()
     assert len(watched.watch.decisions) == DECISIONS_MAX
 
 
-def test_merged_groups_without_current_reports_say_why_they_do_not_split() -> None:
+def test_merged_groups_without_reports_have_a_reason_not_to_split() -> None:
     watched = Watched()
     watched.groups = [group("w0", "w2"), group("w1"), group("w3")]
     watched.watch.evaluate()
@@ -153,12 +153,12 @@ def test_merged_groups_without_current_reports_say_why_they_do_not_split() -> No
     assert watched.watch.split_obstacles == watched.busy
 
 
-def test_what_cannot_be_done_is_kept_but_not_acted_on() -> None:
+def test_impossible_decisions_are_kept_but_not_acted_on() -> None:
     watched = Watched()
     watched.groups = watched.groups[:1]
     for _ in range(3):
         watched.watch.evaluate()
-    assert [one.decision.action for one in watched.watch.decisions] == [Action.EXHAUSTED]
+    assert [entry.decision.action for entry in watched.watch.decisions] == [Action.EXHAUSTED]
     assert watched.acted == []
 
 
@@ -167,13 +167,15 @@ def test_merges_that_gain_too_little_are_a_decision_of_their_own() -> None:
     watched.short_tokens = 40
     for _ in range(3):
         watched.watch.evaluate()
-    found = [(one.decision.action, one.decision.needed_tokens) for one in watched.watch.decisions]
-    assert found[1] == (Action.EXHAUSTED, 40) and found.count(found[1]) == 1
-    assert all(one.decision.action is Action.MERGE for one in watched.acted)
+    decisions = [
+        (entry.decision.action, entry.decision.needed_tokens) for entry in watched.watch.decisions
+    ]
+    assert decisions[1] == (Action.EXHAUSTED, 40) and decisions.count(decisions[1]) == 1
+    assert all(entry.decision.action is Action.MERGE for entry in watched.acted)
     assert watched.watch.shortfalls == {"m": watched.acted[0].decision.needed_tokens}
 
 
-def test_by_hand() -> None:
+def test_manual_changes_are_recorded() -> None:
     watched = Watched()
     for name in ("w0", "w1"):
         watched.view.report(memory(name, free=10))
@@ -202,7 +204,7 @@ def test_the_outcome_of_many_changes_is_short() -> None:
     assert logged.outcome == "g0 stable; g1 stable; g2 stable; and 2 more"
 
 
-async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
+async def test_a_calm_cluster_is_evaluated_seldom_and_a_report_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(overload_watch, "PAUSE_S", 0.001)
@@ -231,13 +233,13 @@ async def test_a_calm_cluster_is_looked_at_seldom_and_a_report_at_once(
     await eventually(lambda: looks == [False, False])
     watched.view.report(memory("w0", free=0))
     watched.view.report(memory("w1", free=0))
-    told = watched.watch.shortfalls_changed
+    changed = watched.watch.shortfalls_changed
     watched.short_tokens = 40
     with watched.demand.stream() as stream:
         stream.report((ModelDemand("m", 3, 300),))
         await eventually(lambda: looks[-1])
         seen = len(looks)
         await eventually(lambda: len(looks) > seen + 3)  # an overload: it may be time to decide
-    await eventually(told.is_set)
+    await eventually(changed.is_set)
     assert not watched.watch.shortfalls_changed.is_set()
     running.cancel()

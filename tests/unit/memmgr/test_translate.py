@@ -1,4 +1,4 @@
-"""Records to groups and back; what cannot be read still fences."""
+"""Records to groups and back; unreadable records still fence."""
 
 import math
 from dataclasses import replace
@@ -45,17 +45,19 @@ TOMBSTONE = Group("group-w0", 5, GroupPhase.DISSOLVED, (), "m")
 
 
 def stored(value: bytes) -> StoredGroup:
-    (one,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
-    return one
+    (group,) = RecordReader().read({f"{GROUPS}group-w0": Entry(value, 3, 9)}).groups
+    return group
 
 
 def listed(*workers: record_pb2.WorkerRecord) -> Listing:
-    entries = {f"{WORKERS}{one.worker_id}": Entry(encode_record(one), 3, 9) for one in workers}
+    entries = {
+        f"{WORKERS}{worker.worker_id}": Entry(encode_record(worker), 3, 9) for worker in workers
+    }
     return RecordReader().read(entries)
 
 
 @pytest.mark.parametrize("group", [STABLE, TOMBSTONE])
-def test_a_group_survives_the_store(group: Group) -> None:
+def test_a_group_round_trips(group: Group) -> None:
     assert stored(encode_record(to_group_record(group))) == StoredGroup(group, 9)
 
 
@@ -106,21 +108,21 @@ ASSIGNMENT = Assignment("w0", "w0-a", "group-w1", 4, 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "expected"),
     [
         (encode_record(to_assignment_record(ASSIGNMENT)), ASSIGNMENT),
         (b"{", Assignment("w0", "", "", 0)),
     ],
 )
-def test_an_assignment_survives_the_store_and_fences_if_it_does_not(
-    value: bytes, found: Assignment
+def test_an_assignment_round_trips_and_an_unreadable_one_fences(
+    value: bytes, expected: Assignment
 ) -> None:
     listing = RecordReader().read({f"{ASSIGNMENTS}w0": Entry(value, 3, 9)})
-    assert listing.assignments == (StoredAssignment(found, 9),)
+    assert listing.assignments == (StoredAssignment(expected, 9),)
 
 
-def test_a_memory_report_survives() -> None:
-    """Its fields, and what makes a report invalid: `tests/unit/common/test_report.py`."""
+def test_a_memory_report_round_trips() -> None:
+    """For its fields and validation see `tests/unit/common/test_report.py`."""
     memory = memmgr_pb2.WorkerMemory(worker_id="w0", incarnation="w0-a", budget_bytes=2**40)
     answer = to_get_cluster([to_memory_report(memory)], [STABLE])
     assert list(answer.workers) == [memory]
@@ -139,7 +141,7 @@ def demand(**changes: object) -> memmgr_pb2.ModelDemand:
     return memmgr_pb2.ModelDemand(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_a_demand_report_survives() -> None:
+def test_a_demand_report_round_trips() -> None:
     demands = (
         ModelDemand("m", 1, 2, 3, 2**40, 5.5),
         ModelDemand("n", 1, 1, batch_queued=7, batch_queued_tokens=2**40),
@@ -164,7 +166,7 @@ def test_a_demand_report_survives() -> None:
         [demand(model=f"m{number}") for number in range(MODELS_MAX + 1)],
     ],
 )
-def test_impossible_demands(demands: list[memmgr_pb2.ModelDemand]) -> None:
+def test_impossible_demands_are_refused(demands: list[memmgr_pb2.ModelDemand]) -> None:
     with pytest.raises(InvalidReport):
         to_demands(memmgr_pb2.ReportDemandRequest(demands=demands))
 
@@ -198,7 +200,7 @@ def test_decisions_are_shown_with_their_numbers() -> None:
     )
 
 
-def test_what_a_worker_says_about_its_memory() -> None:
+def test_memory_facts_of_a_worker_are_translated() -> None:
     shape = ModelShape(30, 7, 5, 3, True, 2, 7.0, 0.0, 5.0)
     record = worker_record(
         shape=to_shape_record(shape),

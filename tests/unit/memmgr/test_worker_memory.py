@@ -45,26 +45,26 @@ def test_a_silent_worker_is_shown_but_not_fresh() -> None:
     assert view.fresh(now_s + REPORT_FRESH_S + 1) == {} and view.workers() == [MEMORY]
 
 
-def test_since_when_an_epoch_is_served_and_settled() -> None:
+def test_times_of_serving_and_settling_an_epoch_are_kept() -> None:
     view = MemoryView(asyncio.Event())
     view.set_registered({"w0": "a"})
     assert view.latest("w0") is None
 
-    def told(epoch: int, unsettled: bool) -> LatestReport:
+    def report(epoch: int, unsettled: bool) -> LatestReport:
         engine = replace(MEMORY.engine, epoch=epoch, unsettled=unsettled)
         view.report(replace(MEMORY, engine=engine))
         latest = view.latest("w0")
         assert latest is not None and latest.report.engine == engine
         return latest
 
-    first = told(3, unsettled=True)
+    first = report(3, unsettled=True)
     assert (
         first.settled_s is None and view.latest("w0", 3) == first and view.latest("w0", 4) is None
     )
-    second = told(3, unsettled=False)
+    second = report(3, unsettled=False)
     assert second.served_s == first.served_s and second.settled_s == second.received_s
-    third = told(3, unsettled=True)
+    third = report(3, unsettled=True)
     assert (third.served_s, third.settled_s) == (first.served_s, second.settled_s)
-    later = told(5, unsettled=True)
+    later = report(5, unsettled=True)
     assert later.served_s == later.received_s and later.settled_s is None
     assert view.latest("w0", 4) == later

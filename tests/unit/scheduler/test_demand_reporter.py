@@ -1,4 +1,4 @@
-"""When the demand is told to the memory manager. See also `test_demand` of core."""
+"""Times of demand reports to the memory manager. See also `test_demand` of core."""
 
 import asyncio
 from typing import Any, cast
@@ -11,7 +11,7 @@ from services.scheduler.demand_reporter import DemandReporter
 from tests.support.waiting import DEADLINE_S, eventually
 
 
-async def test_news_is_told_at_once_and_all_else_with_the_heartbeat(
+async def test_urgent_changes_are_reported_at_once_and_others_with_the_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(demand_reporter, "INTERVAL_S", 10 * DEADLINE_S)
@@ -20,16 +20,16 @@ async def test_news_is_told_at_once_and_all_else_with_the_heartbeat(
     demands: list[ModelDemand] = []
     reports = DemandReporter(unused, lambda: tuple(demands), changed, unused).reports()
 
-    async def told() -> list[tuple[int, float]]:
+    async def next_report() -> list[tuple[int, float]]:
         report = await anext(reports)
-        return [(one.queued, one.arriving_tokens_per_s) for one in report.demands]
+        return [(demand.queued, demand.arriving_tokens_per_s) for demand in report.demands]
 
     async with asyncio.timeout(DEADLINE_S):
-        assert await told() == []
+        assert await next_report() == []
         demands[:] = [ModelDemand("m", 1, 100, arriving_tokens_per_s=50.0)]
         changed.set()
-        assert await told() == [(1, 50.0)]
-        following = asyncio.ensure_future(told())
+        assert await next_report() == [(1, 50.0)]
+        following = asyncio.ensure_future(next_report())
         demands[:] = [ModelDemand("m", 1, 100, arriving_tokens_per_s=40.0)]
         changed.set()
         await eventually(lambda: not changed.is_set(), interval_s=0.001)
@@ -41,5 +41,5 @@ async def test_news_is_told_at_once_and_all_else_with_the_heartbeat(
         monkeypatch.setattr(demand_reporter, "INTERVAL_S", 0.001)
         changed.set()
         demands[:] = [ModelDemand("m", 3, 300)]
-        assert await told() == [(3, 0.0)]
-        assert await told() == [(3, 0.0)]
+        assert await next_report() == [(3, 0.0)]
+        assert await next_report() == [(3, 0.0)]

@@ -17,7 +17,7 @@ def ask(stream_id: int, request_id: str = "r1") -> Asked:
     return Asked(request_id, "m", 1, 1, now_s=monotonic_s(), stream_id=stream_id)
 
 
-async def test_an_outbox_gives_commands_in_order() -> None:
+async def test_an_outbox_returns_commands_in_order() -> None:
     outbox = GatewayOutbox(1, limit=3)
     sent = [SendTicket(1, f"r{number}") for number in range(3)]
     for command in sent:
@@ -45,7 +45,7 @@ async def test_closing_wakes_the_writer() -> None:
     assert taking.result() == []
 
 
-async def test_a_lost_gateways_requests_go_after_the_grace() -> None:
+async def test_requests_of_a_lost_gateway_are_dropped_after_the_grace_period() -> None:
     made = driver(grace_s=0.0)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(made.run())

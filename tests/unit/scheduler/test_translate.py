@@ -1,4 +1,4 @@
-"""Which records make a group that serves, and that every command has a frame."""
+"""Records of serving groups, and a frame for every command."""
 
 from dataclasses import fields, replace
 
@@ -56,7 +56,7 @@ def test_a_stable_group_of_a_registered_worker_serves() -> None:
         worker_record(max_model_len=-1),
     ],
 )
-def test_a_worker_that_cannot_serve(worker: record_pb2.WorkerRecord) -> None:
+def test_a_worker_that_cannot_serve_has_no_group(worker: record_pb2.WorkerRecord) -> None:
     assert to_group(group_record(worker_record()), {"w0": worker}) is None
 
 
@@ -75,7 +75,7 @@ def test_a_group_loads_the_adapters_of_its_leader() -> None:
         assert group is not None and group.adapter_rank_max == rank_max
 
 
-def test_groups_that_do_not_serve() -> None:
+def test_groups_that_do_not_serve_are_left_out() -> None:
     worker = worker_record()
     workers = {"w0": worker}
     assert to_group(group_record(worker), {}) is None
@@ -98,8 +98,8 @@ def test_a_merged_group_is_its_leader_with_the_shortest_model_length() -> None:
         "group-w1", 3, "w1", "w1-a", "h:1", "m", 100, 16, 512, members=2
     )
     leader.max_batch_tokens = 300
-    told = to_group(merged, {"w0": follower, "w1": leader})
-    assert told is not None and told.max_batch_tokens == 300
+    group = to_group(merged, {"w0": follower, "w1": leader})
+    assert group is not None and group.max_batch_tokens == 300
     assert to_group(merged, {"w1": leader}) is None
     follower.incarnation = "w0-b"
     assert to_group(merged, {"w0": follower, "w1": leader}) is None
@@ -147,7 +147,7 @@ def test_every_command_has_a_frame(command: Command, kind: str) -> None:
     assert getattr(frame, kind).request_id == "r"
 
 
-def test_frames_of_gateways() -> None:
+def test_gateway_frames_are_translated() -> None:
     withdraw = scheduler_pb2.AdmitRequest(withdraw=scheduler_pb2.Withdraw(request_id="r"))
     assert to_admit_event(withdraw, 1, 2.0) == Withdrawn(2.0, "r")
     assert to_admit_event(scheduler_pb2.AdmitRequest(), 1, 2.0) is None
@@ -158,25 +158,25 @@ def test_frames_of_gateways() -> None:
 
 
 @pytest.mark.parametrize("prefix", [NO_PREFIX, ThinHashes(16, (0, 2**64 - 1, 7))])
-def test_an_ask_arrives_as_the_gateway_made_it(prefix: ThinHashes) -> None:
+def test_an_ask_round_trips(prefix: ThinHashes) -> None:
     failed = FailedAssignment("g", 3, returned=True)
     ask = Ask("r", "m", 10, 20, failed, Service(tenant="anna"), "00-1-2-01", prefix)
     ask = replace(ask, adapter=Adapter("a", "0f" * 32, "/adapters/a", 8))
     event = to_admit_event(ask_frame(ask, 1.5), 4, 2.0)
-    told = {one.name: getattr(ask, one.name) for one in fields(Ask)}
-    assert event == Asked(**told, now_s=2.0, stream_id=4, waited_s=1.5)
+    fields_of_ask = {field.name: getattr(ask, field.name) for field in fields(Ask)}
+    assert event == Asked(**fields_of_ask, now_s=2.0, stream_id=4, waited_s=1.5)
     without = to_admit_event(ask_frame(replace(ask, adapter=None), 1.5), 4, 2.0)
     assert isinstance(without, Asked) and without.adapter is None
 
 
 @pytest.mark.parametrize("ttft", [None, TOKEN_COSTS])
-def test_a_heartbeat_says_whether_prefixes_are_wanted(ttft: CostModel | None) -> None:
+def test_a_heartbeat_states_whether_prefixes_are_wanted(ttft: CostModel | None) -> None:
     snapshot = SchedulerState(8, 120.0, ttft=ttft).snapshot(0.0)
     beat = scheduler_message(to_heartbeat(snapshot))
     assert beat == Heartbeat(0, 0, wants_prefixes=ttft is not None)
 
 
-def test_negative_numbers_are_no_report() -> None:
+def test_reports_with_negative_numbers_are_refused() -> None:
     """Whichever way the report came; for all fields see `tests/unit/common/test_report.py`."""
     load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", running=-1)
     with pytest.raises(InvalidReport, match="running"):
@@ -185,7 +185,7 @@ def test_negative_numbers_are_no_report() -> None:
         to_admit_event(scheduler_pb2.AdmitRequest(load=load), 1, 0.0)
 
 
-def test_more_free_than_there_is_is_no_report() -> None:
+def test_reports_with_more_free_than_total_blocks_are_refused() -> None:
     load = load_pb2.WorkerLoad(worker_id="w", incarnation="i", kv_blocks_total=9, kv_blocks_free=10)
     with pytest.raises(InvalidReport, match="kv_blocks_total is 9"):
         to_load_event(load, 0.0)
@@ -193,7 +193,7 @@ def test_more_free_than_there_is_is_no_report() -> None:
     assert to_load_event(load, 0.0).report.load.kv_blocks_total == 9
 
 
-def test_a_gateway_learns_the_buckets_of_each_model() -> None:
+def test_bucket_bounds_are_sent_by_model() -> None:
     stats = (BucketStats("m", ((80, 3), (900, 1)), 0.25, 1.0, 100.0),)
     snapshot = replace(SchedulerState(8, 120.0).snapshot(0.0), buckets=stats)
     beat = scheduler_message(to_heartbeat(snapshot))

@@ -1,4 +1,4 @@
-"""What the distributions say about themselves fits the tree."""
+"""Metadata of the distributions matches the tree."""
 
 import re
 import tomllib
@@ -11,17 +11,22 @@ from packaging.requirements import Requirement
 STUBS = build_wheels.ROOT / "tideserve" / "worker" / "v1"
 
 
-def test_the_stubs_need_what_their_generators_say() -> None:
+def test_stub_requirements_match_their_generators() -> None:
     project = tomllib.loads(build_wheels.API.read_text())["project"]
-    needed = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    needed = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, project["dependencies"])
+    }
     code = (STUBS / "worker_pb2.py").read_text()
-    found = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
-    assert found is not None
-    protobuf = ".".join(found.groups())
-    found = re.search(r"GENERATED_VERSION = '([\d.]+)'", (STUBS / "worker_pb2_grpc.py").read_text())
-    assert found is not None
+    generated_by = re.search(r"Domain\.PUBLIC,\s+(\d+),\s+(\d+),\s+(\d+),", code)
+    assert generated_by is not None
+    protobuf = ".".join(generated_by.groups())
+    generated_by = re.search(
+        r"GENERATED_VERSION = '([\d.]+)'", (STUBS / "worker_pb2_grpc.py").read_text()
+    )
+    assert generated_by is not None
     assert f">={protobuf}" in str(needed["protobuf"]).split(",")
-    assert f">={found.group(1)}" in str(needed["grpcio"]).split(",")
+    assert f">={generated_by.group(1)}" in str(needed["grpcio"]).split(",")
 
 
 def test_every_package_that_ships_has_type_information(tmp_path: Path) -> None:
@@ -30,12 +35,18 @@ def test_every_package_that_ships_has_type_information(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         getattr(build_wheels, f"lay_out_{name}")(folder)
-        tops = [one for one in (folder / "services", *folder.glob("tideserve/*")) if one.is_dir()]
+        tops = [
+            folder_
+            for folder_ in (folder / "services", *folder.glob("tideserve/*"))
+            if folder_.is_dir()
+        ]
         assert tops
-        assert [one.name for one in tops if not (one / "py.typed").exists()] == []
+        assert [top.name for top in tops if not (top / "py.typed").exists()] == []
 
 
-def test_all_have_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_distributions_have_the_same_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert build_wheels.version()
     text = (build_wheels.ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace("\nversion = ", "\nversion = '9.9' #"))

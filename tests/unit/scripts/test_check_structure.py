@@ -1,4 +1,4 @@
-"""Class names, long functions and copies in the simulator are found."""
+"""Duplicate class names, long functions and copies in the simulator are reported."""
 
 import ast
 
@@ -58,6 +58,6 @@ SAME = "tideserve.sim.c.what and services.worker.engine.a.name_of are the same"
         ),
     ],
 )
-def test_each_violation_is_one_line(changed: dict[str, str], lines: list[str]) -> None:
+def test_each_violation_is_a_single_line(changed: dict[str, str], lines: list[str]) -> None:
     modules = {name: ast.parse(text) for name, text in (CLEAN | changed).items()}
     assert list(findings(modules)) == lines

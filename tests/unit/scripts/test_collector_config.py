@@ -1,4 +1,4 @@
-"""The collector's configuration: nothing in it is named that is not there."""
+"""The collector's configuration names only existing parts."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_every_part_of_the_pipeline_is_configured_and_used() -> None:
     assert (pipeline["processors"][0], pipeline["processors"][-1]) == ("memory_limiter", "batch")
 
 
-def test_the_tail_rules_look_for_what_our_spans_have() -> None:
+def test_tail_sampling_rules_match_span_attributes() -> None:
     policies = yaml.safe_load(PATH.read_text())["processors"]["tail_sampling"]["policies"]
     by_type = {policy["type"]: policy for policy in policies}
     assert by_type["status_code"]["status_code"]["status_codes"] == ["ERROR"]

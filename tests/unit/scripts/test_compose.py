@@ -1,4 +1,4 @@
-"""The compose files: what no service of ours may do without, and settings that services know."""
+"""The compose files: hardening of every service, and known settings."""
 
 import re
 from pathlib import Path
@@ -13,8 +13,8 @@ SERVICES = ("gateway", "memmgr", "scheduler", "worker")
 
 
 def services(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
-    return found
+    declared: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["services"]
+    return declared
 
 
 @pytest.mark.parametrize("name", ["etcd", "model", *SERVICES])
@@ -27,13 +27,13 @@ def test_no_service_can_change_its_own_image(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_ports_are_this_machine_s_unless_said_otherwise(path: Path) -> None:
+def test_ports_bind_to_loopback_by_default(path: Path) -> None:
     for service in services(path).values():
         for port in service.get("ports", ()):
             assert re.match(r"(127\.0\.0\.1|\$\{HTTP_HOST:-127\.0\.0\.1\}):", port), port
 
 
-def test_images_run_as_nobody_s_user() -> None:
+def test_images_run_as_an_unprivileged_user() -> None:
     for name in ("Dockerfile", "etcd.Dockerfile"):
         text = (ROOT / "docker" / name).read_text()
         final = [stage for stage in re.split(r"^FROM ", text, flags=re.M) if "USER " in stage]
@@ -42,7 +42,7 @@ def test_images_run_as_nobody_s_user() -> None:
         assert "# syntax" not in text
 
 
-def test_each_image_that_serves_has_a_health_check_and_starts_without_a_shell() -> None:
+def test_each_service_image_has_a_health_check_and_no_shell() -> None:
     text = (ROOT / "docker" / "Dockerfile").read_text()
     stages = {
         re.split(r"\s", stage, maxsplit=3)[2]: stage

@@ -1,4 +1,4 @@
-"""The containers' test beside the containers: its results, and what it does without an engine."""
+"""The containers' test without containers: its results, and a missing engine."""
 
 import asyncio
 import ipaddress
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TOKENS = ("demand", "used", "waiting", "queued", "refused", "forecast", "needed", "stuck")
 
 
-def test_results_tell_each_check_and_image(
+def test_results_list_each_check_and_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(containers_test, "RESULTS", tmp_path / "build" / "results.json")
@@ -31,22 +31,22 @@ def test_results_tell_each_check_and_image(
     assert report.check("good", lambda: None) and not report.check("bad", fail)
     report.images = {"tideserve-gateway:test": 10**6}
     report.write()
-    told = json.loads((tmp_path / "build" / "results.json").read_text())
-    assert [(check["name"], check["ok"]) for check in told["checks"]] == [
+    results = json.loads((tmp_path / "build" / "results.json").read_text())
+    assert [(check["name"], check["ok"]) for check in results["checks"]] == [
         ("good", True),
         ("bad", False),
     ]
-    assert told["images"] == {"tideserve-gateway:test": 10**6}
+    assert results["images"] == {"tideserve-gateway:test": 10**6}
     captured = capsys.readouterr()
     assert "1 passed, 1 failed" in captured.out and "a stream broke" in captured.err
     assert not report.ok
 
 
 @pytest.mark.parametrize(
-    ("verb", "status", "said"), [("start", 77, "PRIVATE_ENGINE=1"), ("stop", 0, "")]
+    ("verb", "status", "message"), [("start", 77, "PRIVATE_ENGINE=1"), ("stop", 0, "")]
 )
-def test_without_an_engine_nothing_is_changed(
-    tmp_path: Path, verb: str, status: int, said: str
+def test_nothing_changes_without_a_container_engine(
+    tmp_path: Path, verb: str, status: int, message: str
 ) -> None:
     done = subprocess.run(
         [ROOT / "scripts" / "container_engine.sh", verb],
@@ -57,11 +57,11 @@ def test_without_an_engine_nothing_is_changed(
         check=False,
     )
     assert (done.returncode, done.stdout) == (status, "")
-    assert said in done.stderr and bool(done.stderr) is bool(said)
+    assert message in done.stderr and bool(done.stderr) is bool(message)
     assert not (tmp_path / "engine").exists()
 
 
-def test_the_tokens_of_a_request_are_put_together() -> None:
+def test_streamed_tokens_are_joined_by_request() -> None:
     lines: list[list[object]] = [
         ["fact", "StreamOpened", {"request_id": "a"}],
         ["fact", "TokensForwarded", {"request_id": "a", "first_index": 0, "token_ids": [1, 2]}],
@@ -93,7 +93,7 @@ def test_configurations_are_counted_worker_by_worker() -> None:
     assert configurations(Cluster([1, 2, 1], [1])) == [[1, 2, 1], [1]]  # type: ignore[arg-type]
 
 
-async def test_a_check_without_a_merge_prints_the_rule_that_held_it_back(
+async def test_a_check_without_a_merge_prints_the_blocking_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("container_checks.CHANGE_TIMEOUT_S", 0.3)
@@ -121,7 +121,7 @@ async def test_a_check_without_a_merge_prints_the_rule_that_held_it_back(
         await configured(Cluster([], [], status=empty), stages=2)  # type: ignore[arg-type]
 
 
-async def test_a_flood_goes_on_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_continues_until_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, runs = asyncio.Event(), Counter[int]()
 
     async def finish(_url: str, number: int, _tokens: int) -> Answer:
@@ -137,7 +137,7 @@ async def test_a_flood_goes_on_until_it_is_stopped(monkeypatch: pytest.MonkeyPat
     assert {number: answer.request_id for number, answer in answers.items()} == {0: "0-5", 1: "1-5"}
 
 
-def test_a_stream_that_breaks_breaks_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stream_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(_url: str, number: int, _tokens: int, progress: object) -> None:
         progress.first()  # type: ignore[attr-defined]
         if number == 1:

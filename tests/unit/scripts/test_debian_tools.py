@@ -1,4 +1,4 @@
-"""Fetching tools says why it is not possible, and is done once."""
+"""Tools are downloaded once, and failures are explained."""
 
 import os
 import shutil
@@ -13,14 +13,14 @@ NEEDED = ("cat", "dpkg", "flock", "mkdir", "sed", "sh", "sort")
 
 @pytest.fixture
 def without_apt(tmp_path):
-    """A PATH on which there is no apt."""
+    """A PATH without apt."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in NEEDED:
-        found = shutil.which(tool)
-        if found is None:
+        path = shutil.which(tool)
+        if path is None:
             pytest.skip(f"no {tool} on this machine")
-        (folder / tool).symlink_to(found)
+        (folder / tool).symlink_to(path)
     return {"PATH": str(folder)}
 
 
@@ -35,13 +35,13 @@ def run(arguments, environment=None):
     )
 
 
-def test_without_apt_it_says_so(tmp_path, without_apt):
+def test_missing_apt_is_an_error(tmp_path, without_apt):
     done = run([tmp_path / "tools", "kustomize"], without_apt)
     assert done.returncode == 77
     assert done.stderr == "debian_tools: no apt-get here: these tools come as Debian packages\n"
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path, without_apt):
+def test_fetched_packages_are_not_downloaded_again(tmp_path, without_apt):
     folder = tmp_path / "tools"
     folder.mkdir()
     (folder / ".packages").write_text("etcd-server/trixie\nkustomize\n")
@@ -49,7 +49,7 @@ def test_what_is_there_is_not_fetched_again(tmp_path, without_apt):
     assert run([folder, "kustomize"], without_apt).returncode == 77
 
 
-def test_a_wrong_call_shows_the_usage(tmp_path):
+def test_invalid_arguments_show_the_usage(tmp_path):
     done = run([tmp_path])
     assert done.returncode == 2
     assert "FOLDER PACKAGE" in done.stderr
@@ -89,7 +89,7 @@ deb http://older.test/debian bookworm main
         ),
     ],
 )
-def test_a_release_is_asked_of_the_same_mirror(tmp_path, name, text, made):
+def test_the_release_file_comes_from_the_same_mirror(tmp_path, name, text, made):
     etc, programs = tmp_path / "etc", tmp_path / "programs"
     (etc / "sources.list.d").mkdir(parents=True)
     (etc / name).write_text(text)
@@ -101,11 +101,11 @@ def test_a_release_is_asked_of_the_same_mirror(tmp_path, name, text, made):
     done = run([tmp_path / "tools", "kustomize/trixie"], environment)
     assert done.returncode == 77 and "cannot be fetched" in done.stderr
     folder = tmp_path / "tools" / ".apt" / "sources"
-    assert [one.name for one in folder.iterdir()] == ["trixie.sources"]
+    assert [path.name for path in folder.iterdir()] == ["trixie.sources"]
     assert (folder / "trixie.sources").read_text() == made
 
 
-def test_a_system_without_a_mirror_of_debian(tmp_path):
+def test_a_system_without_a_debian_mirror_is_an_error(tmp_path):
     (tmp_path / "sources.list").write_text("deb cdrom: bookworm main\n")
     done = run(
         [tmp_path / "tools", "kustomize/trixie"], {**os.environ, "APT_FOLDER": str(tmp_path)}

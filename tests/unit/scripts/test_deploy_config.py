@@ -1,4 +1,4 @@
-"""The check of manifests against the code finds each kind of mistake."""
+"""The check of manifests against the code reports each kind of mistake."""
 
 import copy
 import json
@@ -36,7 +36,9 @@ def objects(built):
 
 
 def deployment(objects, service):
-    return next(one for one in objects if identity(one) == f"Deployment/tideserve-{service}")
+    return next(
+        manifest for manifest in objects if identity(manifest) == f"Deployment/tideserve-{service}"
+    )
 
 
 def container(objects, service):
@@ -47,11 +49,11 @@ def variable(objects, service, name):
     return next(row for row in container(objects, service)["env"] if row["name"] == name)
 
 
-def test_the_manifests_are_right(objects):
+def test_the_manifests_have_no_faults(objects):
     assert check_objects(objects, VERSION) == []
 
 
-def test_a_worker_tells_its_zone_and_node(objects):
+def test_workers_get_zone_and_node_variables(objects):
     rows = container(objects, "worker")["env"]
     names = [row["name"] for row in rows]
     location = variable(objects, "worker", "TIDESERVE__LOCATION")["value"]
@@ -62,8 +64,8 @@ def test_a_worker_tells_its_zone_and_node(objects):
         assert names.index(name) < names.index("TIDESERVE__LOCATION"), "or it is not expanded"
 
 
-def test_scheduler_and_workers_are_told_one_scheduling(objects):
-    known = {identity(one): one for one in objects}
+def test_scheduler_and_workers_get_the_same_scheduling(objects):
+    known = {identity(manifest): manifest for manifest in objects}
     known["ConfigMap/tideserve-scheduling"]["data"]["SCHEDULING"] = "slo"
     for service in ("scheduler", "worker"):
         config = read_config(service, environment_of(container(objects, service), known))
@@ -83,7 +85,7 @@ def test_scheduler_and_workers_are_told_one_scheduling(objects):
         ("worker", "TIDESERVE__MEMORY_BYTES", "4GiB", "leaves nothing"),
     ],
 )
-def test_a_wrong_variable_is_found(objects, service, name, value, problem):
+def test_an_unknown_variable_is_reported(objects, service, name, value, problem):
     rows = container(objects, service)["env"]
     rows[:] = [row for row in rows if row["name"] != name] + [{"name": name, "value": value}]
     assert any(problem in line for line in check_objects(objects, VERSION))
@@ -112,7 +114,7 @@ def test_a_wrong_variable_is_found(objects, service, name, value, problem):
         ),
     ],
 )
-def test_a_wrong_field_is_found(objects, changed, path, value, problem):
+def test_an_unknown_field_is_reported(objects, changed, path, value, problem):
     part = next(each for each in objects if identity(each) == changed)
     *parents, last = path.split("/")
     for key in parents:
@@ -138,21 +140,21 @@ def test_further_deployments_of_workers_are_checked(objects):
     assert any(line.startswith(selects) and line.endswith("worker-2") for line in problems)
 
 
-def test_a_file_that_is_not_mounted_or_would_never_be_updated_is_found(objects):
+def test_unmounted_and_never_updated_files_are_reported(objects):
     mounts = container(objects, "gateway")["volumeMounts"]
-    mount = next(one for one in mounts if one["name"] == "api-key")
+    mount = next(mount for mount in mounts if mount["name"] == "api-key")
     mount["subPath"] = "api_key"
     assert "never updates" in check_objects(objects, VERSION)[0]
     mounts.remove(mount)
     assert "in no mount" in check_objects(objects, VERSION)[0]
 
 
-def test_the_component_of_keys_mounts_them_in_place_of_the_one_key(objects):
+def test_the_keys_component_replaces_the_single_key(objects):
     with_keys = build_variant(Variant(features=frozenset({"api-keys"})))
     pod = deployment(with_keys, "gateway")["spec"]["template"]["spec"]
-    secrets = {one["name"]: one["secret"] for one in pod["volumes"] if "secret" in one}
+    secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
     assert secrets == {"api-keys": {"secretName": "tideserve-api-keys", "defaultMode": 0o440}}
-    known = {identity(one): one for one in with_keys}
+    known = {identity(manifest): manifest for manifest in with_keys}
     config = read_config("gateway", environment_of(pod["containers"][0], known))
     assert config.api_key is None
     assert str(config.api_keys_file) == "/run/secrets/tideserve/api-keys/keys.jsonl"
@@ -161,7 +163,7 @@ def test_the_component_of_keys_mounts_them_in_place_of_the_one_key(objects):
 def test_the_component_of_batches_sets_the_database_and_a_shared_folder(objects):
     with_batches = build_variant(Variant(features=frozenset({"batches"})))
     pod = deployment(with_batches, "gateway")["spec"]["template"]["spec"]
-    known = {identity(one): one for one in with_batches}
+    known = {identity(manifest): manifest for manifest in with_batches}
     config = read_config("gateway", environment_of(pod["containers"][0], known))
     assert config.batches.batch_files == "/var/lib/tideserve/batches"
     assert known["PersistentVolumeClaim/tideserve-batch-files"]["spec"]["accessModes"] == [
@@ -175,9 +177,9 @@ def test_pods_get_no_token_and_no_service_links(objects):
         assert pod["enableServiceLinks"] is False
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
-        for one in (*pod["containers"], *pod.get("initContainers", ())):
-            assert one["securityContext"]["readOnlyRootFilesystem"] is True
-            assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_compose_services_are_read_as_compose_does():
@@ -209,7 +211,7 @@ def test_secret_files_need_not_exist_here():
 @pytest.mark.parametrize(
     "path", [*ROOT.glob("compose*.yaml"), ROOT / "docker" / "compose.test.yaml"], ids=str
 )
-def test_compose_files_say_what_services_understand(path):
+def test_compose_files_use_known_settings(path):
     whole = dict(compose_services(yaml.safe_load((ROOT / "compose.yaml").read_text())))
     for service, environment in compose_services(yaml.safe_load(path.read_text())):
         assert read_config(service, whole.get(service, {}) | environment)

@@ -13,7 +13,7 @@ RENDER_TIMEOUT_S = 60
 
 
 def worker_of(tmp_path: Path, values: dict[str, Any]) -> Any:
-    """The worker's container with these values."""
+    """The worker container for these values."""
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(values))
     try:
@@ -23,9 +23,10 @@ def worker_of(tmp_path: Path, values: dict[str, Any]) -> Any:
     command = [str(program), str(CHART), str(path)]
     text = run_tool(command, "the chart cannot be rendered", RENDER_TIMEOUT_S)
     (worker,) = [
-        one
-        for one in parsed(text)
-        if one["kind"] in ("Deployment", "StatefulSet") and "worker" in one["metadata"]["name"]
+        manifest
+        for manifest in parsed(text)
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+        and "worker" in manifest["metadata"]["name"]
     ]
     return worker["spec"]["template"]["spec"]["containers"][0]
 
@@ -40,5 +41,5 @@ def test_the_pod_of_a_worker_grows_by_its_host_memory(tmp_path: Path) -> None:
 
 def test_without_host_memory_nothing_changes(tmp_path: Path) -> None:
     worker = worker_of(tmp_path, {})
-    assert all(one["name"] != "TIDESERVE__HOST_MEMORY" for one in worker["env"])
+    assert all(variable["name"] != "TIDESERVE__HOST_MEMORY" for variable in worker["env"])
     assert worker["resources"]["limits"] == {"memory": "4Gi"}

@@ -31,7 +31,7 @@ OUT = policy(
 )
 
 
-def test_a_way_needs_both_ends():
+def test_a_connection_needs_both_policies():
     assert list(check_connections([WAY], [IN, OUT])) == []
     assert list(check_connections([WAY], [IN])) == [
         "no NetworkPolicy allows egress from gateway to worker at 50051"
@@ -45,11 +45,11 @@ def test_a_way_needs_both_ends():
     "way",
     [Connection("memmgr", "worker", 50051, 50051), Connection("gateway", "worker", 50051, 50052)],
 )
-def test_another_source_or_port_is_closed(way):
+def test_other_sources_and_ports_are_closed(way):
     assert len(list(check_connections([way], [IN, OUT]))) == 2
 
 
-def test_a_range_is_covered_as_a_whole():
+def test_a_port_range_must_be_covered_completely():
     lanes = [{"port": 50061, "endPort": 50094}]
     both = policy(
         "worker",
@@ -60,7 +60,7 @@ def test_a_range_is_covered_as_a_whole():
     assert len(list(check_connections([Connection("worker", "worker", 50063, 50095)], [both]))) == 2
 
 
-def test_any_source_may_call_where_none_is_named():
+def test_an_empty_source_list_allows_any_source():
     assert not admits_strangers([IN], "worker", 50051)
     assert admits_strangers([policy("worker", ingress=[{}])], "worker", 50051)
     everywhere = {"from": [{"namespaceSelector": {}}], "ports": [{"port": 50051}]}
@@ -68,19 +68,19 @@ def test_any_source_may_call_where_none_is_named():
     assert not admits_strangers([policy("worker", ingress=[everywhere])], "worker", 50052)
 
 
-def test_selectors_take_their_own():
+def test_selectors_match_their_pods():
     assert selects(pods("gateway", "worker"), "worker")
     assert not selects(pods("gateway"), "worker")
     assert selects({"matchLabels": {"app.kubernetes.io/part-of": "tideserve"}}, "memmgr")
     assert not selects({"matchLabels": {"app": "other"}}, "memmgr")
 
 
-def test_calls_are_the_stubs_that_a_service_makes():
+def test_calls_are_derived_from_grpc_stubs():
     text = "stub = worker_pb2_grpc.MemberServiceStub(channel)"
     assert calls({"memmgr": text}) == {("memmgr", "worker")}
     every = calls({"gateway": "process_pb2_grpc.ProcessServiceStub(channel)"})
     assert every == {("gateway", service) for service in SERVICES}
 
 
-def test_the_code_makes_calls_of_each_service():
+def test_calls_of_each_service_are_found_in_the_code():
     assert {source for source, _ in calls(sources_of_services())} == set(SERVICES)

@@ -1,4 +1,4 @@
-"""The schemas in deploy/ take what the manifests say and refuse mistakes."""
+"""The schemas in deploy/ accept the manifests and refuse mistakes."""
 
 import copy
 import json
@@ -32,7 +32,7 @@ def validator(kind):
 
 def first(kind):
     objects = yaml.safe_load_all(OBJECTS[kind].read_text())
-    return next(one for one in objects if one["kind"].lower() == kind)
+    return next(manifest for manifest in objects if manifest["kind"].lower() == kind)
 
 
 def test_every_schema_has_an_object():
@@ -40,14 +40,14 @@ def test_every_schema_has_an_object():
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_our_objects_pass(kind):
-    for one in yaml.safe_load_all(OBJECTS[kind].read_text()):
-        if one["kind"].lower() == kind:
-            validator(kind).validate(one)
+def test_committed_manifests_are_valid(kind):
+    for manifest in yaml.safe_load_all(OBJECTS[kind].read_text()):
+        if manifest["kind"].lower() == kind:
+            validator(kind).validate(manifest)
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_a_field_that_is_none_is_refused(kind):
+def test_an_unknown_field_is_refused(kind):
     wrong = copy.deepcopy(first(kind))
     wrong["spec"]["specc"] = {}
     assert not validator(kind).is_valid(wrong)
@@ -72,7 +72,7 @@ def test_a_field_that_is_none_is_refused(kind):
         ("issuer", lambda spec: spec.update(ca={"secretName": "too"})),
     ],
 )
-def test_a_wrong_value_is_refused(kind, change):
+def test_an_invalid_value_is_refused(kind, change):
     wrong = copy.deepcopy(first(kind))
     change(wrong["spec"])
     assert not validator(kind).is_valid(wrong)
@@ -97,7 +97,7 @@ def known_by(schema, path=""):
         yield from known_by(inner, f"{path}{name}.") if "properties" in inner else [path + name]
 
 
-def test_schema_defaults_and_templates_know_the_same_values():
+def test_schema_values_and_templates_have_the_same_keys():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = values_validator().schema
     known = set(defaults(values, schema))
@@ -120,7 +120,7 @@ def test_the_chart_has_the_version_of_the_project():
 
 
 @pytest.mark.parametrize("path", sorted(CHART.glob("values*.yaml")), ids=lambda path: path.name)
-def test_values_files_pass(path):
+def test_committed_values_files_are_valid(path):
     values_validator().validate(yaml.safe_load(path.read_text()))
 
 
@@ -140,5 +140,5 @@ def test_values_files_pass(path):
     ],
     ids=str,
 )
-def test_wrong_values_are_refused(values):
+def test_invalid_values_are_refused(values):
     assert not values_validator().is_valid(values)

@@ -1,4 +1,4 @@
-"""Pages made from the code: complete, and compared with it."""
+"""Pages generated from the code: complete and up to date."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from tideserve.cli.cluster_options import CONFIGS, SECTIONS, ClusterOptions
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_committed_pages_are_what_the_code_gives() -> None:
+def test_committed_pages_match_the_generated_ones() -> None:
     assert gen_docs.outdated(ROOT) == []
 
 
@@ -35,13 +35,13 @@ def test_a_page_that_is_missing_or_edited_is_named(tmp_path: Path) -> None:
     assert gen_docs.outdated(tmp_path) == ["docs/configuration.md"]
 
 
-def test_a_generated_page_says_so_in_its_first_line() -> None:
+def test_a_generated_page_is_marked_in_its_first_line() -> None:
     pages = {name for name in gen_docs.PAGES if name.endswith(".md")} - {"docs/grpc.md"}
     first = {name: (ROOT / name).read_text().splitlines()[0] for name in pages}
     assert set(first.values()) == {gen_docs.GENERATED.strip()}, first
 
 
-def test_each_flag_of_vllm_stands_once_beside_a_setting_that_exists() -> None:
+def test_each_vllm_flag_is_listed_once_with_an_existing_setting() -> None:
     flags = [flag for flag, _, _ in vllm_flags.rows()]
     assert len(flags) == len(set(flags)) >= 60
     for unknown in ("--no-such-flag", "worker: no_such_key", "services: queue_limit"):
@@ -54,46 +54,45 @@ def test_each_flag_of_vllm_stands_once_beside_a_setting_that_exists() -> None:
 def test_every_option_has_a_row_with_its_variable() -> None:
     text = gen_docs.configuration()
     for config in CONFIGS.values():
-        for key, one in settings_of(config).items():
+        for key, option in settings_of(config).items():
             row = f"| `{key}` | `TIDESERVE__{key.upper()}` | "
-            assert (row in text) == ("expert" not in one.metadata), key
-    for key, one in settings_of(ClusterOptions).items():
+            assert (row in text) == ("expert" not in option.metadata), key
+    for key, option in settings_of(ClusterOptions).items():
         flag = f"| `--{key.replace('_', '-')}` | `{key}` | "
-        assert (flag in text) == (key not in SECTIONS and "expert" not in one.metadata)
+        assert (flag in text) == (key not in SECTIONS and "expert" not in option.metadata)
     assert "| `queue_limit` | `TIDESERVE__QUEUE_LIMIT` | 1 to 1000000 | 1024 | " in text
     assert "| `queue_limit` (scheduler) |" in text
     assert "| `lease_ttl_s` (all) |" in text
 
 
 def without_labels(entries: Iterable[Entry]) -> list[str]:
-    """Metrics of a gateway whose declared labels are not those of their entries, by name.
-
-    An entry reads its labels from samples, so that a metric nobody has used yet lacks them.
+    """Gateway metrics whose declared labels differ from those of their entries, by name. An entry
+    reads its labels from samples, so an unused metric lacks them.
     """
-    told = {entry.name: set(entry.labels) for entry in entries}
+    labels = {entry.name: set(entry.labels) for entry in entries}
     missing = []
     for collector, names in gateway().registry._collector_to_names.items():
         declared = set(getattr(collector, "_labelnames", ()))
-        missing += [name for name in names if name in told and told[name] != declared]
+        missing += [name for name in names if name in labels and labels[name] != declared]
     return sorted(missing)
 
 
 def test_every_metric_of_the_gateway_has_its_declared_labels() -> None:
     entries = reference()["gateway"]
     assert without_labels(entries) == []
-    (limit,) = [one for one in entries if one.name == "tideserve_gateway_quota_limit"]
+    (limit,) = [entry for entry in entries if entry.name == "tideserve_gateway_quota_limit"]
     assert limit.labels == ("owner", "limit")
-    bare = [dataclasses.replace(one, labels=()) if one is limit else one for one in entries]
+    bare = [dataclasses.replace(entry, labels=()) if entry is limit else entry for entry in entries]
     assert without_labels(bare) == [limit.name]
 
 
-def test_what_is_written_by_hand_tells_what_the_code_has() -> None:
+def test_handwritten_tables_match_the_code() -> None:
     text = gen_docs.fields()
-    for told in (f"up to {NAMES_LISTED_MAX} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
-        assert told in text, told
+    for fact in (f"up to {NAMES_LISTED_MAX} of", f"{LOGPROB_MIN:g} stands for", *SLO_HEADERS):
+        assert fact in text, fact
 
 
-def test_a_bar_in_a_cell_does_not_end_it() -> None:
+def test_a_pipe_in_a_cell_is_escaped() -> None:
     text = gen_docs.table(("a", "b"), [("x|y", "z")])
     assert text == "| a | b |\n| --- | --- |\n| x\\|y | z |\n"
 
@@ -119,9 +118,7 @@ OF_VLLM_CHATS = """
         ("/v1/completions", completion_params.CompletionCreateParamsBase, OF_VLLM),
     ],
 )
-def test_every_field_that_clients_know_has_a_row(
-    endpoint: str, of_openai: Any, of_vllm: str
-) -> None:
+def test_every_client_field_has_a_row(endpoint: str, of_openai: Any, of_vllm: str) -> None:
     rows = {row.name: row for row in fields_of(endpoint)}
     known = {*of_openai.__annotations__, "stream", *of_vllm.split()}
     # Names of the standard library in the client's annotations are none.
@@ -132,7 +129,7 @@ def test_every_field_that_clients_know_has_a_row(
     assert not policy.ignored.keys() & policy.refused.keys()
 
 
-def test_values_are_told_in_words() -> None:
+def test_values_are_rendered_as_text() -> None:
     rows = {row.name: row for row in fields_of("/v1/chat/completions")}
     assert rows["temperature"].values == "0 to 2"
     assert rows["top_p"].values == "above 0 to 1"

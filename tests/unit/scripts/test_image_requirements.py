@@ -1,4 +1,4 @@
-"""The sets of packages of the images: made from the one set of pins, each with its digests."""
+"""Package sets of the images: derived from the pins, with digests."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ def test_every_package_has_a_version_of_the_pins_and_digests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gateway", "scheduler", "memmgr"])
-def test_only_the_worker_has_what_computes(name: str) -> None:
+def test_only_the_worker_image_has_compute_packages(name: str) -> None:
     entries = read_set((SETS / f"{name}.txt").read_text())
     assert not ONLY_OF_THE_WORKER & {package for package, _ in entries}
 
 
-def test_a_set_is_read_as_it_was_written() -> None:
+def test_a_requirements_set_round_trips() -> None:
     digests = {("one", "1.0"): ("a" * 64, "b" * 64), ("two", "2.0"): ("c" * 64,)}
     assert read_set(write_set("name", digests, digests)) == digests
 
@@ -45,9 +45,9 @@ def test_imports_are_followed_through_our_own_modules(
     assert foreign_imports(["services.one"]) == {"grpc"}
 
 
-def test_what_a_package_needs_comes_along() -> None:
-    found = closure(["uvicorn"], pins(), alone=set(), without=["click"])
-    assert found >= {"uvicorn", "h11"} and "click" not in found
+def test_dependencies_of_a_package_are_included() -> None:
+    packages = closure(["uvicorn"], pins(), alone=set(), without=["click"])
+    assert packages >= {"uvicorn", "h11"} and "click" not in packages
 
 
 def test_a_package_without_a_pin_is_named() -> None:
@@ -55,7 +55,7 @@ def test_a_package_without_a_pin_is_named() -> None:
         closure(["pytest"], pins(), alone=set(), without=[])
 
 
-def test_what_the_cuda_build_of_torch_needs_is_in_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_has_the_dependencies_of_cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = {"torch": ["jinja2", "triton==3.4", 'nvidia-cudnn-cu13==9 ; sys_platform == "linux"']}
     monkeypatch.setattr(image_requirements, "requires", lambda name: needs.get(name, []))
     assert closure(["torch"], {"jinja2": "3"}, alone=set(), without=[]) == {"jinja2"}

@@ -13,12 +13,12 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 def run(command: list[str], log: Path) -> None:
-    """Run a step with a descriptor of no meaning in place of the lock."""
+    """Run a step with an unused descriptor in place of the lock."""
     with log.with_suffix(".lock").open("w") as lock:
         run_step("Working", command, log, os.environ, lock.fileno(), "Try harder.")
 
 
-def test_a_step_that_fails_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> None:
+def test_a_failed_step_shows_its_last_lines_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StepFailed, match=r"(?s)no route.*Working: failed.*Try harder"):
         run(["sh", "-c", "echo no route; exit 3"], tmp_path / "log")
 

@@ -1,4 +1,4 @@
-"""Alerts, boards and runbook: each names only what there is, and each alert has its page."""
+"""Alerts, dashboards and runbook name only existing things, and each alert has its page."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ KUBECTL = {"logs", "describe", "scale", "delete", "get", "port-forward"}
 
 
 def commands_in(page: str) -> list[str]:
-    """What a page has its reader type: fenced lines, and quoted text that begins with a program."""
+    """Commands on a page: fenced lines, and quoted text that starts with a program."""
     fenced = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     lines = [line for block in fenced for line in block.splitlines()]
     quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
@@ -39,7 +39,7 @@ def commands_in(page: str) -> list[str]:
 
 
 def missing_of(command: str) -> str | None:
-    """What of a command there is not, None if all of it is there."""
+    """The unknown part of a command, None if all of it exists."""
     program, *arguments = command.split()
     if program not in PROGRAMS:
         return program
@@ -64,7 +64,7 @@ def queries(board: Path) -> list[str]:
 
 
 def names_in(expression: str) -> set[str]:
-    """Metrics that a query asks for."""
+    """The metrics of a query."""
     return set(METRIC.findall(re.sub(r'"[^"]*"', '""', expression)))
 
 
@@ -85,7 +85,7 @@ def test_there_is_no_page_without_an_alert() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RUNBOOK.glob("*.md")), ids=lambda path: path.stem)
-def test_pages_name_only_what_there_is(path: Path) -> None:
+def test_pages_name_only_existing_metrics_and_commands(path: Path) -> None:
     text = path.read_text()
     for command in commands_in(text):
         assert missing_of(command) is None, command
@@ -98,9 +98,11 @@ def test_pages_name_only_what_there_is(path: Path) -> None:
 
 
 def sample_names() -> set[str]:
-    """The names that a query may ask for."""
+    """The names that a query may use."""
     names = set()
-    for entry in (one for found in reference().values() for one in found):
+    for entry in (
+        sample for samples_of_metric in reference().values() for sample in samples_of_metric
+    ):
         suffixes = ("_bucket", "_count", "_sum") if entry.kind == "histogram" else ("",)
         names |= {entry.name + suffix for suffix in suffixes}
     return names
@@ -113,26 +115,26 @@ def codes() -> set[str]:
     )
 
 
-def test_a_command_that_there_is_not_is_found() -> None:
+def test_an_unknown_command_is_reported() -> None:
     assert missing_of("tideserve statsu") == "statsu"
     assert missing_of("kubectl scale deployment/worker --replicas=4") == "worker"
     assert missing_of("tidesrve status") == "tidesrve"
     assert missing_of("kubectl scale deployment/tideserve-worker --replicas=4") is None
 
 
-def test_alerts_ask_for_metrics_that_there_are() -> None:
+def test_alerts_query_existing_metrics() -> None:
     known = sample_names()
     for name, rule in ALERTS.items():
         asked = names_in(rule["expr"])
         assert asked, name
-        assert {one for one in asked - known if not FOREIGN.fullmatch(one)} == set(), name
+        assert {name for name in asked - known if not FOREIGN.fullmatch(name)} == set(), name
 
 
 def test_the_autoscaler_adds_no_workers_for_batch_work() -> None:
     path = ROOT / "deploy" / "components" / "keda" / "scaled_object.yaml"
     triggers = yaml.safe_load(path.read_text())["spec"]["triggers"]
-    queries = {one["name"]: one["metadata"]["query"] for one in triggers}
-    assert all(names_in(one) <= sample_names() for one in queries.values())
+    queries = {trigger["name"]: trigger["metadata"]["query"] for trigger in triggers}
+    assert all(names_in(query) <= sample_names() for query in queries.values())
     assert 'class_queued_requests{class!="batch"}' in queries["queue"]
     refusals = 'admission_rejections_total{class=~"interactive|standard",reason=~"'
     assert refusals + "queue_full|too_late|expired" in queries["queue"]
@@ -147,7 +149,7 @@ def test_the_autoscaler_adds_workers_before_merges_are_exhausted() -> None:
     assert "max_over_time(tideserve_memmgr_demand_rising[1m])" in queries["rising"]
 
 
-def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
+def test_every_alert_has_a_firing_and_a_silent_case(
     tmp_path: Path,
 ) -> None:
     assert check_rules.untested() == []
@@ -162,26 +164,26 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not(
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_boards_ask_for_metrics_that_there_are(path: Path) -> None:
+def test_dashboards_query_existing_metrics(path: Path) -> None:
     known = sample_names()
     for query in queries(path):
         asked = names_in(query)
         assert asked and asked <= known, (query, asked - known)
 
 
-def test_what_has_a_class_is_summed_over_no_classes_but_those_that_are_named() -> None:
-    """A sum over all would show the times of batch work, for which nobody waits."""
+def test_queries_of_class_metrics_name_their_classes() -> None:
+    """A sum over all would show the times of batch work, which no client waits for."""
     classed = re.compile(
         r"vllm:(time_to_first_token|inter_token_latency|admission_rejections)"
         r"|tideserve_(gateway_slo|scheduler_class|scheduler_oldest)_"
     )
-    found = 0
+    checked = 0
     asked = [query for path in BOARDS for query in queries(path)]
     for query in [*asked, *(rule["expr"] for rule in ALERTS.values())]:
         if classed.search(query):
-            found += 1
+            checked += 1
             assert re.search(r"by \([^)]*\bclass\b[^)]*\)", query) or 'class!="batch"' in query
-    assert found > 10
+    assert checked > 10
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The check of predicted times fails where it has nothing to check."""
+"""The check of predicted times fails without data."""
 
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def status(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     ("iterations_s", "expected"), [([1.0] * 90, 0), ([1.0] * 62 + [2.0] * 100, 1)]
 )
-def test_the_status_is_that_of_the_medians(
+def test_the_exit_status_follows_the_medians(
     iterations_s: list[float], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_log(tmp_path, "worker-0", iterations_s)

@@ -1,4 +1,4 @@
-"""The pinned lists are installed with --no-deps, so they must be complete by themselves."""
+"""The pinned lists are installed with --no-deps, so they must be complete."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -27,7 +27,7 @@ def pins(name: str) -> dict[str, Requirement]:
 
 
 def needed_by(name: str, python: str) -> list[Requirement]:
-    """What an installed package says it needs on `python`, without its extras."""
+    """The declared requirements of an installed package on `python`, without extras."""
     environment = {"extra": "", "python_version": python, "python_full_version": f"{python}.0"}
     needed = [Requirement(text) for text in requires(name) or []]
     return [r for r in needed if r.marker is None or r.marker.evaluate(environment)]
@@ -66,7 +66,7 @@ def test_the_page_of_clients_has_the_versions_that_are_tested(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [*FILES, *CLIENTS, "nodeps"])
-def test_nothing_brings_another_torch(name: str) -> None:
+def test_no_requirement_replaces_torch(name: str) -> None:
     assert not {"torchvision", "torchaudio", "llama-cpp-python"} & pins(name).keys()
     assert (TORCH in pins(name)) == (name == "torch")
 
@@ -79,7 +79,7 @@ GOOGLE = {"googleapis-common-protos", "protobuf"}
 
 
 def test_a_wheel_declares_what_its_modules_import() -> None:
-    """The ranges begin at the versions that are pinned, the only ones that are tested."""
+    """The ranges start at the pinned versions, which are the tested ones."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {canonicalize_name(r.name): r for r in map(Requirement, project["dependencies"])}
     pinned = {key: pin for name in ("serve", "nodeps", "torch") for key, pin in pins(name).items()}
@@ -94,5 +94,9 @@ def test_a_wheel_declares_what_its_modules_import() -> None:
     for name in declared.keys() & pinned.keys():
         (pin,) = pinned[name].specifier
         assert declared[name].specifier.contains(pin.version), name
-        lowest = [one.version for one in declared[name].specifier if one.operator == ">="]
+        lowest = [
+            specifier.version
+            for specifier in declared[name].specifier
+            if specifier.operator == ">="
+        ]
         assert lowest in ([], [pin.version]), name

@@ -56,13 +56,13 @@ def pip_calls(script: ModuleType) -> int:
 
 
 def set_up(script: ModuleType, for_tests: bool = False) -> list[list[str]]:
-    """Set up, without a model; return the recorded commands."""
+    """Run setup without a model; return the recorded commands."""
     script.ran.clear()
     script.set_up(for_tests=for_tests, with_model=False)
     return list(script.ran)
 
 
-def test_only_what_is_missing_is_installed(setup_script: ModuleType) -> None:
+def test_only_missing_packages_are_installed(setup_script: ModuleType) -> None:
     set_up(setup_script)
     added = set_up(setup_script, for_tests=True)
     assert [command[-1] for command in added] == [str(ROOT / "requirements/dev.txt")]
@@ -80,7 +80,7 @@ def test_changed_pins_are_installed_again(
     assert len(set_up(setup_script)) == pip_calls(setup_script) == 1
 
 
-def test_a_run_that_was_cut_short_starts_afresh(
+def test_an_interrupted_run_starts_over(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = setup_script.run_step
@@ -96,7 +96,7 @@ def test_a_run_that_was_cut_short_starts_afresh(
     assert set_up(setup_script)[0][1:3] == ["-m", "venv"]
 
 
-def test_another_index_for_torch_starts_afresh_and_none_keeps_what_is_there(
+def test_another_torch_index_starts_over_and_an_absent_index_keeps_the_build(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TORCH_INDEX", raising=False)
@@ -128,14 +128,14 @@ def test_the_cuda_build_is_announced_where_there_is_no_gpu(
     monkeypatch.setattr(setup_script, "has_nvidia_gpu", lambda: gpu)
     monkeypatch.setattr(setup_script, "require_space", lambda _, mib, __: needed.append(mib))
     set_up(setup_script)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("no NVIDIA GPU", "3 GB", "7 GB", "TORCH_INDEX="):
-        assert (text in said) is not gpu
+        assert (text in output) is not gpu
     assert max(needed) >= 7 * 1024
 
 
 @pytest.mark.parametrize("room_mib", [4 * 1024, 0])
-def test_too_little_space_ends_it_before_the_download(
+def test_too_little_space_stops_setup_before_the_download(
     setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, room_mib: int
 ) -> None:
     def require_space(folder: Path, needed_mib: int, purpose: str) -> None:
@@ -174,7 +174,7 @@ def test_settings_that_would_install_elsewhere_are_dropped(
     assert environment["PIP_TIMEOUT"] == "7"
 
 
-def test_a_cache_folder_that_is_not_ours_is_not_deleted(
+def test_a_foreign_cache_folder_is_not_deleted(
     setup_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup_script, "ROOT", tmp_path)
@@ -187,7 +187,7 @@ def test_a_cache_folder_that_is_not_ours_is_not_deleted(
     assert not (tmp_path / "home").exists()
 
 
-def test_without_a_recent_python_a_sentence_says_so(tmp_path: Path) -> None:
+def test_an_old_python_is_refused_with_an_error(tmp_path: Path) -> None:
     for name in ("sh", "dirname"):
         (tmp_path / name).symlink_to(f"/bin/{name}" if name == "sh" else "/usr/bin/dirname")
     done = subprocess.run(
@@ -201,12 +201,12 @@ def test_without_a_recent_python_a_sentence_says_so(tmp_path: Path) -> None:
     assert "Python 3.11" in done.stderr
 
 
-def test_set_up_runs_on_the_standard_library_alone() -> None:
+def test_setup_needs_the_standard_library_only() -> None:
     code = "import sys; sys.path.insert(0, 'scripts'); import setup"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, check=True)
 
 
-def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
+def test_a_failed_etcd_download_is_retried_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import setup
@@ -234,7 +234,7 @@ def test_an_etcd_that_cannot_be_had_is_tried_again_a_day_later(
 
 @pytest.fixture
 def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists what they did."""
+    """A folder on PATH with a fake apt-get and dpkg; `calls` beside it lists their calls."""
     folder, calls = tmp_path / "programs", tmp_path / "calls"
     (tmp_path / "etc" / "sources.list.d").mkdir(parents=True)
     (tmp_path / "etc" / "sources.list.d" / "debian.sources").write_text(
@@ -255,7 +255,7 @@ def write_program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_an_etcd_is_unpacked_into_the_cache_and_nothing_else(apt: Path, tmp_path: Path) -> None:
+def test_only_etcd_is_unpacked_into_the_cache(apt: Path, tmp_path: Path) -> None:
     import setup
 
     target = cached_etcd(tmp_path / "cache")
@@ -275,7 +275,7 @@ def test_an_etcd_is_unpacked_into_the_cache_and_nothing_else(apt: Path, tmp_path
         ('case "$*" in *download*) > x.deb;; esac', "no etcd in the package"),
     ],
 )
-def test_an_etcd_that_is_not_fetched_leaves_nothing(
+def test_a_failed_etcd_download_leaves_no_files(
     apt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, cause: str
 ) -> None:
     import setup

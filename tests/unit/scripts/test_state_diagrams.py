@@ -13,8 +13,10 @@ def test_every_state_and_transition_is_drawn() -> None:
         assert f"| {machine.initial.name} | " in state_diagrams.page()
 
 
-def test_the_last_states_lead_out() -> None:
-    (machine,) = [one for one in state_diagrams.MACHINES if one.initial.name == "WAITING"]
+def test_final_states_lead_to_the_end() -> None:
+    (machine,) = [
+        machine for machine in state_diagrams.MACHINES if machine.initial.name == "WAITING"
+    ]
     lines = state_diagrams.diagram(machine).splitlines()
     assert [line for line in lines if line.endswith("--> [*]")] == ["    ENDED --> [*]"]
     assert "    [*] --> WAITING" in lines

@@ -1,4 +1,4 @@
-"""What pip's report says about the build of torch that is coming."""
+"""The build of torch in a report of pip."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def report(folder: Path, **metadata: Any) -> Path:
         ("2.13.0", None, CPU_BUILD),
     ],
 )
-def test_the_build_is_known_by_its_version_or_what_it_needs(
+def test_the_build_is_identified_by_version_or_dependencies(
     tmp_path: Path, version: str, requirements: list[str] | None, build: Any
 ) -> None:
     needs = {} if requirements is None else {"requires_dist": requirements}
@@ -36,19 +36,19 @@ def test_the_build_is_known_by_its_version_or_what_it_needs(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"install": []}', '{"install": [{}]}'])
-def test_no_answer_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_missing_answer_of_pip_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
     with pytest.raises(StepFailed, match="pip does not report"):
         build_in(tmp_path / "report.json")
 
 
-def test_the_question_installs_nothing(tmp_path: Path) -> None:
-    words = question(["pip", "install"], ["-r", tmp_path], tmp_path / "answer")
-    assert words[:3] == ["pip", "install", "--dry-run"]
-    assert words[-2:] == ["-r", str(tmp_path)]
+def test_the_query_installs_nothing(tmp_path: Path) -> None:
+    command = question(["pip", "install"], ["-r", tmp_path], tmp_path / "answer")
+    assert command[:3] == ["pip", "install", "--dry-run"]
+    assert command[-2:] == ["-r", str(tmp_path)]
 
 
-def test_a_gpu_is_known_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_detected_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_build, "NVIDIA_DRIVER", tmp_path / "nvidia")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not has_nvidia_gpu()

@@ -1,11 +1,11 @@
-"""Workers of different code are told apart."""
+"""Workers of different code have different builds."""
 
 from pathlib import Path
 
 from services.worker.app import code_digest
 
 
-def test_every_file_and_its_name_counts(tmp_path: Path) -> None:
+def test_the_build_digest_covers_files_and_names(tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "other").mkdir()
     file = tmp_path / "core" / "a.py"
@@ -21,6 +21,6 @@ def test_every_file_and_its_name_counts(tmp_path: Path) -> None:
     assert code_digest(tmp_path, ["core"]) == seen[-1]
 
 
-def test_the_build_of_this_tree_is_always_the_same() -> None:
+def test_the_build_digest_of_this_tree_is_stable() -> None:
     assert code_digest() == code_digest()
     assert len(code_digest()) == 64

@@ -7,6 +7,7 @@ import pytest
 from services.common.config import dump, from_mapping, parse_yaml
 from services.common.errors import ConfigError
 from services.core.host.vocabulary import HostSettings, Save
+from services.core.role import Role
 from services.core.setting import AUTO_BYTES
 from services.worker.config import WorkerConfig
 
@@ -30,14 +31,14 @@ VLLM = {"engine": "vllm", "engine_python": "/p"}
         ({**VLLM, "block_size": 16, "max_batch_tokens": 128}, (16, 128, 128)),
     ],
 )
-def test_defaults_suit_the_engine_the_device_and_each_other(
+def test_defaults_follow_engine_and_device(
     given: dict[str, Any], limits: tuple[int, int, int]
 ) -> None:
     planner = from_mapping(WorkerConfig, GIVEN | given, "a test").planner
     assert (planner.block_size, planner.max_running, planner.max_batch_tokens) == limits
 
 
-def test_two_limits_that_contradict_each_other_are_refused() -> None:
+def test_contradictory_limits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'max_running' is 300, but must be 1 to .* \(200\)"):
         from_mapping(WorkerConfig, GIVEN | {"max_running": 300, "max_batch_tokens": 200}, "it")
 
@@ -45,7 +46,7 @@ def test_two_limits_that_contradict_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "size"), [(0, 0), ("0", 0), ("auto", AUTO_BYTES), ("8GiB", 8 << 30), (None, 0)]
 )
-def test_host_memory_is_a_size_auto_or_nothing(given: Any, size: int) -> None:
+def test_host_memory_is_a_size_auto_or_none(given: Any, size: int) -> None:
     settings = {} if given is None else {"host_memory": given}
     config = from_mapping(WorkerConfig, GIVEN | settings, "a test")
     assert config.host_copies.host_memory == size
@@ -71,7 +72,21 @@ def test_host_memory_that_has_no_effect_is_refused(given: dict[str, Any], proble
         from_mapping(WorkerConfig, GIVEN | given, "a test")
 
 
-def test_the_planner_gets_what_is_set() -> None:
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"prefix_caching": False}, "'role' is prefill, but .* only with 'prefix_caching'"),
+        (VLLM, "'role' is prefill, but engine vllm hands over no requests"),
+        ({"engine": "openai", "upstream_url": "http://a:1"}, "engine openai hands over no"),
+    ],
+)
+def test_a_role_that_has_no_effect_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        from_mapping(WorkerConfig, GIVEN | given | {"role": "prefill"}, "a test")
+    assert from_mapping(WorkerConfig, GIVEN | given, "a test").role is Role.MIXED
+
+
+def test_planner_settings_follow_the_configuration() -> None:
     given = {"save": "all", "save_from": 0.25, "lane_share": 0.75, "prefetch": False}
     host = from_mapping(WorkerConfig, GIVEN | given, "a test").host_copies
     assert host.settings(100, 2e9) == HostSettings(100, 2e9, Save.ALL, 0.25, 0.75, False)

@@ -1,4 +1,4 @@
-"""Whether other workers need a leaving one, and where its requests may go."""
+"""Whether other workers need a leaving worker, and where its requests may go."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,14 +38,14 @@ SHARED = Place("g", 4, leads=False, shared=True)
         (replace(IDLE, epoch=5), ALONE, 0, False),
     ],
 )
-def test_a_worker_stays_while_others_need_what_it_holds(
+def test_a_worker_waits_while_others_need_its_data(
     report: EngineReport, place: Place | None, active: int, needed: bool
 ) -> None:
     assert is_needed(report, place, active) is needed
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Knows of room in two groups, except for the first call."""
+    """Reports room in two groups, except for the first call."""
 
     def __init__(self) -> None:
         self.requests: list[scheduler_pb2.FindRoomRequest] = []
@@ -63,7 +63,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 async def returning(
     scheduler: scheduler_pb2_grpc.SchedulerServiceServicer,
 ) -> AsyncIterator[list[OtherRoom]]:
-    """A worker that leaves; yields what its engine receives."""
+    """A leaving worker; yields the requests that its engine receives."""
     rooms: list[OtherRoom] = []
 
     async def receive(room: OtherRoom) -> None:
@@ -94,7 +94,7 @@ async def test_the_engine_learns_the_room_in_other_groups() -> None:
     assert (scheduler.requests[0].worker_id, scheduler.requests[0].model) == ("w", "m")
 
 
-async def test_an_older_scheduler_knows_of_no_room() -> None:
+async def test_an_older_scheduler_reports_no_room() -> None:
     called = asyncio.Event()
 
     class Older(scheduler_pb2_grpc.SchedulerServiceServicer):

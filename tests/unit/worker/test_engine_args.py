@@ -1,4 +1,4 @@
-"""Arguments for vLLM that tideserve sets itself are refused; others are vLLM's to check."""
+"""Arguments for vLLM that tideserve sets itself are refused; others are passed on."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def test_names_may_be_written_as_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_args", "words"),
+    ("engine_args", "message"),
     [
         ({"max-model-len": 5}, "has max_model_len, which the worker's 'max_model_len' sets"),
         ({"gpu_memory_utilization": 0.9}, "which the worker's 'memory_bytes' sets"),
@@ -25,8 +25,8 @@ def test_names_may_be_written_as_flags() -> None:
         ({"a-b": 1, "a_b": 1}, "has a_b twice"),
     ],
 )
-def test_names_that_are_refused(engine_args: dict[Any, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_argument_names_are_refused(engine_args: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         normalized(engine_args)
 
 

@@ -1,4 +1,4 @@
-"""Which process runs a worker's model, and which configurations cannot be."""
+"""The process that runs a worker's model, and contradictory configurations."""
 
 import sys
 from typing import Any
@@ -20,35 +20,35 @@ def config(**fields: Any) -> WorkerConfig:
     return from_mapping(WorkerConfig, given | fields, "a test")
 
 
-def test_our_own_engine_is_a_module_of_this_python() -> None:
+def test_the_builtin_engine_is_a_module_of_this_python() -> None:
     assert engine_command(config()) == [sys.executable, "-m", "services.worker.engine"]
     inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here"}
-    found = engine_environment(config(threads=3), inherited)
-    assert found == {"PYTHONPATH": "/here", "OMP_NUM_THREADS": "3"}
+    environment = engine_environment(config(threads=3), inherited)
+    assert environment == {"PYTHONPATH": "/here", "OMP_NUM_THREADS": "3"}
 
 
-def test_vllm_runs_a_file_of_ours_in_its_own_environment() -> None:
+def test_vllm_runs_an_adapter_script_in_its_own_environment() -> None:
     assert engine_command(config(**VLLM)) == ["/venv/bin/python", "-P", str(VLLM_ENGINE)]
     assert VLLM_ENGINE.is_file()
     inherited = {"TIDESERVE__ETCD_PASSWORD": "x", "PYTHONPATH": "/here", "PATH": "/bin"}
-    found = engine_environment(config(**VLLM, threads=3), inherited)
-    assert not {"TIDESERVE__ETCD_PASSWORD", "PYTHONPATH"} & found.keys()
-    assert found["OMP_NUM_THREADS"] == "3"
+    environment = engine_environment(config(**VLLM, threads=3), inherited)
+    assert not {"TIDESERVE__ETCD_PASSWORD", "PYTHONPATH"} & environment.keys()
+    assert environment["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in engine_environment(config(**VLLM, device="cuda"), inherited)
 
 
 def test_an_upstream_server_needs_no_memory_here() -> None:
     given = {"etcd_url": "e", "model_name": "m", "model_dir": "/m", **OPENAI}
-    found = from_mapping(WorkerConfig, given, "a test")
-    assert engine_command(found) == [sys.executable, "-m", "services.worker.openai_engine"]
-    assert engine_environment(found, {"TIDESERVE__X": "y", "A": "b"}) == {"A": "b"}
-    assert found.planner.max_running == GPU_LIMITS["max_running"]
+    worker_config = from_mapping(WorkerConfig, given, "a test")
+    assert engine_command(worker_config) == [sys.executable, "-m", "services.worker.openai_engine"]
+    assert engine_environment(worker_config, {"TIDESERVE__X": "y", "A": "b"}) == {"A": "b"}
+    assert worker_config.planner.max_running == GPU_LIMITS["max_running"]
     with pytest.raises(ConfigError, match="'memory_bytes' is missing"):
         from_mapping(WorkerConfig, {k: v for k, v in given.items() if k not in OPENAI}, "a test")
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"engine": "vllm"}, "requires 'engine_python': run `tideserve engine install vllm`"),
         ({"engine_python": "/p"}, "'engine_python' requires `engine: vllm`"),
@@ -85,10 +85,10 @@ def test_an_upstream_server_needs_no_memory_here() -> None:
         ({"scheduling": "priority", "victims": "slack"}, "'victims' has no effect with"),
     ],
 )
-def test_what_cannot_be_together_is_one_sentence(fields: dict[str, Any], said: str) -> None:
+def test_contradictory_options_are_a_short_error(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config(**fields)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_vllm_sees_the_gpu_of_its_worker(
     device: str, shown: str | None, wanted: str | None
 ) -> None:
     inherited = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    found = engine_environment(config(**VLLM, device=device), inherited)
-    assert found.get("CUDA_VISIBLE_DEVICES") == wanted
+    environment = engine_environment(config(**VLLM, device=device), inherited)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the engine is told when groups are prepared, committed and aborted."""
+"""Calls of the engine when groups are prepared, committed and aborted."""
 
 from dataclasses import dataclass, field, replace
 
@@ -42,22 +42,22 @@ MERGE = ProposedChange("7-1", "group-w0", 1, MERGED, PEERS)
 
 @dataclass
 class RecordingEngine:
-    told: list[object] = field(default_factory=list)
+    received: list[object] = field(default_factory=list)
     error: str = ""
     heartbeat_age_s: float = 0.0
 
     async def apply(self, configuration: ApplyConfiguration) -> None:
-        self.told.append(configuration)
+        self.received.append(configuration)
 
     async def prepare(self, preparation: Prepare, timeout_s: float) -> Prepared:
-        self.told.append(preparation)
+        self.received.append(preparation)
         return Prepared(preparation.attempt, self.error)
 
     async def abort_preparation(self, attempt: str) -> None:
-        self.told.append(attempt)
+        self.received.append(attempt)
 
     async def introduce(self, introduction: Introduce) -> None:
-        self.told.append(introduction)
+        self.received.append(introduction)
 
 
 class Bench:
@@ -98,21 +98,21 @@ def bench() -> Bench:
     return Bench()
 
 
-async def test_a_group_of_its_own_reaches_the_engine_before_it_is_served(bench: Bench) -> None:
+async def test_a_single_worker_group_is_applied_before_it_serves(bench: Bench) -> None:
     assert bench.participant.place is None
     await bench.participant.commit(ALONE, "", "")
     alone = GroupPlan("group-w0", 1, [plan("w0", "a", 0, 4, ("", ""))])
-    assert bench.engine.told == [ApplyConfiguration([alone])]
+    assert bench.engine.received == [ApplyConfiguration([alone])]
     assert bench.changes == [Place("group-w0", 1, leads=True)]
 
 
-async def test_what_was_prepared_is_applied_with_its_peers(bench: Bench) -> None:
+async def test_a_prepared_plan_is_applied_with_its_peers(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     await bench.participant.prepare(MERGE)
-    assert bench.engine.told[1:] == [Prepare("7-1", [MERGED_PLAN])]
+    assert bench.engine.received[1:] == [Prepare("7-1", [MERGED_PLAN])]
     assert bench.participant.place.epoch == 1
     await bench.participant.commit(MERGED, "7-1", "")
-    assert bench.engine.told[2:] == [ApplyConfiguration([MERGED_PLAN])]
+    assert bench.engine.received[2:] == [ApplyConfiguration([MERGED_PLAN])]
     assert bench.participant.place == Place("group-w1", 2, leads=False, shared=True)
 
 
@@ -122,7 +122,7 @@ HOLDER = SourceMember(
 HOLDER_PLAN = plan("w2", "c", 2, 4, ("04" * 16, "05" * 16))
 
 
-async def test_the_engine_gets_the_holders_that_can_be_reached(bench: Bench) -> None:
+async def test_the_engine_gets_reachable_holders(bench: Bench) -> None:
     """A change needs none of them, so the others are left out."""
     holders = (
         replace(HOLDER, worker_id="w3", bulk_address="nowhere:1"),
@@ -130,67 +130,69 @@ async def test_the_engine_gets_the_holders_that_can_be_reached(bench: Bench) -> 
         HOLDER,
     )
     await bench.participant.prepare(replace(MERGE, holders=holders, timeout_s=60.0))
-    assert bench.engine.told == [Prepare("7-1", [MERGED_PLAN], [HOLDER_PLAN], 60.0)]
+    assert bench.engine.received == [Prepare("7-1", [MERGED_PLAN], [HOLDER_PLAN], 60.0)]
 
 
 async def test_the_engine_is_introduced_to_members_of_other_groups(bench: Bench) -> None:
     own = replace(PEERS[0], first_layer=0, end_layer=4)
     await bench.participant.introduce((own, HOLDER), 60.0)
-    assert bench.engine.told == [Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN], 60.0)]
+    assert bench.engine.received == [
+        Introduce([plan("w0", "a", 0, 4, W0_NONCES), HOLDER_PLAN], 60.0)
+    ]
 
 
-async def test_the_engine_gets_lanes_that_it_can_dial_without_a_name_server(bench: Bench) -> None:
+async def test_the_engine_gets_resolved_lane_addresses(bench: Bench) -> None:
     bench.names = {"w1:1": "10.0.0.2:1", "w1:2": "[fd00::2]:2"}
     await bench.participant.prepare(MERGE)
-    (told,) = bench.engine.told
-    assert isinstance(told, Prepare)
-    (theirs, _) = told.groups[0].members
-    assert (theirs.activations.address, theirs.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
+    (prepared,) = bench.engine.received
+    assert isinstance(prepared, Prepare)
+    (peer, _) = prepared.groups[0].members
+    assert (peer.activations.address, peer.bulk.address) == ("10.0.0.2:1", "[fd00::2]:2")
 
 
-async def test_a_peer_that_nobody_can_find_is_refused_with_the_reason(bench: Bench) -> None:
+async def test_an_unresolvable_peer_is_refused_with_a_reason(bench: Bench) -> None:
     lost = replace(PEERS[1], activation_address="nowhere:1")
     with pytest.raises(PrepareRefused, match="'nowhere' cannot be resolved"):
         await bench.participant.prepare(replace(MERGE, peers=(PEERS[0], lost)))
-    assert not bench.engine.told
+    assert not bench.engine.received
 
 
-async def test_a_split_tells_all_groups_that_it_makes(bench: Bench) -> None:
+async def test_a_split_passes_all_new_groups_to_the_engine(bench: Bench) -> None:
     target = replace(ALONE, epoch=3)
     split = ProposedChange("7-2", "group-w1", 2, target, PEERS, (OTHER,))
     await bench.participant.prepare(split)
     await bench.participant.commit(target, "7-2", "")
-    (_, applied) = bench.engine.told
+    (_, applied) = bench.engine.received
     assert isinstance(applied, ApplyConfiguration)
-    assert [(one.group_id, one.epoch) for one in applied.groups] == [
+    assert [(group.group_id, group.epoch) for group in applied.groups] == [
         ("group-w0", 3),
         ("group-w1", 3),
     ]
     assert applied.groups[1].members == [plan("w1", "b", 0, 4, W1_NONCES)]
 
 
-async def test_another_configuration_than_the_prepared_one(bench: Bench) -> None:
-    """Members are where they were last known to be."""
+async def test_a_configuration_that_was_not_prepared_is_applied(bench: Bench) -> None:
+    """Members keep their last known addresses."""
     await bench.participant.prepare(MERGE)
     await bench.participant.commit(MERGED, "7-1", "")
     await bench.participant.prepare(replace(MERGE, attempt="7-2"))
-    bench.engine.told.clear()
+    bench.engine.received.clear()
     await bench.participant.commit(replace(MERGED, epoch=9), "", "7-2")
     lanes = replace_own_nonces(MERGED_PLAN.members)
-    # The engine keeps what it has prepared if these are the layers, so it is told nothing else.
-    assert bench.engine.told == [ApplyConfiguration([GroupPlan("group-w1", 9, lanes)])]
+    # The engine keeps prepared layers if they match, so no other call follows.
+    assert bench.engine.received == [ApplyConfiguration([GroupPlan("group-w1", 9, lanes)])]
 
 
 def replace_own_nonces(members: list[MemberPlan]) -> list[MemberPlan]:
     return [members[0], plan("w0", "a", 2, 4, ("", ""))]
 
 
-async def test_the_engine_may_refuse(bench: Bench) -> None:
+async def test_a_refusal_of_the_engine_is_reported(bench: Bench) -> None:
     bench.engine.error = "no room"
     with pytest.raises(PrepareRefused, match="no room"):
         await bench.participant.prepare(MERGE)
     await bench.participant.abort("7-1")
-    assert bench.engine.told[-1] == "7-1"
+    assert bench.engine.received[-1] == "7-1"
 
 
 async def test_without_lanes_only_all_layers_can_be_served() -> None:
@@ -198,12 +200,12 @@ async def test_without_lanes_only_all_layers_can_be_served() -> None:
     assert (can_drop(FACTS), can_drop(NO_LANES)) == (True, False)
     with pytest.raises(PrepareRefused, match="w0 cannot drop layers"):
         await bench.participant.prepare(MERGE)
-    assert bench.engine.told == []
+    assert bench.engine.received == []
     await bench.participant.prepare(replace(MERGE, target=replace(ALONE, epoch=2)))
-    assert len(bench.engine.told) == 1
+    assert len(bench.engine.received) == 1
 
 
-async def test_a_member_that_nobody_knows_is_refused(bench: Bench) -> None:
+async def test_an_unknown_member_is_refused(bench: Bench) -> None:
     with pytest.raises(PrepareRefused, match="lacks the address of w1"):
         await bench.participant.prepare(replace(MERGE, peers=PEERS[:1]))
 
@@ -215,15 +217,15 @@ async def test_a_degraded_group_serves_nothing(
     degraded = replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED)
     await bench.participant.commit(degraded, "", "")
     assert bench.participant.place is None
-    told = bench.engine.told[-1]
-    assert isinstance(told, ApplyConfiguration), "the engine runs what it holds"
-    assert [group.epoch for group in told.groups] == [4]
+    applied = bench.engine.received[-1]
+    assert isinstance(applied, ApplyConfiguration), "the engine runs what it holds"
+    assert [group.epoch for group in applied.groups] == [4]
     assert not bench.given_up, "its requests wait for the layers"
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"{ALONE.group_id} at epoch 4 has lost the members")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{ALONE.group_id} at epoch 4 has lost the members")
 
 
-async def test_a_frozen_engine_keeps_no_request_when_its_group_goes_on(bench: Bench) -> None:
+async def test_requests_of_a_frozen_engine_end_when_its_group_continues(bench: Bench) -> None:
     await bench.participant.commit(ALONE, "", "")
     bench.engine.heartbeat_age_s = ENGINE_SILENT_S + 1
     await bench.participant.commit(replace(ALONE, epoch=4, phase=GroupPhase.DEGRADED), "", "")

@@ -30,9 +30,9 @@ def test_the_first_member_of_a_merged_group_leads(worker_id: str, place: Place |
     assert place_of(groups, worker_id, f"{worker_id}-a") == place
 
 
-def test_a_group_that_is_not_stable_is_no_place() -> None:
+def test_an_unstable_group_does_not_serve() -> None:
     assert place_of([group("group-w0", 3, "w0", dissolved=True)], "w0", "w0-a") is None
 
 
-def test_another_incarnation_is_not_a_member() -> None:
+def test_a_former_incarnation_is_not_a_member() -> None:
     assert place_of([group("group-w0", 3, "w0")], "w0", "w0-b") is None

@@ -54,7 +54,7 @@ def test_tokens_are_kept_up_to_the_ending() -> None:
     assert (matched[0].token_ids, matched[0].ending) == ([5, 6], FinishReason.STOP)
 
 
-def test_the_last_reader_counts() -> None:
+def test_the_last_expected_reader_gets_the_request() -> None:
     handovers: Handovers[str] = Handovers()
     handovers.expect(expected("a", "x"))
     handovers.expect(expected("a", "y"))
@@ -65,7 +65,7 @@ def test_the_last_reader_counts() -> None:
 
 
 @pytest.mark.parametrize(("left_at", "waits"), [(2, True), (3, True), (4, False)])
-def test_a_move_of_an_older_epoch_sends_no_reader_away(left_at: int, waits: bool) -> None:
+def test_a_move_of_an_older_epoch_redirects_no_reader(left_at: int, waits: bool) -> None:
     handovers: Handovers[str] = Handovers()
     handovers.adopt(adopted("a", epoch=1), 0.0)
     handovers.end(moved("a", left_at))
@@ -73,7 +73,7 @@ def test_a_move_of_an_older_epoch_sends_no_reader_away(left_at: int, waits: bool
     assert (handovers.match("a") is None) == waits
 
 
-def test_what_has_left_may_come_back_after_its_time() -> None:
+def test_a_request_that_left_may_return_after_its_timeout() -> None:
     handovers: Handovers[str] = Handovers()
     handovers.adopt(adopted("a"), 0.0)
     handovers.end(moved("a", 3))
@@ -81,7 +81,7 @@ def test_what_has_left_may_come_back_after_its_time() -> None:
     assert handovers.adopt(adopted("a", epoch=4), ATTACH_TIMEOUT_S)
 
 
-def test_what_was_given_up_does_not_come_back() -> None:
+def test_an_abandoned_request_does_not_return() -> None:
     handovers: Handovers[str] = Handovers()
     handovers.adopt(adopted("a"), 0.0)
     assert handovers.expire(ATTACH_TIMEOUT_S) == (["a"], [])
@@ -93,7 +93,7 @@ def test_what_was_given_up_does_not_come_back() -> None:
         assert handovers.adopt(adopted(request_id), ATTACH_TIMEOUT_S)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     handovers: Handovers[str] = Handovers()
     for number in range(ABORTED_MAX + 1):
         handovers.abort(f"r{number}", 0.0)
@@ -105,7 +105,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_nothing_is_lost_or_kept_for_ever(seed: int) -> None:
+def test_random_handovers_lose_and_leak_nothing(seed: int) -> None:
     rng = Random(seed)
     handovers: Handovers[str] = Handovers()
     now_s = 0.0

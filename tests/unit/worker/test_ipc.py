@@ -1,4 +1,4 @@
-"""Frames between servicer and engine survive the wire."""
+"""Frames between servicer and engine round trip."""
 
 import pytest
 
@@ -36,7 +36,7 @@ MEMBERS = [
         AbortAttempt("attempt"),
     ],
 )
-def test_to_the_engine(frame) -> None:
+def test_frames_to_the_engine_round_trip(frame) -> None:
     assert to_engine_decoder.decode(encode(frame)) == frame
 
 
@@ -56,5 +56,5 @@ def test_to_the_engine(frame) -> None:
         ),
     ],
 )
-def test_from_the_engine(frame) -> None:
+def test_frames_from_the_engine_round_trip(frame) -> None:
     assert from_engine_decoder.decode(encode(frame)) == frame

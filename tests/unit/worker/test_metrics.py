@@ -41,7 +41,7 @@ def exported(engine: Any, place: Place | None = None) -> Samples:
     return collected(WorkerCollector("w0", "m", cast(Any, engine), FACTS, lambda: place))
 
 
-def test_it_has_the_names_that_dashboards_read() -> None:
+def test_metric_names_match_the_dashboards() -> None:
     metrics = exported(engine())
     expected = {
         "vllm:num_requests_running": 3,
@@ -62,7 +62,7 @@ def test_it_has_the_names_that_dashboards_read() -> None:
     assert value(metrics, bucket, **LABELS, le="256.0") == 2
 
 
-def test_a_worker_tells_its_memory_and_times() -> None:
+def test_memory_and_iteration_times_are_exported() -> None:
     metrics = exported(engine(), place=Place("g", 4, True, shared=True))
     expected = {
         "budget_bytes": 10_000,
@@ -87,7 +87,7 @@ def test_a_worker_tells_its_memory_and_times() -> None:
         assert value(metrics, f"tideserve_worker_{name}", **OWN) == number, name
 
 
-def test_computed_tokens_are_told_by_class() -> None:
+def test_computed_tokens_are_exported_by_class() -> None:
     metrics = exported(engine())
     expected = {
         ("processed", "online"): 300,
@@ -95,12 +95,12 @@ def test_computed_tokens_are_told_by_class() -> None:
         ("processed", "batch"): 900,
         ("recomputed", "batch"): 90,
     }
-    for (what, kind), number in expected.items():
+    for (phase, kind), number in expected.items():
         labels = OWN | {"class": kind}
-        assert value(metrics, f"tideserve_worker_{what}_tokens_total", **labels) == number
+        assert value(metrics, f"tideserve_worker_{phase}_tokens_total", **labels) == number
 
 
-def test_interruptions_of_batch_work_are_told() -> None:
+def test_interruptions_of_batch_work_are_exported() -> None:
     load = Load(
         *(0, 0, 0, 0),
         preempted_iterations_total=5,
@@ -114,6 +114,14 @@ def test_interruptions_of_batch_work_are_told() -> None:
         ("discarded_tokens", 2048),
     ):
         assert value(metrics, f"tideserve_worker_{name}_total", **OWN) == number
+
+
+def test_shared_tails_are_counted() -> None:
+    metrics = exported(
+        engine(load=Load(0, 0, 0, 0, shared_tails_total=3, lost_tail_tokens_total=21))
+    )
+    assert value(metrics, "tideserve_worker_shared_tails_total", **OWN) == 3
+    assert value(metrics, "tideserve_worker_lost_tail_tokens_total", **OWN) == 21
 
 
 def test_the_use_of_deadlines_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""When reports of load and memory are made, and what they hold. See also `test_reporting`."""
+"""Times and content of load and memory reports. See also `test_reporting`."""
 
 import asyncio
 from dataclasses import replace
@@ -18,7 +18,7 @@ FACTS = EngineReady(1024, 100, 16, 40, 4096, 10_000, 3000, 500)
 
 
 def make_reporter(responsive: bool = True) -> ReportSender:
-    """A sender whose engine runs one request at epoch 6; requests find the worker at epoch 7."""
+    """A reporter whose engine runs a request at epoch 6; the worker is at epoch 7."""
     report = EngineReport(Load(1, 0, 9, 0, 3, 10), 6, unsettled=True, parameter_bytes=2000)
     engine = SimpleNamespace(report=report, responsive=responsive, hung=not responsive)
     unused = cast(Any, None)
@@ -28,7 +28,7 @@ def make_reporter(responsive: bool = True) -> ReportSender:
 
 
 def change_load(sender: ReportSender) -> None:
-    """The engine has a block less, and has said so."""
+    """The engine reports a block less."""
     engine = cast(Any, sender)._engine
     load = replace(engine.report.load, kv_blocks_free=engine.report.load.kv_blocks_free - 1)
     engine.report = replace(engine.report, load=load)
@@ -37,14 +37,14 @@ def change_load(sender: ReportSender) -> None:
 
 @pytest.fixture(autouse=True)
 def only_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No heartbeat comes in time, and no pause is waited for."""
+    """Disable heartbeats and pauses."""
     for name in ("LOAD", "MEMORY"):
         monkeypatch.setattr(reporter, f"{name}_PAUSE_S", 0.0)
         monkeypatch.setattr(reporter, f"{name}_MINOR_PAUSE_S", 0.0)
         monkeypatch.setattr(reporter, f"{name}_INTERVAL_S", 10 * DEADLINE_S)
 
 
-async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
+async def test_a_change_is_reported_to_both_services_before_the_heartbeat() -> None:
     busy = make_reporter()
     loads, memories = busy.load_reports(), busy.memory_reports()
     first = (await anext(loads)).load
@@ -53,15 +53,15 @@ async def test_a_change_is_told_to_both_before_the_next_heartbeat() -> None:
     assert (memory.epoch, memory.unsettled, memory.preemptions_total) == (6, True, 3)
     assert (memory.budget_bytes, memory.staging_bytes, memory.kv_block_bytes) == (10_000, 500, 4096)
     assert (memory.parameter_bytes, list(memory.pids)) == (2000, [11, 12])
-    following = [asyncio.ensure_future(anext(one)) for one in (loads, memories)]
+    following = [asyncio.ensure_future(anext(reports)) for reports in (loads, memories)]
     await asyncio.sleep(0)
-    assert not any(one.done() for one in following)
+    assert not any(report.done() for report in following)
     change_load(busy)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*following)
 
 
-async def test_an_iteration_that_leaves_the_load_as_it_is_is_not_told() -> None:
+async def test_an_unchanged_load_is_not_reported() -> None:
     busy = make_reporter()
     loads = busy.load_reports()
     await anext(loads)
@@ -82,7 +82,7 @@ async def test_another_stream_begins_with_a_report() -> None:
         assert (await anext(busy.load_reports())).load.number == 2
 
 
-async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_before() -> None:
+async def test_a_recovered_engine_is_reported_with_an_unchanged_load() -> None:
     frozen = make_reporter()
     loads = frozen.load_reports()
     await anext(loads)
@@ -97,13 +97,13 @@ async def test_an_engine_that_speaks_again_is_reported_though_its_load_is_as_bef
         assert (await following).load.number == 2
 
 
-async def test_dropped_prefixes_are_told_to_the_scheduler() -> None:
+async def test_dropped_prefixes_are_reported_to_the_scheduler() -> None:
     busy = make_reporter()
     busy.note_evicted((7, 2**64 - 1))
     assert list((await anext(busy.load_reports())).load.dropped_prefixes) == [7, 2**64 - 1]
 
 
-async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
+async def test_a_received_request_is_reported_to_the_scheduler() -> None:
     busy = make_reporter()
     loads = busy.load_reports()
     await anext(loads)
@@ -117,16 +117,16 @@ async def test_a_request_that_came_is_told_to_the_scheduler() -> None:
     assert (beside.number, list(beside.received_request_ids)) == (3, ["request"])
 
 
-async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
+async def test_a_frozen_engine_is_not_reported_until_it_responds() -> None:
     frozen = make_reporter(responsive=False)
     first = [
-        asyncio.ensure_future(anext(one))
-        for one in (frozen.load_reports(), frozen.memory_reports())
+        asyncio.ensure_future(anext(reports))
+        for reports in (frozen.load_reports(), frozen.memory_reports())
     ]
     for _ in range(3):
         await asyncio.sleep(0)
         frozen.note_change()
-    assert not any(one.done() for one in first)
+    assert not any(report.done() for report in first)
     engine = cast(Any, frozen)._engine
     engine.responsive, engine.hung = True, False
     frozen.note_change()
@@ -135,10 +135,10 @@ async def test_a_frozen_engine_is_not_reported_until_it_speaks() -> None:
 
 
 @pytest.mark.parametrize(("hung", "responsive"), [(True, True), (False, False)])
-async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_requests(
+async def test_an_engine_that_may_not_serve_is_not_reported_to_the_scheduler(
     hung: bool, responsive: bool
 ) -> None:
-    """One that was slow lately counts as hung later than as unresponsive."""
+    """An engine that was slow lately counts as hung later than as unresponsive."""
     silent = make_reporter(responsive)
     cast(Any, silent)._engine.hung = hung
     first = asyncio.ensure_future(anext(silent.load_reports()))
@@ -149,7 +149,7 @@ async def test_the_scheduler_hears_nothing_of_an_engine_that_may_not_take_reques
     first.cancel()
 
 
-async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
+async def test_a_frozen_engine_is_reported_to_the_memory_manager() -> None:
     still = make_reporter()
     memories = still.memory_reports()
     assert not (await anext(memories)).memory.engine_hung
@@ -159,23 +159,23 @@ async def test_the_memory_manager_hears_that_an_engine_stands_still() -> None:
     assert (memory.engine_hung, memory.epoch) == (True, 6)
 
 
-async def test_a_stream_that_is_read_on_after_its_end_takes_no_news_from_the_next() -> None:
+async def test_an_ended_stream_takes_no_reports_from_its_successor() -> None:
     busy = make_reporter()
     ended = busy.load_reports(), busy.memory_reports()
     await asyncio.gather(*map(anext, ended))
-    read_on = [asyncio.ensure_future(anext(one)) for one in ended]
+    read_on = [asyncio.ensure_future(anext(reports)) for reports in ended]
     await asyncio.sleep(0)
     streams = busy.load_reports(), busy.memory_reports()
     await asyncio.gather(*map(anext, streams))
     change_load(busy)
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*map(anext, streams))
-        for one in read_on:
+        for pending in read_on:
             with pytest.raises(StopAsyncIteration):
-                await one
+                await pending
 
 
-async def test_an_engine_that_answers_again_is_reported_at_once() -> None:
+async def test_an_engine_that_responds_again_is_reported_at_once() -> None:
     still = make_reporter()
     memories = still.memory_reports()
     await anext(memories)

@@ -28,21 +28,21 @@ Call = Any
 
 
 class RecordingEngine:
-    """Stands where EngineClient does and remembers what it was told."""
+    """Stands in for EngineClient and records its calls."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.calls: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.unnoted: list[str] = []
 
     async def start_request(self, request: Request) -> None:
         self.unnoted.append(request.request_id)
-        await self.told.put(("start", request.request_id))
+        await self.calls.put(("start", request.request_id))
 
     async def abort_request(self, request_id: str) -> None:
-        await self.told.put(("abort", request_id))
+        await self.calls.put(("abort", request_id))
 
     async def next(self) -> tuple[str, str]:
-        return await asyncio.wait_for(self.told.get(), 20)
+        return await asyncio.wait_for(self.calls.get(), 20)
 
 
 class Bench:
@@ -81,10 +81,10 @@ class Bench:
     async def begin(self, call: Call, frame: pb.GenerateRequest) -> None:
         """Write a start, and wait until the engine has it."""
         await call.write(frame)
-        await self.told(("start", frame.start.request_id))
+        await self.expect_calls(("start", frame.start.request_id))
 
-    async def told(self, *expected: tuple[str, str]) -> None:
-        """Check what the engine is told next."""
+    async def expect_calls(self, *expected: tuple[str, str]) -> None:
+        """Check the next calls of the engine."""
         assert [await self.engine.next() for _ in expected] == [*expected]
 
     async def idle(self) -> None:
@@ -152,10 +152,10 @@ async def read(call) -> list[pb.RequestEvent]:
     return list((await asyncio.wait_for(call.read(), 20)).events)
 
 
-async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call) -> None:
+async def test_tokens_of_a_step_are_sent_in_a_single_message(bench: Bench, call: Call) -> None:
     await call.write(start("a"))
     await call.write(start("b"))
-    await bench.told(("start", "a"), ("start", "b"))
+    await bench.expect_calls(("start", "a"), ("start", "b"))
     assert bench.received == [], "the engine's load does not count them yet"
     bench.emit(received=["a", "b"])
     assert bench.received == ["a", "b"]
@@ -170,15 +170,15 @@ async def test_tokens_of_one_step_travel_in_one_message(bench: Bench, call: Call
 async def test_the_load_comes_with_the_end_of_a_request(bench: Bench, call: Call) -> None:
     for request_id in ("a", "b"):
         await bench.begin(call, start(request_id))
-    for emitted, told in (
+    for emitted, has_load in (
         (EmitToken("a", 0, 5, None), False),
         (EmitToken("a", 1, 5, FinishReason.LENGTH), True),
         (RefuseRequest("b", "no room"), True),
     ):
         bench.emit(emitted)
         frame = await asyncio.wait_for(call.read(), 20)
-        assert frame.HasField("load") is told
-        assert not told or frame.load.running == 7
+        assert frame.HasField("load") is has_load
+        assert not has_load or frame.load.running == 7
 
 
 async def test_a_stale_epoch_never_reaches_the_engine(bench: Bench, call: Call) -> None:
@@ -192,7 +192,7 @@ async def test_a_stale_epoch_never_reaches_the_engine(bench: Bench, call: Call) 
     bench.place = None
     await call.write(start("none", 0, group_id=""))
     assert (await read(call))[0].finish_reason == pb.FINISH_REASON_STALE_EPOCH
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 async def test_a_follower_takes_no_request(bench: Bench, call: Call) -> None:
@@ -202,7 +202,7 @@ async def test_a_follower_takes_no_request(bench: Bench, call: Call) -> None:
     assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
     assert "follows in g at epoch 7" in event.message
     assert bench.received == ["a"], "the scheduler's reservation can go"
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 async def test_invalid_and_duplicate_starts_are_refused(bench: Bench, call: Call) -> None:
@@ -238,13 +238,13 @@ async def test_a_dead_engine_ends_every_request_with_an_error(bench: Bench, call
     await bench.idle()
 
 
-async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -> None:
+async def test_requests_dropped_by_a_lost_group_are_aborted(bench: Bench, call: Call) -> None:
     await bench.begin(call, start("a"))
     bench.servicer.abort_all("a member was lost")
     (event,) = await read(call)
     assert (event.request_id, event.finish_reason) == ("a", pb.FINISH_REASON_ERROR)
     await bench.servicer.sweep()
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     # A late event of its engine is no second ending.
     await bench.begin(call, start("b"))
     bench.emit(EmitToken("a", 0, 5, FinishReason.STOP), RefuseRequest("a", "too late"))
@@ -254,7 +254,9 @@ async def test_what_a_lost_group_gives_up_is_aborted(bench: Bench, call: Call) -
 
 
 @pytest.mark.parametrize("how", ["abort", "half_close", "cancel"])
-async def test_what_a_gateway_gives_up_is_aborted(bench: Bench, call: Call, how: str) -> None:
+async def test_requests_dropped_by_a_gateway_are_aborted(
+    bench: Bench, call: Call, how: str
+) -> None:
     await bench.begin(call, start("a"))
     if how == "abort":
         await call.write(abort("unknown"))
@@ -263,16 +265,16 @@ async def test_what_a_gateway_gives_up_is_aborted(bench: Bench, call: Call, how:
         await call.done_writing()
     else:
         call.cancel()
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     await bench.idle()
     bench.emit(EmitToken("a", 0, 5, None))
 
 
-async def test_one_gateway_cannot_abort_the_request_of_another(bench: Bench) -> None:
-    ours, theirs = bench.stub.Generate(), bench.stub.Generate()
-    await bench.begin(ours, start("a"))
-    await theirs.write(abort("a"))
-    await bench.begin(theirs, start("b"))
+async def test_a_gateway_cannot_abort_a_request_of_another(bench: Bench) -> None:
+    own, other = bench.stub.Generate(), bench.stub.Generate()
+    await bench.begin(own, start("a"))
+    await other.write(abort("a"))
+    await bench.begin(other, start("b"))
     assert bench.servicer.active == 2
 
 
@@ -296,31 +298,29 @@ async def test_a_moved_request_leaves_and_its_stream_stays_open(bench: Bench, ca
     (event,) = await read(call)
     assert event.request_id == "b"
     await bench.idle()
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
-async def test_the_last_event_tells_the_times_also_if_its_reader_comes_later(
-    bench: Bench, call: Call
-) -> None:
+async def test_the_last_event_has_the_times_for_late_readers(bench: Bench, call: Call) -> None:
     times = {"a": RequestTimes(1.0, 2.0, 3.0, [0.5])}
-    told = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
+    expected_times = pb.RequestTimes(wait_s=1.0, prefill_s=2.0, decode_s=3.0, preempted_s=[0.5])
     for end in (EmitToken("a", 1, 6, FinishReason.STOP), moved("a", 1)):
         await bench.begin(call, start("a"))
         bench.emit(EmitToken("a", 0, 5, None))
         (first,) = await read(call)
         bench.emit(end, times=times)
         (last,) = await read(call)
-        assert last.times == told and not first.HasField("times")
+        assert last.times == expected_times and not first.HasField("times")
     bench.emit(adopted("b", 5, 6))
     bench.emit(EmitToken("b", 2, 7, FinishReason.STOP), times={"b": times["a"]})
     await call.write(attach("b", 0))
     (replayed,) = await read(call)
-    assert replayed.times == told and list(replayed.token_ids) == [5, 6, 7]
+    assert replayed.times == expected_times and list(replayed.token_ids) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("from_index", range(5))
 @pytest.mark.parametrize("told_before", [0, 1, 2])
-async def test_attaching_gives_every_token_once(
+async def test_an_attached_reader_gets_every_token_once(
     bench: Bench, call: Call, from_index: int, told_before: int
 ) -> None:
     tokens = [EmitToken("a", 2, 7, None), EmitToken("a", 3, 8, FinishReason.LENGTH)]
@@ -341,7 +341,7 @@ async def test_attaching_gives_every_token_once(
     await bench.idle()
 
 
-async def test_attaching_before_the_request_comes(bench: Bench, call: Call) -> None:
+async def test_attach_before_the_request_arrives(bench: Bench, call: Call) -> None:
     await call.write(attach("a", 1))
     await bench.begin(call, start("b"))
     assert bench.servicer.active == 2
@@ -367,7 +367,7 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert bench.servicer.active == 3
     bench.now_s += 1
     await bench.servicer.sweep()
-    await bench.told(("abort", "kept"))
+    await bench.expect_calls(("abort", "kept"))
     assert bench.servicer.active == 1
     await call.write(attach("kept", 0))
     (event,) = await read(call)
@@ -378,22 +378,22 @@ async def test_a_stream_that_waits_too_long_for_its_request_fails(bench: Bench, 
     assert (event.request_id, event.finish_reason) == ("awaited", pb.FINISH_REASON_STALE_EPOCH)
     assert "with g at epoch 8; the worker leads g at epoch 7" in event.message
     await bench.idle()
-    assert bench.engine.told.empty()
+    assert bench.engine.calls.empty()
 
 
 @pytest.mark.parametrize("when", ["adopted", "attached"])
-async def test_an_abort_of_an_adopted_request(bench: Bench, call: Call, when: str) -> None:
+async def test_an_adopted_request_can_be_aborted(bench: Bench, call: Call, when: str) -> None:
     bench.emit(adopted("a"))
     if when == "attached":
         await call.write(attach("a", 0))
     await call.write(abort("a"))
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     assert bench.servicer.active == 0
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel"])
 @pytest.mark.parametrize("awaited", [False, True])
-async def test_an_abort_comes_before_its_request(
+async def test_an_abort_may_precede_its_request(
     bench: Bench, call: Call, how: str, awaited: bool
 ) -> None:
     if awaited:
@@ -409,23 +409,23 @@ async def test_an_abort_comes_before_its_request(
     await bench.servicer.sweep()
     # The end of a stream that did not know the request does not end it.
     if awaited or how == "abort":
-        await bench.told(("abort", "a"))
+        await bench.expect_calls(("abort", "a"))
     else:
         assert bench.servicer.active == 1
 
 
-async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_broken(
+async def test_a_start_on_another_stream_replaces_a_request_of_a_broken_stream(
     bench: Bench,
 ) -> None:
-    """The gateway has lost its link, and this worker does not know it yet."""
+    """The gateway has lost its stream, and this worker has not noticed it yet."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     bench.emit(EmitToken("a", 0, 5, None), received=["a"])
     await read(old)
     await new.write(start("a", output_ids=[5]))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     assert bench.servicer.active == 1
-    # News that the engine has told before it got the second start is of the first one.
+    # Events from before the engine got the second start belong to the first.
     bench.emit(EmitToken("a", 1, 6, None), received=())
     bench.emit(EmitToken("a", 2, 7, FinishReason.STOP), received=())
     bench.emit(moved("a", 3), received=())
@@ -442,10 +442,8 @@ async def test_a_start_on_another_stream_takes_the_place_of_one_whose_stream_is_
 
 
 @pytest.mark.parametrize("how", ["the stream broke", "its gateway aborted it", "it was given up"])
-async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
-    bench: Bench, how: str
-) -> None:
-    """The engine takes the abort only when its iteration ends, and tells more of the first one."""
+async def test_events_of_an_aborted_start_do_not_reach_the_next(bench: Bench, how: str) -> None:
+    """The engine handles the abort after its iteration, and emits events of the first start."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     bench.emit(EmitToken("a", 0, 5, None), received=["a"])
@@ -456,7 +454,7 @@ async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
         await old.write(abort("a"))
     else:
         bench.servicer.abort_all("the group goes on without it")
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     await bench.begin(new, start("a", output_ids=[5]))
     # The token with index 1 went to the broken stream.
     bench.emit(EmitToken("a", 2, 7, None), received=())
@@ -473,17 +471,17 @@ async def test_news_of_a_start_that_was_aborted_before_is_not_of_the_next_one(
 async def test_two_losses_before_the_engine_has_noted_the_first_start(
     bench: Bench, aborted: bool
 ) -> None:
-    """The engine notes each start: what it tells before the last one is of the earlier ones."""
+    """The engine notes each start: events before the last note belong to earlier starts."""
     old, new = bench.stub.Generate(), bench.stub.Generate()
     await bench.begin(old, start("a"))
     if aborted:
         await old.write(abort("a"))
-        await bench.told(("abort", "a"))
+        await bench.expect_calls(("abort", "a"))
         await new.write(start("a"))
     else:
         await new.write(start("a"))
-        await bench.told(("abort", "a"))
-    await bench.told(("start", "a"))
+        await bench.expect_calls(("abort", "a"))
+    await bench.expect_calls(("start", "a"))
     bench.emit(EmitToken("a", 0, 6, FinishReason.STOP), received=["a"])
     assert bench.servicer.active == 1, "that was the first one"
     bench.emit(EmitToken("a", 0, 7, None), received=["a"])
@@ -491,10 +489,10 @@ async def test_two_losses_before_the_engine_has_noted_the_first_start(
     assert (list(event.token_ids), event.finish_reason) == ([7], 0)
 
 
-async def test_news_of_a_request_that_was_adopted_too_late_is_not_of_its_next_start(
+async def test_events_of_a_late_adoption_do_not_reach_the_next_start(
     bench: Bench, call: Call
 ) -> None:
-    """Its gateway did not wait for it, and asked anew; the engine adopted it before the start."""
+    """Its gateway timed out and asked again; the engine adopted it before the start."""
     await bench.begin(call, start("a"))
     bench.emit(adopted("a", 5, 6), EmitToken("a", 2, 7, None), received=())
     bench.emit(EmitToken("a", 0, 4, None), received=["a"])
@@ -510,7 +508,7 @@ async def test_a_second_start_on_the_same_stream_is_refused(bench: Bench, call: 
 
 
 class StuckCall:
-    """Context of a call whose writes end only when they are cancelled for a second time."""
+    """Context of a call whose writes end only at a second cancellation."""
 
     def __init__(self) -> None:
         self.writing = asyncio.Event()
@@ -528,7 +526,7 @@ class StuckCall:
             await asyncio.Event().wait()
 
 
-async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing(bench: Bench) -> None:
+async def test_a_call_cancelled_at_its_end_leaks_nothing(bench: Bench) -> None:
     cut = asyncio.Event()
 
     async def frames() -> AsyncIterator[pb.GenerateRequest]:
@@ -538,7 +536,7 @@ async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing(bench: Benc
 
     context = StuckCall()
     calling = asyncio.create_task(bench.servicer.Generate(frames(), context))
-    await bench.told(("start", "a"))
+    await bench.expect_calls(("start", "a"))
     bench.emit(EmitToken("a", 0, 5, None))
     await asyncio.wait_for(context.writing.wait(), 20)
     cut.set()
@@ -547,9 +545,9 @@ async def test_a_call_that_is_cancelled_while_it_ends_leaves_nothing(bench: Benc
     with pytest.raises(asyncio.CancelledError):
         await calling
     assert bench.servicer.active == 0
-    await bench.told(("abort", "a"))
+    await bench.expect_calls(("abort", "a"))
     bench.emit(adopted("b"))
-    await bench.told(("abort", "b"))
+    await bench.expect_calls(("abort", "b"))
 
 
 async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call) -> None:
@@ -559,14 +557,14 @@ async def test_an_abort_follows_a_request_that_has_left(bench: Bench, call: Call
     (event,) = await read(call)
     assert (event.request_id, event.moved.address) == ("a", "w1:1")
     await call.write(abort("b"))
-    await bench.told(("abort", "b"))
+    await bench.expect_calls(("abort", "b"))
     bench.emit(moved("b", 0))
     (event,) = await read(call)
     assert (event.request_id, event.moved.address) == ("b", "w1:1")
     await bench.idle()
 
 
-async def test_what_an_earlier_stay_left_does_not_send_a_reader_away(
+async def test_state_of_an_earlier_stay_does_not_redirect_a_reader(
     bench: Bench, call: Call
 ) -> None:
     bench.emit(adopted("a"), moved("a", 0, epoch=9))
@@ -579,7 +577,7 @@ async def test_what_an_earlier_stay_left_does_not_send_a_reader_away(
     assert list(event.token_ids) == [5] and not event.HasField("moved")
 
 
-async def test_attaches_that_make_no_sense_are_refused(bench: Bench, call: Call) -> None:
+async def test_invalid_attaches_are_refused(bench: Bench, call: Call) -> None:
     await call.write(attach("a", -1))
     assert (await read(call))[0].finish_reason == pb.FINISH_REASON_INVALID
     bench.emit(adopted("b"))
@@ -591,8 +589,8 @@ async def test_attaches_that_make_no_sense_are_refused(bench: Bench, call: Call)
     assert list((await read(call))[0].token_ids) == [5]
 
 
-async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew(bench: Bench) -> None:
-    """The answer was lost with a stream of which this worker does not know yet that it broke."""
+async def test_a_reader_on_another_stream_must_reattach(bench: Bench) -> None:
+    """The response was lost with a stream whose end this worker has not noticed yet."""
     broken, new = bench.stub.Generate(), bench.stub.Generate()
     bench.emit(adopted("a", 5, 6))
     await broken.write(attach("a", 1))
@@ -601,21 +599,21 @@ async def test_a_reader_that_comes_back_on_another_stream_is_to_ask_anew(bench: 
     (event,) = await read(new)
     assert event.finish_reason == pb.FINISH_REASON_STALE_EPOCH
     await new.write(start("a", output_ids=[5]))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 1, 6, None))
     assert list((await read(new))[0].token_ids) == [6]
 
 
-async def test_a_start_replaces_what_nobody_fetched(bench: Bench, call: Call) -> None:
+async def test_a_start_replaces_unread_output(bench: Bench, call: Call) -> None:
     bench.emit(adopted("a", 5))
     await call.write(start("a"))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 0, 5, FinishReason.LENGTH), received=["a"])
     assert list((await read(call))[0].token_ids) == [5]
     await bench.idle()
 
 
-async def test_a_dead_engine_ends_what_is_between_owners(bench: Bench, call: Call) -> None:
+async def test_a_dead_engine_ends_requests_between_owners(bench: Bench, call: Call) -> None:
     bench.emit(adopted("a"))
     await call.write(attach("b", 0))
     await bench.begin(call, start("sync"))
@@ -632,7 +630,7 @@ def coalesced(request_id: str) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("ending", ["finish", "move", "refusal", "death", "age"])
-async def test_gathered_tokens_are_sent_before_whatever_comes_next(
+async def test_gathered_tokens_are_sent_before_the_next_event(
     bench: Bench, call: Call, ending: str
 ) -> None:
     await bench.begin(call, coalesced("a"))
@@ -657,7 +655,7 @@ async def test_gathered_tokens_are_sent_before_whatever_comes_next(
     assert bench.servicer.active == (ending == "age")
 
 
-async def test_a_moved_request_is_gathered_where_it_goes_on(bench: Bench, call: Call) -> None:
+async def test_a_moved_request_is_gathered_at_its_new_worker(bench: Bench, call: Call) -> None:
     frame = attach("a", 1)
     frame.attach.delivery = pb.DELIVERY_COALESCED
     await call.write(frame)
@@ -672,14 +670,12 @@ async def test_a_moved_request_is_gathered_where_it_goes_on(bench: Bench, call: 
     assert last.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_what_was_gathered_for_an_earlier_start_is_not_of_the_next(
-    bench: Bench, call: Call
-) -> None:
+async def test_tokens_gathered_for_an_earlier_start_are_dropped(bench: Bench, call: Call) -> None:
     await bench.begin(call, coalesced("a"))
     bench.emit(EmitToken("a", 0, 5, None))
     other = bench.stub.Generate()
     await other.write(start("a"))
-    await bench.told(("abort", "a"), ("start", "a"))
+    await bench.expect_calls(("abort", "a"), ("start", "a"))
     bench.emit(EmitToken("a", 0, 6, None))
     (first,) = await read(other)
     assert list(first.token_ids) == [6]

@@ -36,13 +36,13 @@ def test_a_start_becomes_a_request() -> None:
     assert request.arrival_s == 3.0
 
 
-def test_the_models_stop_tokens_come_on_top_of_the_clients() -> None:
+def test_stop_tokens_of_model_and_client_are_joined() -> None:
     limits = pb.Limits(max_tokens=2, stop_token_ids=range(256 + 64))
     request = to_request(make_start(limits=limits), vocab_size=400, max_model_len=10, now_s=0.0)
     assert len(request.limits.stop_token_ids) == 256 + 64
 
 
-def test_a_gateway_of_the_last_release_asks_for_nothing_else() -> None:
+def test_a_start_of_the_previous_release_uses_defaults() -> None:
     request = to_request(make_start(), vocab_size=10, max_model_len=10, now_s=0.0)
     assert request.sampling == Sampling(1.0, 1.0, 0, 2**63)
     assert (request.logprobs, request.service) == (NO_LOGPROBS, DEFAULT_SERVICE)
@@ -109,7 +109,7 @@ def test_a_grammar_keeps_its_form(kind: GrammarKind) -> None:
     assert request.sampling.grammar == Grammar(kind, "{}")
 
 
-def test_a_service_without_targets_promises_nothing() -> None:
+def test_a_service_without_targets_has_no_deadlines() -> None:
     start = make_start(service=service_pb2.Service())
     request = to_request(start, vocab_size=10, max_model_len=10, now_s=0.0)
     assert request.service == DEFAULT_SERVICE
@@ -236,7 +236,7 @@ def test_an_adapter_reaches_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapter", "rank_max", "words"),
+    ("adapter", "rank_max", "message"),
     [
         (make_adapter(), 0, "loads no adapters"),
         (make_adapter(rank=16), 8, "rank 16, but this worker's `adapter_rank_max` is 8"),
@@ -247,7 +247,7 @@ def test_an_adapter_reaches_the_request() -> None:
     ],
 )
 def test_an_adapter_that_would_be_ignored_or_is_invalid_is_refused(
-    adapter: adapter_pb2.Adapter, rank_max: int, words: str
+    adapter: adapter_pb2.Adapter, rank_max: int, message: str
 ) -> None:
-    with pytest.raises(InvalidStart, match=words):
+    with pytest.raises(InvalidStart, match=message):
         to_request(make_start(adapter=adapter), 10, 10, 0.0, adapter_rank_max=rank_max)

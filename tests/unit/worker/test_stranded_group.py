@@ -1,4 +1,4 @@
-"""A group that has lost a member while etcd is away keeps no requests."""
+"""A group that has lost a member during an etcd outage ends its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ LOST = "the connection to worker-1 is lost"
 
 
 class Records:
-    """etcd: answers or not."""
+    """A fake of etcd that responds or fails."""
 
     def __init__(self, answers: bool) -> None:
         self.answers = answers
@@ -32,18 +32,18 @@ class Records:
 class World:
     def __init__(self, answers: bool) -> None:
         self.now_s = 0.0
-        self.told = 0
+        self.notified_count = 0
         self.records = Records(answers)
         self.watch = StrandedGroupWatch(cast(Any, self.records), self._note)
 
     def _note(self) -> None:
-        self.told += 1
+        self.notified_count += 1
 
     def report(self, trouble: str, epoch: int = 1) -> None:
         self.watch.note(EngineReport(Load(0, 0, 0, 0), epoch, trouble=trouble))
 
-    async def asked_again(self) -> None:
-        """Return once the records were asked, and the answer was considered."""
+    async def wait_for_next_query(self) -> None:
+        """Return once the records were queried and the answer was handled."""
         before = self.records.asked
         await eventually(lambda: self.records.asked >= before + 2)
 
@@ -65,55 +65,61 @@ async def world(monkeypatch: pytest.MonkeyPatch, answers: bool) -> AsyncIterator
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_requests_are_given_up_once_when_the_records_stay_silent(
+async def test_requests_end_once_when_etcd_stays_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report(LOST)
-        await one.asked_again()
-        one.now_s = SILENCE_MAX_S - 0.1
-        await one.asked_again()
-        assert not one.watch.stranded
-        one.now_s = SILENCE_MAX_S
-        await eventually(lambda: one.watch.stranded)
-        one.report(LOST)  # it is repeated with each report
-        one.now_s = 100.0
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report(LOST)
+        await stranded_world.wait_for_next_query()
+        stranded_world.now_s = SILENCE_MAX_S - 0.1
+        await stranded_world.wait_for_next_query()
+        assert not stranded_world.watch.stranded
+        stranded_world.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranded_world.watch.stranded)
+        stranded_world.report(LOST)  # it is repeated with each report
+        stranded_world.now_s = 100.0
         for _ in range(10):
             await asyncio.sleep(0)
-        assert one.watch.stranded
-        assert one.told == 1
+        assert stranded_world.watch.stranded
+        assert stranded_world.notified_count == 1
 
 
-async def test_while_etcd_answers_the_group_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(monkeypatch, answers=True) as one:
-        one.report(LOST)
+async def test_a_stranded_group_recovers_while_etcd_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(monkeypatch, answers=True) as stranded_world:
+        stranded_world.report(LOST)
         for now_s in (1.0, 5.0, 20.0):
-            one.now_s = now_s
-            await one.asked_again()
-        assert not one.watch.stranded
-        one.records.answers = False  # it goes away before the group has changed
-        one.now_s = 24.0
-        await eventually(lambda: one.watch.stranded)
+            stranded_world.now_s = now_s
+            await stranded_world.wait_for_next_query()
+        assert not stranded_world.watch.stranded
+        stranded_world.records.answers = False  # it goes away before the group has changed
+        stranded_world.now_s = 24.0
+        await eventually(lambda: stranded_world.watch.stranded)
 
 
 @pytest.mark.parametrize(("trouble", "epoch"), [("", 1), (LOST, 2)])
-async def test_it_is_over_with_the_trouble_or_the_epoch(
+async def test_the_timer_ends_with_recovery_or_a_new_epoch(
     monkeypatch: pytest.MonkeyPatch, trouble: str, epoch: int
 ) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report(LOST)
-        await one.asked_again()
-        one.now_s = SILENCE_MAX_S
-        await eventually(lambda: one.watch.stranded)
-        one.report(trouble, epoch)
-        assert not one.watch.stranded
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report(LOST)
+        await stranded_world.wait_for_next_query()
+        stranded_world.now_s = SILENCE_MAX_S
+        await eventually(lambda: stranded_world.watch.stranded)
+        stranded_world.report(trouble, epoch)
+        assert not stranded_world.watch.stranded
         await asyncio.sleep(0)
-        assert not one.watch.stranded
+        assert not stranded_world.watch.stranded
 
 
-async def test_without_trouble_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with world(monkeypatch, answers=False) as one:
-        one.report("")
-        one.now_s = 100.0
+async def test_a_healthy_group_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(monkeypatch, answers=False) as stranded_world:
+        stranded_world.report("")
+        stranded_world.now_s = 100.0
         await asyncio.sleep(0)
-        assert (one.records.asked, one.watch.stranded, one.told) == (0, False, 0)
+        assert (
+            stranded_world.records.asked,
+            stranded_world.watch.stranded,
+            stranded_world.notified_count,
+        ) == (0, False, 0)

@@ -1,4 +1,4 @@
-"""Gathered output is the output of each step, in fewer events."""
+"""Coalesced output equals the output of each step, in fewer events."""
 
 from itertools import pairwise
 from random import Random
@@ -10,14 +10,14 @@ from tideserve.worker.v1 import worker_pb2 as pb
 
 
 def token(index: int, request_id: str = "a", **more) -> pb.RequestEvent:
-    told = [pb.TokenLogprobs(logprob=-index)]
+    logprobs = [pb.TokenLogprobs(logprob=-index)]
     return pb.RequestEvent(
-        request_id=request_id, first_index=index, token_ids=[index], logprobs=told, **more
+        request_id=request_id, first_index=index, token_ids=[index], logprobs=logprobs, **more
     )
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
+def test_events_are_neither_lost_nor_repeated(seed: int) -> None:
     random, coalescer, now_s = Random(seed), TokenCoalescer(), 0.0
     coalescer.begin("a")
     count = random.randrange(1, 3 * TOKENS_MAX)
@@ -29,8 +29,10 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
         sent += coalescer.due(now_s)
         if random.random() < 0.02:
             sent += coalescer.take("a")
-    assert [one for event in sent for one in event.token_ids] == list(range(count))
-    assert [one.logprob for event in sent for one in event.logprobs] == [-i for i in range(count)]
+    assert [token_id for event in sent for token_id in event.token_ids] == list(range(count))
+    assert [logprob.logprob for event in sent for logprob in event.logprobs] == [
+        -i for i in range(count)
+    ]
     for event, later in pairwise(sent):
         assert later.first_index == event.first_index + len(event.token_ids)
     assert [event.finish_reason for event in sent[:-1]] == [0] * (len(sent) - 1)
@@ -38,7 +40,7 @@ def test_nothing_is_lost_and_nothing_comes_twice(seed: int) -> None:
     assert max(len(event.token_ids) for event in sent) <= TOKENS_MAX
 
 
-def test_the_first_event_keeps_what_stands_there_and_the_last_brings_the_times() -> None:
+def test_merged_events_keep_first_fields_and_final_times() -> None:
     coalescer = TokenCoalescer()
     coalescer.begin("a")
     first = token(0, cached_tokens=3, prompt_logprobs=[pb.TokenLogprobs(logprob=-7)])
@@ -57,7 +59,7 @@ def test_cached_tokens_may_come_with_the_last_token() -> None:
     assert (event.cached_tokens, len(event.token_ids)) == (3, 2)
 
 
-def test_others_are_sent_at_once_and_old_ones_by_age() -> None:
+def test_other_events_are_sent_at_once_and_tokens_by_age() -> None:
     coalescer = TokenCoalescer()
     coalescer.begin("a")
     coalescer.begin("b")

@@ -24,7 +24,7 @@ from services.worker.ipc import (
     from_engine_decoder,
 )
 from services.worker.translate import to_event, to_refusal, to_replay
-from tests.support.told_sampler import row_of, rows_of
+from tests.support.spec_sampler import row_of, rows_of
 from tideserve.worker.v1 import worker_pb2 as pb
 
 PROMPT = rows_of((6, 7), 1, 1)
@@ -36,14 +36,14 @@ def token(index: int, logprobs: bool = True) -> EmitToken:
 
 
 def numbers(rows: list[pb.TokenLogprobs]) -> list[tuple[float, int, list[int]]]:
-    return [(one.logprob, one.rank, list(one.top_ids)) for one in rows]
+    return [(row.logprob, row.rank, list(row.top_ids)) for row in rows]
 
 
 def expected(*indices: int) -> list[tuple[float, int, list[int]]]:
     return [(-50.0 - index, index, [0, 1]) for index in indices]
 
 
-def test_an_event_tells_what_was_asked_for() -> None:
+def test_an_event_has_the_requested_fields() -> None:
     event = to_event(token(0))
     assert numbers(event.logprobs) == expected(0)
     assert list(event.logprobs[0].top_logprobs) == [-1.0, -1.0]
@@ -62,7 +62,7 @@ def test_an_event_tells_what_was_asked_for() -> None:
         (returned_by_drain("a"), pb.FINISH_REASON_RETURNED, (False, True)),
     ],
 )
-def test_a_gateway_learns_why_a_request_has_no_place_here(
+def test_a_refusal_has_its_reason(
     refusal: RefuseRequest, reason: "pb.FinishReason.ValueType", flags: tuple[bool, bool]
 ) -> None:
     event = to_refusal(refusal)
@@ -72,7 +72,7 @@ def test_a_gateway_learns_why_a_request_has_no_place_here(
 
 
 def handovers(known: LogprobRows | None, emitted: int) -> Handovers[None]:
-    """A request that came with so many tokens, rows of the last of them, and its prompt's."""
+    """A request with this number of tokens, rows of its last tokens and of its prompt."""
     made: Handovers[None] = Handovers()
     ids = [50 + index for index in range(emitted)]
     prompt = PROMPT if emitted else None
@@ -98,7 +98,7 @@ def test_an_attached_reader_gets_every_row_once(emitted: int, from_index: int) -
     assert len(event.prompt_logprobs) == (2 if from_index == 0 else 0)
 
 
-def test_tokens_whose_rows_were_too_many_have_an_event_of_their_own() -> None:
+def test_tokens_with_many_rows_have_an_event_of_their_own() -> None:
     kept = handovers(rows(2, 4), 4)
     kept.add_token(token(4))
     kept.end(MovedRequest("a", "w1", "w1:1", "h", 9, 5))
@@ -122,7 +122,7 @@ def test_a_prompts_rows_come_with_its_first_token_after_a_move() -> None:
     assert len(event.prompt_logprobs) == 2 and len(event.token_ids) == 1
 
 
-def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
+def test_log_probabilities_are_sent_only_on_request() -> None:
     kept: Handovers[None] = Handovers()
     kept.adopt(AdoptedRequest("a", "g", 8, [50]), 0.0)
     kept.add_token(EmitToken("a", 1, 51, FinishReason.STOP))
@@ -133,7 +133,7 @@ def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
     assert not event.logprobs and not event.prompt_logprobs
 
 
-def test_rows_cross_from_the_engine() -> None:
+def test_rows_of_the_engine_are_translated() -> None:
     adopted = AdoptedRequest("a", "g", 8, [50], rows(0, 1), PROMPT)
     frame = Progress(
         [], [token(0), token(1, logprobs=False)], [], EngineReport(Load(0, 0, 1, 0)), [adopted]

@@ -1,4 +1,4 @@
-"""Bars of coserve, realtime and flood: which hold, which fail, which are not measured."""
+"""Verdicts on the bars of coserve, realtime and flood."""
 
 from typing import Any
 
@@ -20,16 +20,16 @@ TARGETS = OnlineTargets(ttft_s=1.0, tpot_s=0.4)
 Systems = dict[str, dict[str, Any]]
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return one | {
-        key: merged(one[key], value) if isinstance(value, dict) and key in one else value
-        for key, value in other.items()
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return base | {
+        key: merged(base[key], value) if isinstance(value, dict) and key in base else value
+        for key, value in changes.items()
     }
 
 
 def system(**changes: Any) -> dict[str, Any]:
-    """Figures of a system of two rounds, in each of which groups merged and split."""
-    found: dict[str, Any] = {
+    """Figures of a system with two rounds, in each of which groups merged and split."""
+    figures: dict[str, Any] = {
         "processed_tokens_per_s": 1000.0,
         "recomputed_share": 0.0,
         "ttft_s": {"p99": 1.0},
@@ -49,7 +49,7 @@ def system(**changes: Any) -> dict[str, Any]:
         "changes": [{"merge": n % 2 == 0, "settled_s": 3.0} for n in range(4)],
         "problems": [],
     }
-    return merged(found, changes)
+    return merged(figures, changes)
 
 
 def p99(ttft_s: float) -> dict[str, Any]:
@@ -124,7 +124,7 @@ GOOD: dict[str, tuple[Rules, Systems]] = {
 def judged(
     name: str, changed: str = "", change: dict[str, Any] | None = None, paced: bool = True
 ) -> dict[str, Any]:
-    """The verdict on systems that are good but for one change."""
+    """The verdict on systems that hold all bars, except for a single change."""
     rules, systems = GOOD[name]
     if changed:
         systems = systems | {changed: merged(systems[changed], change or {})}
@@ -133,18 +133,18 @@ def judged(
 
 def failing(verdict: dict[str, Any]) -> list[tuple[str, str]]:
     bars = verdict["bars"]
-    return [(one["system"], one["what"]) for one in bars if one["verdict"] == Judgement.FAILS]
+    return [(bar["system"], bar["what"]) for bar in bars if bar["verdict"] == Judgement.FAILS]
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_all_hold(name: str) -> None:
+def test_all_bars_hold(name: str) -> None:
     verdict = judged(name)
-    assert {one["verdict"] for one in verdict["bars"]} == {Judgement.HOLDS}
+    assert {bar["verdict"] for bar in verdict["bars"]} == {Judgement.HOLDS}
     assert failures(verdict) == failures(None) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "system", "change", "what"),
+    ("name", "system", "change", "figure"),
     [
         ("coserve", "slo", tokens(1349.0), "processed tokens"),
         ("coserve", "slo-full", tokens(1529.0), "processed tokens"),
@@ -182,11 +182,13 @@ def test_all_hold(name: str) -> None:
         ("flood", "slo", online(sent=199), "online requests in the windows"),
     ],
 )
-def test_each_fails_by_itself(name: str, system: str, change: dict[str, Any], what: str) -> None:
+def test_each_bar_fails_independently(
+    name: str, system: str, change: dict[str, Any], figure: str
+) -> None:
     verdict = judged(name, system, change)
-    assert failing(verdict) == [(system, what)]
+    assert failing(verdict) == [(system, figure)]
     (sentence,) = failures(verdict)
-    assert sentence.startswith(f"{system}: {what} is ")
+    assert sentence.startswith(f"{system}: {figure} is ")
 
 
 @pytest.mark.parametrize(
@@ -201,11 +203,11 @@ def test_each_fails_by_itself(name: str, system: str, change: dict[str, Any], wh
 def test_groups_have_to_merge_and_split_in_each_round_and_soon(
     change: dict[str, Any], whats: set[str]
 ) -> None:
-    assert {what for _, what in failing(judged("flood", "slo", change))} == whats
+    assert {figure for _, figure in failing(judged("flood", "slo", change))} == whats
 
 
 def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
-    """An arrival waits for an iteration: of a short P99 that is more than 15 %."""
+    """An arrival waits for an iteration, which is more than 15 % of a short P99."""
     assert failing(judged("coserve", "slo", p99(1.39))) == []
     _, systems = GOOD["coserve"]
     for ttft_s, fails in ((11.4, False), (11.6, True)):
@@ -214,7 +216,7 @@ def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
         slow |= {name: merged(systems[name], p99(20.0)) for name in ("priority", "priority-256")}
         verdict = judge(COSERVE, slow, TARGETS, paced=True)
         assert (("slo", "P99 TTFT") in failing(verdict)) is fails
-        (bar,) = (one for one in verdict["bars"] if one["wanted"].startswith("≤ 1.15"))
+        (bar,) = (bar for bar in verdict["bars"] if bar["wanted"].startswith("≤ 1.15"))
         assert bar["wanted"] == "≤ 1.15 × (1.15 ×, or one budget of 400 ms longer)"
 
 
@@ -222,7 +224,7 @@ def test_the_first_token_may_take_a_budget_longer_if_that_is_more() -> None:
     ("base", "remedy"),
     [(850.0, "give a --rate 1.06 times as high"), (950.0, "0.95 times as high"), (930.0, None)],
 )
-def test_another_load_fails_first_and_says_the_rate(base: float, remedy: str | None) -> None:
+def test_a_mismatched_rate_fails_before_the_bars(base: float, remedy: str | None) -> None:
     _, systems = GOOD["coserve"]
     changed = systems | {"online-only": merged(systems["online-only"], tokens(base))}
     changed["slo"] = merged(systems["slo"], tokens(1200.0))
@@ -244,29 +246,29 @@ def test_real_time_is_judged_where_fcfs_attains_a_little(share: float, rate: str
 
 
 def test_ten_times_as_many_first_tokens_are_wanted() -> None:
-    what = "attainment of first tokens / that of fcfs"
-    assert failing(judged("realtime", "fcfs", attained(0.0971, 0.7))) == [("slo", what)]
+    figure = "attainment of first tokens / that of fcfs"
+    assert failing(judged("realtime", "fcfs", attained(0.0971, 0.7))) == [("slo", figure)]
     # A baseline that attains nothing has no ratio.
     bars = judged("realtime", "fcfs", attained(0.0, 0.7))["bars"]
-    (ratio,) = (one for one in bars if one["what"] == what)
+    (ratio,) = (bar for bar in bars if bar["what"] == figure)
     assert ratio["verdict"] == Judgement.NOT_MEASURED
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_did_not_run_is_not_measured(name: str) -> None:
+def test_bars_of_absent_runs_are_not_measured(name: str) -> None:
     rules, systems = GOOD[name]
     label = "slo-api" if name == "batch" else "slo"
     figures = systems[label] if name != "flood" else system(**p99(0.6))
     known = {key: own for key, own in figures.items() if key not in ("changes", "problems")}
     verdict = judge(rules, {label: known}, TARGETS, paced=True)
     assert failures(verdict) == []
-    assert Judgement.NOT_MEASURED in {one["verdict"] for one in verdict["bars"]}
+    assert Judgement.NOT_MEASURED in {judged_bar["verdict"] for judged_bar in verdict["bars"]}
     nothing = judge(rules, {}, TARGETS, paced=True)
-    assert {one["verdict"] for one in nothing["bars"]} == {Judgement.NOT_MEASURED}
+    assert {bar["verdict"] for bar in nothing["bars"]} == {Judgement.NOT_MEASURED}
     assert nothing["notes"] == []
 
 
-def test_files_are_judged_only_if_they_were_measured() -> None:
+def test_only_measured_files_are_judged() -> None:
     rules, systems = GOOD["coserve"]
     without = {name: own for name, own in systems.items() if name != "slo-api"}
     whats = [
@@ -279,13 +281,13 @@ def test_files_are_judged_only_if_they_were_measured() -> None:
     }
 
 
-def test_bars_of_unpaced_runs() -> None:
-    whats = {one["what"] for one in judged("coserve", paced=False)["bars"]}
+def test_unpaced_runs_have_their_own_bars() -> None:
+    whats = {bar["what"] for bar in judged("coserve", paced=False)["bars"]}
     assert "processed tokens" in whats and "P99 TTFT" not in whats
     assert judged("realtime", paced=False)["bars"] == []
 
 
-def test_shares_of_the_tokens_of_eager() -> None:
+def test_token_shares_are_relative_to_eager() -> None:
     verdict = judged("coserve")
     assert verdict["online_share_of_eager"] == pytest.approx(0.45)
     assert verdict["harvested_share"]["slo"] == pytest.approx(540 / 1100)
@@ -301,7 +303,7 @@ def test_shares_of_the_tokens_of_eager() -> None:
         ("realtime", "slo", {}, True, None),
     ],
 )
-def test_figures_that_are_not_what_they_seem_are_noted(
+def test_misleading_figures_are_annotated(
     name: str, system: str, change: dict[str, Any], paced: bool, begins: str | None
 ) -> None:
     notes = judged(name, system, change, paced)["notes"]

@@ -1,4 +1,4 @@
-"""Figures of co-serving from made-up records and samples of counters."""
+"""Figures of co-serving from synthetic records and counter samples."""
 
 import pytest
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ def record(
     gap_s: float = 0.1,
     slo_class: str = "interactive",
 ) -> SentRequest:
-    """A completed request that is due `due_s` after the beginning of the round."""
+    """A completed request that is due `due_s` after the start of the round."""
     due_s += FROM_S
     times = tuple(due_s + first_s + gap_s * index for index in range(tokens))
     return SentRequest(
@@ -36,7 +36,7 @@ def record(
 
 
 def without_token(due_s: float, end_s: float, outcome: RequestOutcome, error: str) -> SentRequest:
-    """A request that got nothing and ended `end_s` after the beginning of the round."""
+    """A request without tokens that ended `end_s` after the start of the round."""
     return SentRequest(
         FROM_S + due_s,
         FROM_S + due_s,
@@ -49,7 +49,7 @@ def without_token(due_s: float, end_s: float, outcome: RequestOutcome, error: st
 
 
 def sample(time_s: float, processed: float, batch: float, again: float = 0.0) -> TokenSample:
-    """Counters `time_s` after the beginning; a tenth of the tokens is output."""
+    """Counters `time_s` after the start; a tenth of the tokens is output."""
     return TokenSample(
         FROM_S + time_s,
         processed,
@@ -71,23 +71,23 @@ def test_only_online_requests_of_the_window_count_and_batch_ones_beside_them() -
     early = record(0.0, first_s=9.0)
     inside = [record(20.0, first_s=1.0), record(35.0, first_s=3.0)]
     batch = record(1.0, first_s=30.0, slo_class=BATCH_CLASS)
-    found = co_serving_figures([Round((early, *inside, batch))], (), {}, PROMISED)
-    online = found["classes"]["online"]
-    assert set(found["classes"]) == {"online", "batch"}
-    assert (found["sent"], online["sent"], found["classes"]["batch"]["sent"]) == (2, 2, 1)
+    result = co_serving_figures([Round((early, *inside, batch))], (), {}, PROMISED)
+    online = result["classes"]["online"]
+    assert set(result["classes"]) == {"online", "batch"}
+    assert (result["sent"], online["sent"], result["classes"]["batch"]["sent"]) == (2, 2, 1)
     assert online["ttft_s"]["max"] == pytest.approx(3.0)
-    assert found["ttft_s"] == online["ttft_s"]
-    assert found["classes"]["batch"]["ttft_s"]["p50"] == pytest.approx(30.0)
+    assert result["ttft_s"] == online["ttft_s"]
+    assert result["classes"]["batch"]["ttft_s"]["p50"] == pytest.approx(30.0)
     # The mean of 1.2 s and 3.2 s for three tokens each.
     assert online["normalized_latency_s"]["mean"] == pytest.approx(2.2 / 3)
 
 
-def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
+def test_a_request_without_a_token_counts_with_its_waiting_time() -> None:
     cut_off = without_token(20.0, 60.0, RequestOutcome.FAILED, UNFINISHED)
     refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
     broken = without_token(40.0, 41.0, RequestOutcome.FAILED, "the stream ended early")
     assert ttft_s(cut_off, FROM_S + 70.0) == pytest.approx(40.0)
-    # A refusal at once would make a system fast that serves nobody.
+    # Otherwise a system that refuses every request at once would be fast.
     assert ttft_s(refused, FROM_S + 70.0) == pytest.approx(40.0)
     assert ttft_s(broken, FROM_S + 70.0) == pytest.approx(30.0)
     rounds = [Round((record(0.0), cut_off, refused, broken, record(50.0)))]
@@ -100,7 +100,7 @@ def test_a_request_without_a_token_counts_with_the_time_it_waited() -> None:
 
 
 def test_gaps_of_requests_that_were_cut_off_count() -> None:
-    """A system that is slow with tokens would otherwise hide it by not ending."""
+    """Otherwise a slow system could hide its gaps by never ending a request."""
     cut_off = SentRequest(
         FROM_S + 20.0,
         FROM_S + 20.0,
@@ -112,17 +112,20 @@ def test_gaps_of_requests_that_were_cut_off_count() -> None:
         slo_class="interactive",
         error=UNFINISHED,
     )
-    found = co_serving_figures([Round((record(0.0), cut_off, record(35.0)))], (), {}, PROMISED)
-    assert found["inter_token_s"]["max"] == pytest.approx(9.0)
-    assert found["normalized_latency_s"]["mean"] == pytest.approx(1.2 / 3)
+    result = co_serving_figures([Round((record(0.0), cut_off, record(35.0)))], (), {}, PROMISED)
+    assert result["inter_token_s"]["max"] == pytest.approx(9.0)
+    assert result["normalized_latency_s"]["mean"] == pytest.approx(1.2 / 3)
 
 
 def test_a_counter_is_read_between_its_samples() -> None:
     samples = [sample(1.0, 100.0, 0.0), sample(3.0, 300.0, 0.0)]
     times_s = (0.0, 1.0, 1.5, 3.0, 9.0)
-    values = [counted_at(samples, FROM_S + time_s, lambda one: one.processed) for time_s in times_s]
+    values = [
+        counted_at(samples, FROM_S + time_s, lambda counted: counted.processed)
+        for time_s in times_s
+    ]
     assert values == pytest.approx([100.0, 100.0, 150.0, 300.0, 300.0])
-    assert counted_at([], FROM_S, lambda one: one.processed) is None
+    assert counted_at([], FROM_S, lambda counted: counted.processed) is None
 
 
 def test_processed_tokens_are_those_that_workers_count_in_the_windows() -> None:
@@ -139,44 +142,46 @@ def test_processed_tokens_are_those_that_workers_count_in_the_windows() -> None:
         for time_s, processed in ((0.0, 0.0), (15.0, 100.0), (25.0, 1_100.0))
     )
     first, second = Round(online, token_samples=samples), Round(online, token_samples=slower)
-    found = co_serving_figures([first, second], (), {}, PROMISED)
-    assert found["window_s"] == pytest.approx(20.0)
-    assert found["processed_tokens_per_s"] == pytest.approx((2_000 + 1_000) / 20)
-    assert found["output_tokens_per_s"] == pytest.approx(300 / 20)
-    assert found["recomputed_share"] == pytest.approx(500 / 3_500)
-    by_class = {name: one["processed_tokens_per_s"] for name, one in found["classes"].items()}
+    result = co_serving_figures([first, second], (), {}, PROMISED)
+    assert result["window_s"] == pytest.approx(20.0)
+    assert result["processed_tokens_per_s"] == pytest.approx((2_000 + 1_000) / 20)
+    assert result["output_tokens_per_s"] == pytest.approx(300 / 20)
+    assert result["recomputed_share"] == pytest.approx(500 / 3_500)
+    by_class = {
+        name: class_["processed_tokens_per_s"] for name, class_ in result["classes"].items()
+    }
     assert by_class == pytest.approx({"online": (1_500 + 500) / 20, "batch": (500 + 500) / 20})
-    assert found["classes"]["batch"]["recomputed_share"] == pytest.approx(500 / 1_500)
-    of_rounds = [one["processed_tokens_per_s"] for one in found["rounds"]]
+    assert result["classes"]["batch"]["recomputed_share"] == pytest.approx(500 / 1_500)
+    of_rounds = [row["processed_tokens_per_s"] for row in result["rounds"]]
     assert of_rounds == pytest.approx([200.0, 100.0])
 
 
-def test_servers_that_count_no_classes_tell_the_sum() -> None:
+def test_servers_without_class_counters_report_the_sum() -> None:
     samples = tuple(TokenSample(FROM_S + time_s, 10.0 * time_s) for time_s in (0.0, 30.0))
     rounds = [Round((record(0.0), record(25.0)), token_samples=samples)]
-    found = co_serving_figures(rounds, (), {}, PROMISED)
-    assert found["processed_tokens_per_s"] == pytest.approx(10.0)
-    assert found["recomputed_share"] is None
-    assert found["classes"]["batch"]["processed_tokens_per_s"] is None
+    result = co_serving_figures(rounds, (), {}, PROMISED)
+    assert result["processed_tokens_per_s"] == pytest.approx(10.0)
+    assert result["recomputed_share"] is None
+    assert result["classes"]["batch"]["processed_tokens_per_s"] is None
 
 
-def test_counters_that_began_anew_and_rounds_without_a_window_tell_nothing() -> None:
+def test_reset_counters_and_rounds_without_a_window_are_ignored() -> None:
     restarted = (sample(0.0, 500.0, 0.0), sample(20.0, 10.0, 0.0), sample(30.0, 20.0, 0.0))
-    found = co_serving_figures(
+    result = co_serving_figures(
         [Round((record(0.0), record(25.0)), token_samples=restarted)], (), {}, PROMISED
     )
-    assert found["processed_tokens_per_s"] is None
+    assert result["processed_tokens_per_s"] is None
     empty = co_serving_figures([Round(())], (), {}, PROMISED)
     assert empty["processed_tokens_per_s"] is None
     assert empty["classes"]["online"]["ttft_s"]["p99"] is None
 
 
-def test_what_was_promised_is_counted_over_all_online_requests_of_the_windows() -> None:
+def test_attainment_covers_all_online_requests_of_the_windows() -> None:
     refused = without_token(30.0, 30.01, RequestOutcome.REJECTED, "no place")
     slow_first, slow_tokens = record(20.0, first_s=2.1), record(21.0, gap_s=0.6)
     records = (record(0.0, first_s=9.0), slow_first, slow_tokens, record(22.0), refused)
-    found = co_serving_figures([Round((*records, record(55.0)))], (), {}, PROMISED)
-    online = found["classes"]["online"]
+    result = co_serving_figures([Round((*records, record(55.0)))], (), {}, PROMISED)
+    online = result["classes"]["online"]
     # One of five got nothing and one each missed a target.
     assert online["slo_attainment"] == pytest.approx({"ttft": 0.6, "tpot": 0.6, "token_group": 0.6})
     assert online["goodput_requests_per_s"] == pytest.approx(2 / 40)
@@ -184,13 +189,13 @@ def test_what_was_promised_is_counted_over_all_online_requests_of_the_windows() 
 
 def test_a_longer_lead_makes_a_shorter_window() -> None:
     records = (record(0.0), record(20.0), record(45.0), record(50.0))
-    found = co_serving_figures([Round(records)], (), {}, PROMISED, window_from_s=40.0)
-    assert (found["sent"], found["window_s"]) == (2, pytest.approx(10.0))
+    result = co_serving_figures([Round(records)], (), {}, PROMISED, window_from_s=40.0)
+    assert (result["sent"], result["window_s"]) == (2, pytest.approx(10.0))
 
 
 def test_batch_requests_count_where_they_end() -> None:
     due_s = (2.0, 14.0, 20.0, 30.0, 54.0)
-    ended = [record(one, 1.0, 3, slo_class=BATCH_CLASS) for one in due_s]
+    ended = [record(time_s, 1.0, 3, slo_class=BATCH_CLASS) for time_s in due_s]
     broken = without_token(20.0, 41.0, RequestOutcome.FAILED, "the stream ended early")
     rounds = [Round((record(0.0), *ended, replace(broken, slo_class=BATCH_CLASS), record(55.0)))]
     batch = co_serving_figures(rounds, (), {}, PROMISED)["classes"]["batch"]
@@ -199,10 +204,10 @@ def test_batch_requests_count_where_they_end() -> None:
     assert batch["throughput_tokens_per_s"] == pytest.approx(9 / 40)
 
 
-def test_a_request_that_was_cut_off_counts_by_what_it_had_got() -> None:
+def test_a_cut_off_request_counts_its_received_tokens() -> None:
     def cut_off(end_s: float, *tokens_s: float) -> SentRequest:
-        one = without_token(20.0, end_s, RequestOutcome.FAILED, UNFINISHED)
-        return replace(one, token_times_s=tuple(FROM_S + time_s for time_s in tokens_s))
+        request = without_token(20.0, end_s, RequestOutcome.FAILED, UNFINISHED)
+        return replace(request, token_times_s=tuple(FROM_S + time_s for time_s in tokens_s))
 
     assert targets_met(cut_off(21.6, 21.0, 21.4), PROMISED) == (True, True, 1.0)
     # Nothing for a second after a group that was in time.

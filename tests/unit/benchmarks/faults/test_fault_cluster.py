@@ -1,4 +1,4 @@
-"""When a cluster counts as stable again."""
+"""Stability of a cluster after a fault."""
 
 import copy
 import os
@@ -73,7 +73,7 @@ def test_a_dead_process_whose_lease_has_not_ended_is_not_stable(
         (STATUS, FIRST, True),
     ],
 )
-def test_it_is_stable_without_the_worker_that_was_killed(
+def test_a_cluster_is_stable_without_the_killed_worker(
     status: dict[str, Any], survivors: Sequence[str], stable: bool
 ) -> None:
     assert is_stable(status, survivors, lambda _: True) is stable
@@ -90,7 +90,7 @@ def test_it_is_stable_without_the_worker_that_was_killed(
         (STATUS | {"groups": []}, set(), False),
     ],
 )
-def test_survivors_serve_alone_though_the_group_of_the_lost_one_is_in_the_records(
+def test_survivors_serve_alone_despite_a_record_of_the_lost_group(
     status: dict[str, Any], dead: set[int], alone: bool
 ) -> None:
     assert serve_alone(status, FIRST, lambda pid: pid not in dead) is alone
@@ -110,7 +110,7 @@ def test_survivors_serve_alone_though_the_group_of_the_lost_one_is_in_the_record
         lambda status: status["workers"][0].update(unsettled=True),
     ],
 )
-def test_what_is_not_settled_is_not_stable(change: Callable[[dict[str, Any]], None]) -> None:
+def test_an_unsettled_cluster_is_not_stable(change: Callable[[dict[str, Any]], None]) -> None:
     status = copy.deepcopy(STATUS)
     change(status)
     assert not is_stable(status, BOTH, lambda _: True)
@@ -120,10 +120,10 @@ def test_what_is_not_settled_is_not_stable(change: Callable[[dict[str, Any]], No
     ("first_looks", "later", "last_bad"),
     [((True, True, False, True, False), True, 4), ((True,), False, None)],
 )
-async def test_it_is_stable_only_since_it_was_unstable_last(
+async def test_stability_counts_from_the_last_unstable_state(
     first_looks: Sequence[bool], later: bool, last_bad: int | None
 ) -> None:
-    """At first the loss is not noticed: that is no stable cluster."""
+    """A cluster that has not noticed the loss yet is not stable."""
     looks = chain(first_looks, repeat(later))
     looked: list[tuple[float, bool]] = []
 
@@ -141,8 +141,8 @@ async def test_it_is_stable_only_since_it_was_unstable_last(
         assert looked[last_bad][0] < since_s <= looked[last_bad + 1][0]
 
 
-async def test_the_last_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else may have seen first that it is stable, and ended the watch."""
+async def test_the_last_observation_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another observer may have seen the stable state first and ended the watch."""
     monkeypatch.setattr(cluster, "POLL_S", 60.0)
     looked: list[bool] = []
 
@@ -162,14 +162,14 @@ async def test_the_last_look_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_are_free_only_if_there_are_workers_that_have_some(
     blocks: Sequence[tuple[int, int]], free: bool
 ) -> None:
-    rows = [{"kv_blocks_free": one, "kv_blocks_total": all_} for one, all_ in blocks]
+    rows = [{"kv_blocks_free": free, "kv_blocks_total": all_} for free, all_ in blocks]
     assert blocks_free({"workers": rows}) is free
 
 
-def test_a_process_that_holds_is_waited_for_before_anything_is_done_to_others() -> None:
+def test_a_held_process_is_waited_for_before_other_faults() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    # It stops itself a moment after it was told of, as a process with a failpoint does.
+    # It stops itself a moment after it was reported, as a process with a failpoint does.
     holding = subprocess.Popen(["sh", "-c", "sleep 0.2; kill -STOP $$; exec sleep 60"])
     try:
         await_stopped([gone.pid, holding.pid])
@@ -179,7 +179,7 @@ def test_a_process_that_holds_is_waited_for_before_anything_is_done_to_others() 
         holding.wait()
 
 
-def test_a_process_that_does_not_hold_is_not_waited_for_without_end(
+def test_waiting_for_a_held_process_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cell_run, "HOLD_MAX_S", 0.01)

@@ -1,4 +1,4 @@
-"""The matrix is run in parts: cells that are done are kept, and not run again."""
+"""The fault matrix runs in parts: completed cells are kept and not run again."""
 
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ KILLS = "2/(prepare|steady)/.*/kill-worker$"
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the cells that were run. Each holds, and takes a minute."""
+    """The names of the cells that were run. Each passes and takes a minute."""
     names: list[str] = []
 
     def run_cell(_: Deployment, cell: FaultCell, *__: Any) -> CellVerdict:
@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield names
 
 
-def test_a_cell_that_fails_says_where_its_logs_are(
+def test_a_failed_cell_names_its_log_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_cell(_: Deployment, cell: FaultCell, __: int, ___: Any, kept: Path, ____: Any) -> Any:
@@ -44,22 +44,22 @@ def test_a_cell_that_fails_says_where_its_logs_are(
 
     monkeypatch.setattr(faults, "run_cell", run_cell)
     cell = LoadChoice(quick=True, cells="2/steady/leader")
-    (told,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
-    assert told.startswith("FAILS") and "load before" in told
-    assert told.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
+    (line,) = figures(replace(cell, append=tmp_path / "cells.jsonl"))["said"]
+    assert line.startswith("FAILS") and "load before" in line
+    assert line.endswith(f"logs: {tmp_path / 'cells.logs' / 'of the cell'}")
     assert "logs" not in orjson.loads((tmp_path / "cells.jsonl").read_bytes())
-    (told,) = figures(cell)["said"]
-    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in told
+    (line,) = figures(cell)["said"]
+    assert str(Path(tempfile.gettempdir(), "tideserve-faults-")) in line
 
 
 def figures(choice: LoadChoice) -> Any:
-    said: list[str] = []
-    verdict = faults.run(DEPLOYMENT, choice, said.append, said.append)
+    lines: list[str] = []
+    verdict = faults.run(DEPLOYMENT, choice, lines.append, lines.append)
     assert len(verdict.rows) == 9
-    return verdict.figures | {"problems": list(verdict.problems), "said": said}
+    return verdict.figures | {"problems": list(verdict.problems), "said": lines}
 
 
-def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -> None:
+def test_completed_cells_are_not_run_again(run: list[str], tmp_path: Path) -> None:
     choice = LoadChoice(quick=True, cells=KILLS, append=tmp_path / "cells.jsonl")
     first = figures(replace(choice, minutes=1.5))
     assert len(run) == 2, "the one that passes a minute and a half is the last"
@@ -74,18 +74,18 @@ def test_cells_that_are_done_are_not_run_again(run: list[str], tmp_path: Path) -
 
 
 def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
-    found = figures(LoadChoice(quick=True))
-    assert found["cells"] == len(run) == 20
-    assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= found.keys()
+    result = figures(LoadChoice(quick=True))
+    assert result["cells"] == len(run) == 21
+    assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= result.keys()
 
 
-def test_no_cell_at_all_is_a_problem(run: list[str]) -> None:
-    found = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
+def test_a_selection_without_cells_is_an_error(run: list[str]) -> None:
+    result = figures(LoadChoice(quick=True, cells=KILLS, minutes=-1.0))
     assert run == []
-    assert found["problems"] == ["no cell was run"]
+    assert result["problems"] == ["no cell was run"]
 
 
-def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:
+def test_minutes_select_random_faults(monkeypatch: pytest.MonkeyPatch, run: list[str]) -> None:
     verdict = TrialVerdict({"drawn": True}, (), ())
     drawn: list[float] = []
     monkeypatch.setattr(
@@ -96,7 +96,7 @@ def test_minutes_alone_draw_faults(monkeypatch: pytest.MonkeyPatch, run: list[st
     assert (drawn, run) == ([2.0], [])
 
 
-def test_a_file_of_something_else_is_refused(run: list[str], tmp_path: Path) -> None:
+def test_a_result_file_of_another_command_is_refused(run: list[str], tmp_path: Path) -> None:
     file = tmp_path / "cells.jsonl"
     for content in (b"no json\n", b"[1]\n", b'{"size": 2}\n'):
         file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Loads: every token of a stream is kept, and how each request ends is counted."""
+"""Loads of fault runs: received tokens are kept and requests counted by their end."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,16 +16,16 @@ def requests_of(*first_tokens: int) -> list[PlannedRequest]:
     return [PlannedRequest(0.0, (first,), 3, first, temperature=0.8) for first in first_tokens]
 
 
-def test_requests_are_made_of_their_seed() -> None:
+def test_requests_are_derived_from_their_seed() -> None:
     requests = stream_requests(60, 3, (5, 9))
     assert requests == stream_requests(60, 3, (5, 9)) != stream_requests(60, 4, (5, 9))
-    assert len({one.seed for one in requests}) == 60
+    assert len({request.seed for request in requests}) == 60
     shape = Shape(prompt_tokens=(2, 5), output_tokens=(3, 4), token_ids=(7, 9))
     steady = [shape.request(number) for number in range(50)]
     assert steady == [shape.request(number) for number in range(50)]
-    assert {len(one.prompt_ids) for one in steady} == {2, 3, 4, 5}
-    assert {one.output_tokens for one in steady} == {3, 4}
-    assert {token for one in steady for token in one.prompt_ids} == {7, 8, 9}
+    assert {len(request.prompt_ids) for request in steady} == {2, 3, 4, 5}
+    assert {request.output_tokens for request in steady} == {3, 4}
+    assert {token for request in steady for token in request.prompt_ids} == {7, 8, 9}
 
 
 def test_each_stream_ends_as_its_client_sees_it() -> None:
@@ -46,35 +46,39 @@ def test_each_stream_ends_as_its_client_sees_it() -> None:
     assert (broken.failure, broken.finished, broken.completion_tokens) == ("", False, 0)
     assert failed.failure
     assert refused.failure.startswith("HTTP 503")
-    assert not any(one.stuck for one in (good, broken, failed, refused))
+    assert not any(outcome.stuck for outcome in (good, broken, failed, refused))
 
 
-def test_only_so_many_run_at_a_time() -> None:
+def test_concurrent_requests_are_bounded() -> None:
     with fake_openai() as server:
         streams = Streams(server.url, "fake", requests_of(*range(6, 12)), "salt", at_once=2)
         streams.start()
         outcomes = streams.wait()
-    assert streams.ended == len([one for one in outcomes if one.finished]) == 6
-    for number, one in enumerate(outcomes[2:], 2):
-        ended = [other for other in outcomes[:number] if other.ended_s <= one.times_s[0]]
+    assert streams.ended == len([outcome for outcome in outcomes if outcome.finished]) == 6
+    for number, later in enumerate(outcomes[2:], 2):
+        ended = [other for other in outcomes[:number] if other.ended_s <= later.times_s[0]]
         assert len(ended) >= number - 1, "two others were still running"
 
 
 def test_batch_work_begins_before_the_others() -> None:
     planned = stream_requests(5, 1, (3, 3), batch=2)
-    assert [one.slo_class for one in planned] == ["batch"] * 2 + ["standard"] * 3
-    assert [replace(one, slo_class="standard") for one in planned] == stream_requests(5, 1, (3, 3))
-    requests = [replace(one, prompt_ids=(6 + number,)) for number, one in enumerate(planned)]
+    assert [request.slo_class for request in planned] == ["batch"] * 2 + ["standard"] * 3
+    assert [replace(request, slo_class="standard") for request in planned] == stream_requests(
+        5, 1, (3, 3)
+    )
+    requests = [
+        replace(request, prompt_ids=(6 + number,)) for number, request in enumerate(planned)
+    ]
     with fake_openai() as server:
         streams = Streams(server.url, "fake", requests, "salt")
         streams.start()
         outcomes = streams.wait()
         assert [body.get("slo_class") for body in server.received][:2] == ["batch"] * 2
-    firsts = [one.times_s[0] for one in outcomes]
-    assert all(one.finished for one in outcomes) and max(firsts[:2]) <= min(firsts[2:])
+    firsts = [outcome.times_s[0] for outcome in outcomes]
+    assert all(outcome.finished for outcome in outcomes) and max(firsts[:2]) <= min(firsts[2:])
 
 
-def test_a_stream_without_tokens_for_long_is_given_up() -> None:
+def test_a_silent_stream_times_out() -> None:
     with fake_openai() as server:
         server.behaviour = {6: "silent"}
         streams = Streams(server.url, "fake", requests_of(6), "salt")
@@ -118,7 +122,7 @@ async def test_an_impatient_client_hangs_up() -> None:
         ({"prompt_tokens": 2}, "different"),
     ],
 )
-async def test_a_steady_load_compares_answers(changes: dict[str, Any], kind: str) -> None:
+async def test_a_steady_load_compares_outputs(changes: dict[str, Any], kind: str) -> None:
     wanted = replace(Undisturbed((0, 1, 2, 3), "0 1 2 3 ", "length", 1), **changes)
     shape = Shape(concurrency=1, output_tokens=(4, 4), distinct=2)
     with fake_openai() as server, SteadyLoad(server.url, "fake", shape, [wanted] * 2) as load:
@@ -128,20 +132,20 @@ async def test_a_steady_load_compares_answers(changes: dict[str, Any], kind: str
 
 
 @pytest.mark.parametrize(
-    ("ids", "told", "kind"),
+    ("ids", "usage_tokens", "kind"),
     [((0, 1, 2), 4, "lost"), ((0, 1, 2, 3), 4, "completed"), ((0, 1, 2, 3, 4), 4, "duplicated")],
 )
-def test_tokens_that_came_count_and_not_what_usage_says(
-    ids: tuple[int, ...], told: int, kind: str
+def test_received_tokens_count_instead_of_usage(
+    ids: tuple[int, ...], usage_tokens: int, kind: str
 ) -> None:
     tally = Tally()
-    outcome = StreamOutcome(ids, (1.0,) * len(ids), 2.0, True, told)
+    outcome = StreamOutcome(ids, (1.0,) * len(ids), 2.0, True, usage_tokens)
     tally.note(0, outcome, 4, Undisturbed((0, 1, 2, 3)))
     assert getattr(tally, kind) == 1 and tally.tokens == len(ids)
 
 
 @pytest.mark.parametrize(
-    ("told", "changes", "kind"),
+    ("usage_tokens", "changes", "kind"),
     [
         (4, {}, "completed"),
         (3, {}, "lost"),
@@ -154,8 +158,8 @@ def test_tokens_that_came_count_and_not_what_usage_says(
     ],
 )
 def test_without_an_undisturbed_run_usage_counts(
-    told: int, changes: dict[str, Any], kind: str
+    usage_tokens: int, changes: dict[str, Any], kind: str
 ) -> None:
     tally = Tally()
-    tally.note(0, replace(StreamOutcome((), (), 2.0, True, told), **changes), 4, None)
+    tally.note(0, replace(StreamOutcome((), (), 2.0, True, usage_tokens), **changes), 4, None)
     assert getattr(tally, kind) == tally.ended == 1

@@ -24,6 +24,7 @@ def test_the_full_matrix_has_every_fault_in_every_phase_of_groups_of_two_to_four
     names = {cell.name for cell in cells}
     assert {f"{size}/steady/{role}/cut" for size in (2, 3, 4) for role in ROLES} <= names
     assert {"2/ship_parts/target/cut-bulk", "2/ship_sealed/source/gateway-kill"} <= names
+    assert "2/host_recall/leader/stop-engine-12" in names
     quick = fault_cells(quick=True)
     assert set(quick) <= set(cells)
     kills = {(cell.phase, cell.role) for cell in quick if cell.fault == "kill-worker"}
@@ -44,7 +45,7 @@ def test_faults_of_moves_follow_an_order() -> None:
     assert phases and all(phase.nth > MOVED_AT_ONCE for phase in phases)
 
 
-def test_cells_are_chosen_by_their_names() -> None:
+def test_cells_are_selected_by_name() -> None:
     chosen = fault_cells(False, r"2/(steady|split_kv)/follower/stop-\d+$")
     assert {cell.name for cell in chosen} == {
         f"2/{phase}/follower/stop-{seconds}"

@@ -1,4 +1,4 @@
-"""Random faults: which processes they hit, and what is made of a run of them."""
+"""Random faults: the processes that they hit, and the verdict on a run."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_a_stopped_process_goes_on(signals: list[tuple[int, int]]) -> None:
     assert signals == [(1, signal.SIGSTOP), (1, signal.SIGCONT)]
 
 
-def test_a_process_that_is_gone_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_on_an_ended_process_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_pid: int, _number: int) -> None:
         raise ProcessLookupError
 
@@ -59,9 +59,9 @@ def test_a_process_that_is_gone_is_no_matter(monkeypatch: pytest.MonkeyPatch) ->
     strike(RandomFault("memmgr"), STATUS, SERVICES, Random(0))
 
 
-def test_all_kinds_are_drawn() -> None:
+def test_all_fault_kinds_are_drawn() -> None:
     rng = Random(0)
-    assert {drawn(rng).name for _ in range(500)} == {one.name for one in RANDOM_FAULTS}
+    assert {drawn(rng).name for _ in range(500)} == {fault.name for fault in RANDOM_FAULTS}
 
 
 def random_run(**changes: Any) -> RandomRun:
@@ -73,7 +73,7 @@ def random_run(**changes: Any) -> RandomRun:
     return replace(done, **changes)
 
 
-def test_a_run_in_which_all_holds_has_no_problem() -> None:
+def test_a_valid_run_has_no_problem() -> None:
     verdict = judge(random_run(), audited())
     assert list(verdict.problems) == []
     assert verdict.figures["faults"] == {"kill-worker": 4}
@@ -99,12 +99,12 @@ def test_a_run_in_which_all_holds_has_no_problem() -> None:
         ({"problems": ["not whole"]}, "not whole"),
     ],
 )
-def test_a_property_that_does_not_hold_is_a_problem(changes: Any, problem: str) -> None:
+def test_each_violated_property_is_a_problem(changes: Any, problem: str) -> None:
     assert judge(random_run(**changes), audited()).problems == [problem]
 
 
 def test_a_killed_process_that_is_still_there_does_not_serve() -> None:
-    """Else the next fault follows before the first one has any effect, and hits what is gone."""
+    """Otherwise the next fault would come before the first has an effect."""
     me = os.getpid()
     status = {
         "workers": [{"id": "worker-0", "pids": [me], "epoch": 3, "unsettled": False}],

@@ -1,4 +1,4 @@
-"""What the death of a worker and an outage of etcd cost: windows, shares, and each bad end."""
+"""Cost of a worker death and of an etcd outage: windows, shares, failures."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from benchmarks.faults.survival import Crowd, Loss, Outage
 from tests.support.survived import CUT, GROUP, WANTED, crowd, loss, outage, stream
 
 
-def test_throughput_is_compared_with_the_share_that_lives() -> None:
+def test_throughput_is_compared_with_the_surviving_share() -> None:
     figures = loss().figures()
     assert figures["share_alive"] == 0.75
     assert figures["tokens_per_s"]["before"] == pytest.approx(10.0, rel=0.15)
@@ -23,18 +23,18 @@ def test_throughput_is_compared_with_the_share_that_lives() -> None:
     assert loss().problems() == []
 
 
-def test_a_crowd_waits_for_the_ends_of_those_that_fit() -> None:
+def test_excess_requests_wait_for_earlier_ones_to_end() -> None:
     """Four requests hold 90 + 7 tokens each at the death, and end 1, 2, 3 and 4 s after it."""
     streams = [stream(5.0, 8.0 + number) for number in range(4)]
     seen = Crowd(4, 4, 12.0, 12.5, 26.0, streams, [WANTED] * 4, [90] * 4, 2400, 300)
-    held = sum(90 + sum(at_s < 12.0 for at_s in one.times_s) for one in streams)
+    held = sum(90 + sum(at_s < 12.0 for at_s in stream.times_s) for stream in streams)
     assert held == 90 * 4 + 8 + 7 + 6 + 6
     for room, wait_s in ((held, 0.0), (held - 1, 1.0), (held - 100, 1.0), (held - 101, 2.0)):
         assert replace(seen, survivors_tokens=room).ideal_wait_s == pytest.approx(wait_s)
     assert replace(seen, survivors_tokens=300).figures()["ideal_wait_s"] == pytest.approx(1.0)
 
 
-def test_a_crowd_may_wait_and_must_not_fail() -> None:
+def test_excess_requests_may_wait_but_not_fail() -> None:
     assert crowd().problems() == []
     assert crowd([CUT]).problems() == [
         "request 24 is lost after 3 of 10 tokens: the server hung up"
@@ -42,8 +42,8 @@ def test_a_crowd_may_wait_and_must_not_fail() -> None:
     assert crowd(demand_tokens=299).problems() == ["the survivors have enough KV for all requests"]
 
 
-def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is_back() -> None:
-    """Fewer run at a time then, or more workers serve."""
+def test_throughput_after_a_death_ends_with_the_last_request_or_the_return() -> None:
+    """After that fewer requests run, or more workers serve."""
     assert loss().before == (4.0, 12.0)
     assert loss(whole_s=None).after == (12.5, 22.0)
     assert loss().after == (12.5, 22.0)
@@ -52,11 +52,11 @@ def test_throughput_after_it_ends_when_the_last_request_is_sent_or_the_worker_is
     assert loss(alone_s=None).after == (12.0, 12.0)
 
 
-def test_tokens_count_in_the_window_that_they_came_in() -> None:
-    one = loss()
-    assert one.tokens_per_s((0.0, 4.0)) == pytest.approx(9.0)  # the last four come at 4.0
-    assert one.tokens_per_s((4.0, 8.0)) == pytest.approx(10.0)
-    assert one.tokens_per_s((0.0, 1.9)) is None
+def test_tokens_count_in_the_window_of_their_arrival() -> None:
+    survivor_loss = loss()
+    assert survivor_loss.tokens_per_s((0.0, 4.0)) == pytest.approx(9.0)  # the last four come at 4.0
+    assert survivor_loss.tokens_per_s((4.0, 8.0)) == pytest.approx(10.0)
+    assert survivor_loss.tokens_per_s((0.0, 1.9)) is None
 
 
 OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
@@ -78,11 +78,11 @@ OTHER = replace(stream(12.0, 5.0), token_ids=(*WANTED.token_ids[:-1], 99))
         (loss(workers=20), "throughput was 84% of the survivors' share of that before the death"),
     ],
 )
-def test_whatever_a_death_must_not_do_is_a_problem(seen: Loss, problem: str) -> None:
+def test_each_forbidden_effect_of_a_death_is_a_problem(seen: Loss, problem: str) -> None:
     assert problem in seen.problems()
 
 
-def test_of_many_lost_requests_the_first_are_told() -> None:
+def test_the_first_of_many_lost_requests_are_listed() -> None:
     problems = loss([CUT] * (PROBLEMS_MAX + 3)).problems()
     assert problems[PROBLEMS_MAX - 1].startswith(f"request {24 + PROBLEMS_MAX - 1} is lost")
     assert problems[PROBLEMS_MAX:] == ["and 3 more"]
@@ -90,7 +90,7 @@ def test_of_many_lost_requests_the_first_are_told() -> None:
 
 
 def test_an_outage_without_an_effect_has_no_problem() -> None:
-    """Nobody tells of groups for a while, and then they are those of before."""
+    """No groups are reported for a while, and then the former ones."""
     seen = outage([[GROUP], [GROUP], [], [GROUP]])
     assert seen.problems() == []
     figures = seen.figures()
@@ -99,7 +99,7 @@ def test_an_outage_without_an_effect_has_no_problem() -> None:
     assert "errors" not in figures["requests"]
 
 
-def test_order_is_no_change_and_an_epoch_is() -> None:
+def test_a_new_epoch_is_a_change_and_a_new_order_is_not() -> None:
     other = {"id": "g1", "epoch": 5, "members": ["worker-2"]}
     assert outage([[GROUP, other], [other, GROUP]]).changes == 0
     assert outage([[GROUP], [GROUP | {"epoch": 5}], [GROUP]]).changes == 2
@@ -117,5 +117,5 @@ def test_order_is_no_change_and_an_epoch_is() -> None:
         (outage(tally={"completed": 8, "refused": 1}), "1 requests were refused"),
     ],
 )
-def test_whatever_an_outage_must_not_do_is_a_problem(seen: Outage, problem: str) -> None:
+def test_each_forbidden_effect_of_an_outage_is_a_problem(seen: Outage, problem: str) -> None:
     assert seen.problems() == [problem]

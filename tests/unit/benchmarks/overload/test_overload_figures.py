@@ -1,4 +1,4 @@
-"""Figures of `overload` from made-up records."""
+"""Figures of `overload` from synthetic records."""
 
 import pytest
 from msgspec.structs import replace

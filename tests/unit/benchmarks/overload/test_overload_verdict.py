@@ -1,4 +1,4 @@
-"""Which figures of `overload` miss a goal."""
+"""Figures of `overload` that miss a goal."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which refusals of a scheduler's log happened while a group had room."""
+"""Refusals in a scheduler log that happened while a group had room."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The measurement of a drop runs, on a layout of 48 layers and on a model; times are not judged."""
+"""The drop probe runs on a layout of 48 layers and on a model; times are not judged."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ def test_a_layout_that_the_machine_cannot_hold_is_refused() -> None:
         drop.load_layout(drop.GIB // 20)
 
 
-def test_the_command_prints_one_object(
+def test_the_command_prints_a_single_object(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir = make_tiny_model(tmp_path, layers=4)

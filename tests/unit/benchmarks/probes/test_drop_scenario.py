@@ -15,13 +15,13 @@ print(json.dumps({"said": sys.argv[1]}))
 """
 
 
-def test_a_probe_that_fails_does_not_hide_the_other(
+def test_a_failed_probe_does_not_hide_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "probe_for_test.py").write_text(MODULE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     wanted = [Probe(name, "measuring", "probe_for_test", (name,)) for name in ("fail", "good")]
-    found = measure(wanted, lambda line: None)
-    assert found["good"] == {"said": "good"}
-    assert found["unavailable"] == {"fail": "measuring ended with 1: no UCX here"}
-    assert rows(found) == []
+    result = measure(wanted, lambda line: None)
+    assert result["good"] == {"said": "good"}
+    assert result["unavailable"] == {"fail": "measuring ended with 1: no UCX here"}
+    assert rows(result) == []

@@ -1,4 +1,4 @@
-"""Ratios of the first system to the others: which dtype counts, and what of each load."""
+"""Ratios of the first system to the others, by load and dtype."""
 
 from pathlib import Path
 from typing import Any
@@ -40,45 +40,45 @@ def of_run(peer: float, peer_float32: float) -> dict[str, dict[str, Any]]:
 
 
 def test_each_system_is_compared_in_its_faster_dtype_and_in_float32(plan: BenchPlan) -> None:
-    found = pairs(plan, of_run(peer=80.0, peer_float32=50.0))
-    assert found["tables"]["fastest"]["dtypes"] == {"tideserve": "bfloat16", "vllm": "bfloat16"}
-    row = found["tables"]["fastest"]["loads"]["steady/mixed"]["vllm"]
+    pairs_ = pairs(plan, of_run(peer=80.0, peer_float32=50.0))
+    assert pairs_["tables"]["fastest"]["dtypes"] == {"tideserve": "bfloat16", "vllm": "bfloat16"}
+    row = pairs_["tables"]["fastest"]["loads"]["steady/mixed"]["vllm"]
     assert row["throughput"] == pytest.approx(1.25)
     assert row["throughput_by_round"] == pytest.approx([1.25] * 3)
     assert [row[key] for key in ("ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")] == pytest.approx(
         [0.8] * 4
     )
-    second = found["tables"]["float32"]
+    second = pairs_["tables"]["float32"]
     assert set(second["dtypes"].values()) == {"float32"}
-    # A load that was measured in bfloat16 alone is not told as float32.
+    # A load that was measured in bfloat16 alone is not reported as float32.
     assert list(second["loads"]) == ["steady/mixed"]
     assert second["loads"]["steady/mixed"]["vllm"]["throughput"] == pytest.approx(1.2)
-    assert faster_than_chosen(found) == []
+    assert faster_than_chosen(pairs_) == []
 
 
 def test_a_peer_that_is_faster_in_another_dtype_than_the_rule_chose_is_compared_in_that(
     plan: BenchPlan,
 ) -> None:
-    found = pairs(plan, of_run(peer=80.0, peer_float32=125.0))
-    fastest = found["tables"]["fastest"]
+    pairs_ = pairs(plan, of_run(peer=80.0, peer_float32=125.0))
+    fastest = pairs_["tables"]["fastest"]
     assert fastest["dtypes"] == {"tideserve": "bfloat16", "vllm": "float32"}
     assert fastest["loads"]["steady/mixed"]["vllm"]["throughput"] == pytest.approx(0.8)
     # This load was measured in one dtype only.
     assert fastest["loads"]["steady/alone"]["vllm"]["throughput"] == pytest.approx(1.5)
-    assert faster_than_chosen(found) == [
+    assert faster_than_chosen(pairs_) == [
         "vllm was faster in float32 than in bfloat16, so it is compared in float32"
     ]
 
 
-def test_bytes_of_weights_are_told_where_reading_them_takes_most_of_the_time(
+def test_weight_bytes_are_reported_if_reading_them_dominates(
     plan: BenchPlan,
 ) -> None:
     loads = pairs(plan, of_run(peer=80.0, peer_float32=50.0))["tables"]["fastest"]["loads"]
-    told = loads["steady/alone"]["weight_bytes_per_s"]
-    assert told == pytest.approx({"tideserve": 1000 / 0.025, "vllm": 1000 / 0.05})
+    weight_rate = loads["steady/alone"]["weight_bytes_per_s"]
+    assert weight_rate == pytest.approx({"tideserve": 1000 / 0.025, "vllm": 1000 / 0.05})
     assert "weight_bytes_per_s" not in loads["steady/mixed"]
 
 
-def test_one_system_makes_no_pair(plan: BenchPlan) -> None:
+def test_a_single_system_has_no_pair(plan: BenchPlan) -> None:
     alone = {"steady/mixed": {"tideserve": figures(1.0), "tideserve-float32": figures(1.0)}}
     assert pairs(plan, alone) == {}

@@ -24,7 +24,7 @@ from tideserve.load.record import RequestOutcome, Round, SentRequest
 
 
 def measured(ttft_s: float, capacity: int | None = 1000, bubble_s: float | None = None) -> Round:
-    """Ten requests with that time to first token; stages of pipelines were busy for 9 s."""
+    """Ten requests with this time to first token; pipeline stages were busy for 9 s."""
     records = tuple(
         SentRequest(
             float(due),
@@ -49,16 +49,16 @@ def shown(result: dict[str, Any]) -> str:
 
 @pytest.fixture
 def outcomes() -> RunOutcomes:
-    found = RunOutcomes()
-    found.rounds = {
+    run_outcomes = RunOutcomes()
+    run_outcomes.rounds = {
         "burst": {
             "recompute": [measured(20.0), measured(22.0)],
             "vllm": [measured(30.0, None)],
             "recompute-ample": [measured(1.0, 50_000)],
         }
     }
-    found.unavailable = {"other": "it said [nothing]"}
-    return found
+    run_outcomes.unavailable = {"other": "it said [nothing]"}
+    return run_outcomes
 
 
 @pytest.fixture
@@ -76,16 +76,18 @@ def plan(tmp_path: Path) -> BenchPlan:
     return BenchPlan(scenario, LoadChoice(quick=True), ("recompute",), deployment, scenario.targets)
 
 
-def test_answers_shorter_than_asked_for_are_shown(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_outputs_shorter_than_requested_are_reported(
+    plan: BenchPlan, outcomes: RunOutcomes
+) -> None:
     """A server that does not force lengths had less to do."""
-    short = [msgspec.structs.replace(one, short=True) for one in measured(1.0).records]
+    short = [msgspec.structs.replace(record, short=True) for record in measured(1.0).records]
     for records, expected in ((measured(1.0).records, False), (tuple(short), True)):
         outcomes.rounds["burst"]["vllm"] = [Round(records)]
         text = shown(result_of(plan, outcomes))
         assert ("shorter than asked for" in text) is expected
 
 
-def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_a_reference_system_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     """ "5 × the best system's P50" is that of a competitor, not of the row without a limit."""
     result = result_of(plan, outcomes)
     assert result["systems"]["recompute"]["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
@@ -93,22 +95,20 @@ def test_a_yardstick_sets_no_target(plan: BenchPlan, outcomes: RunOutcomes) -> N
     assert not is_reference("recompute") and not is_reference("vllm")
 
 
-def test_the_best_is_one_of_the_same_pace(plan: BenchPlan, outcomes: RunOutcomes) -> None:
-    """What another device does in its own time says nothing of a paced one."""
+def test_the_best_system_has_the_same_pacing(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+    """An unpaced device cannot be compared with a paced one."""
     outcomes.rounds["burst"]["fast"] = [measured(0.01)]
     outcomes.rounds["burst"]["recompute@A100-14B"] = [measured(1.0)]
     paced = result_of(plan, outcomes)["systems"]["recompute@A100-14B"]
     assert paced["slo_attainment"]["ttft ≤ 5× best p50"] == 1.0
 
 
-def test_the_table_names_paced_systems_and_what_failed(
-    plan: BenchPlan, outcomes: RunOutcomes
-) -> None:
+def test_the_table_marks_paced_systems_and_failures(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     text = shown(result_of(plan, outcomes))
     assert "@A100-14B is paced" in text and "other could not run: it said [nothing]" in text
 
 
-def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcomes) -> None:
+def test_a_load_below_capacity_is_reported(plan: BenchPlan, outcomes: RunOutcomes) -> None:
     outcomes.rounds["burst"] = {
         "recompute@A100-14B": [measured(20.0), measured(20.0, capacity=100)],
         "drop@A100-14B": [measured(20.0, capacity=100)],
@@ -126,7 +126,7 @@ def test_a_load_that_does_not_press_is_told(plan: BenchPlan, outcomes: RunOutcom
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=-1", "ttft=inf", "what=1", "tpot=nanx"])
-def test_a_senseless_target_is_refused(text: str) -> None:
+def test_an_invalid_target_is_refused(text: str) -> None:
     with pytest.raises(BenchError, match="is not a target"):
         read_target(text)
 
@@ -137,16 +137,16 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
         plan, scenario=find_scenario("realtime"), choice=LoadChoice(paced=True, slowdown=0.1)
     )
     plan = replace(plan, deployment=replace(plan.deployment, paced="A100-40G-7B"))
-    found = RunOutcomes()
+    run_outcomes = RunOutcomes()
     fast, slow = measured(0.03), measured(20.0)
-    found.rounds = {
+    run_outcomes.rounds = {
         "realtime": {"fcfs@A100-40G-7B": [slow], "slo@A100-40G-7B": [fast]},
         "realtime-lower": {"fcfs@A100-40G-7B": [fast], "slo@A100-40G-7B": [fast]},
     }
-    result = result_of(plan, found)
+    result = result_of(plan, run_outcomes)
     attained = {
-        name: one["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
-        for name, one in result["scenarios"].items()
+        name: scenario["systems"]["fcfs@A100-40G-7B"]["classes"]["online"]["slo_attainment"]
+        for name, scenario in result["scenarios"].items()
     }
     assert {"ttft", "tpot", "token_group"} <= attained["realtime"].keys()
     assert (attained["realtime"]["ttft"], attained["realtime-lower"]["ttft"]) == (0.0, 1.0)
@@ -155,22 +155,22 @@ def test_a_real_time_result_is_judged_by_the_load_of_its_name(plan: BenchPlan) -
     assert first["value"] == attained["realtime"]["ttft"]
 
 
-def test_a_flood_is_judged_by_what_the_logs_show(plan: BenchPlan) -> None:
+def test_a_flood_is_judged_by_its_event_logs(plan: BenchPlan) -> None:
     """A change of groups that has never settled fails, and the result can be written."""
     plan = replace(plan, scenario=find_scenario("flood"), choice=LoadChoice(paced=True))
-    found = RunOutcomes()
+    run_outcomes = RunOutcomes()
     names = ("online-only@A100-14B", "slo@A100-14B")
-    found.rounds = {"flood": {name: [measured(20.0)] for name in names}}
+    run_outcomes.rounds = {"flood": {name: [measured(20.0)] for name in names}}
     logged = {"changes": [{"merge": True, "settled_s": None}], "problems": ["I11: dearer"]}
-    found.inspections = {names[1]: logged}
-    result = result_of(plan, found)
+    run_outcomes.inspections = {names[1]: logged}
+    result = result_of(plan, run_outcomes)
     assert result["systems"][names[1]]["changes"] == logged["changes"]
-    failed = {one["what"] for one in result["co_serving"]["bars"] if one["verdict"] == "fails"}
+    failed = {bar["what"] for bar in result["co_serving"]["bars"] if bar["verdict"] == "fails"}
     assert {"longest change of groups [s]", "problems in the logs", "splits"} <= failed
     assert orjson.dumps(result)
 
 
-def test_each_step_of_the_ablation_is_compared_with_the_one_before(plan: BenchPlan) -> None:
+def test_each_ablation_step_is_compared_with_its_predecessor(plan: BenchPlan) -> None:
     first, second, _, last = STEPS.values()
     rounds = {
         first: [measured(8.0, bubble_s=3.0), measured(4.0, bubble_s=3.0)],

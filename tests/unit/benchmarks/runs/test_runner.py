@@ -1,4 +1,4 @@
-"""Systems take turns; those that wait for theirs are out of the way."""
+"""Systems run in turn; waiting systems are paused."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ LOAD = fixed(2, 4, 1, seed=0)
 
 
 class Noted:
-    """A system that notes what is done to it; `patient` ones can rest."""
+    """A system that records its calls; `patient` ones can be paused."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name = name
@@ -51,14 +51,14 @@ class Noted:
 
 
 class Sent(list[tuple[str, Job]]):
-    """(system, job) of every job; those of LOAD are in `notes`, too."""
+    """(system, job) of every job; jobs of LOAD are also in `notes`."""
 
     notes: list[str]
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """The jobs that are sent; each of their requests is answered."""
+    """The jobs that are sent; each of their requests completes."""
     jobs = Sent()
     jobs.notes = []
 
@@ -94,7 +94,7 @@ def run(
     return outcomes
 
 
-def test_only_the_measured_system_uses_processors(
+def test_systems_rest_while_another_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     notes: list[str] = []
@@ -111,23 +111,23 @@ def test_only_the_measured_system_uses_processors(
     ]
 
 
-def test_vllm_rehearses_before_its_first_round(
+def test_vllm_warms_up_before_its_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
-    """What it compiles for a batch size that it has not met is not its speed."""
+    """Compilation for a new batch size is not part of its speed."""
     loads = [fixed(2, 4, 1, seed=turn) for turn in range(3)]
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))
     case = Case("one", loads.__getitem__, concurrency=2, expected_s=1, limit_s=1)
     outcomes = run(tmp_path, [case], ("vllm",))
     turns = [
-        turn for _, job in sent for turn, one in enumerate(loads) if one.requests == job.requests
+        turn for _, job in sent for turn, load in enumerate(loads) if load.requests == job.requests
     ]
-    # Its server was started anew for the second round, so it rehearses again.
+    # Its server was restarted for the second round, so it warms up again.
     assert turns == [2, 0, 2, 1]
     assert len(outcomes.rounds["one"]["vllm"]) == 2
 
 
-def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
+def test_systems_of_a_dtype_alternate_and_a_second_dtype_gets_fewer_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     loads = {"all": fixed(2, 4, 1, seed=0), "some": fixed(2, 4, 1, seed=1)}
@@ -137,16 +137,16 @@ def test_systems_of_one_dtype_take_turns_and_a_second_dtype_gets_fewer_loads(
         for name in loads
     ]
     names = ("a=http://a", "drop", "a-float32=http://b", "drop-float32", "recompute")
-    said: list[str] = []
-    run(tmp_path, cases, names, rounds=1, say=said.append)
+    lines: list[str] = []
+    run(tmp_path, cases, names, rounds=1, say=lines.append)
     by_load = {
-        name: [system for system, job in sent if job.requests == one.requests]
-        for name, one in loads.items()
+        name: [system for system, job in sent if job.requests == load.requests]
+        for name, load in loads.items()
     }
     own = ["drop", "recompute", "a=http://a", "a-float32=http://b"]
     assert by_load == {"all": [*own, "drop-float32"], "some": own}
     # Few requests are rough figures only where more were meant to be measured.
-    assert not [line for line in said if "fitted into the time" in line]
+    assert not [line for line in lines if "fitted into the time" in line]
 
 
 def test_co_serving_systems_get_the_backlog_and_a_paced_run_has_no_unpaced_ones(
@@ -181,7 +181,7 @@ def test_a_load_that_overflows_paced_systems_only_has_no_others(
     assert [system for system, job in sent if job.requests == LOAD.requests] == measured
 
 
-def test_the_number_of_rounds_may_be_given(
+def test_the_number_of_rounds_is_configurable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: Sent
 ) -> None:
     monkeypatch.setattr(runner, "make_system", lambda name, *_: Noted(name, []))

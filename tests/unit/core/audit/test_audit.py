@@ -1,4 +1,4 @@
-"""Each invariant is found broken in a log that breaks it, and no other is."""
+"""Each invariant is reported for a log that violates it, and no other is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -79,12 +79,12 @@ GONE = group("b", 2, phase=GroupPhase.DISSOLVED)
 SPLIT = {name: group(name, 3, member(name)) for name in ("a", "b")}
 
 
-def stages(one: Group) -> tuple[Stage, ...]:
-    return tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in one.members)
+def stages(group: Group) -> tuple[Stage, ...]:
+    return tuple(Stage(m.worker_id, m.first_layer, m.end_layer) for m in group.members)
 
 
-def switched(now_s: float, one: Group) -> EngineSwitched:
-    return EngineSwitched(now_s, one.group_id, one.epoch, stages(one))
+def switched(now_s: float, group: Group) -> EngineSwitched:
+    return EngineSwitched(now_s, group.group_id, group.epoch, stages(group))
 
 
 def held(now_s: float, epoch: int, first: int = 0, end: int = LAYERS) -> MemoryHeld:
@@ -110,15 +110,15 @@ def iteration(
 def attempt(now_s: float, number: int, before: list[Group], after: list[Group]) -> list[Line]:
     """A change that succeeds: marked, prepared by everybody, committed."""
     name, revision = f"7-{number}", 10 * number
-    marked = tuple(Source(replace(one, attempt=name), revision) for one in before)
-    targets = tuple(one for one in after if one.members)
-    mark = Transact(2 * number, 7, tuple(one.group for one in marked))
-    revisions = {one.group.group_id: revision for one in marked}
+    marked = tuple(Source(replace(group, attempt=name), revision) for group in before)
+    targets = tuple(group for group in after if group.members)
+    mark = Transact(2 * number, 7, tuple(source.group for source in marked))
+    revisions = {source.group.group_id: revision for source in marked}
     commit = Transact(2 * number + 1, 7, tuple(after), group_revisions=revisions)
     answers = [
         Line(EVENT, MemberAnswered(now_s, name, m.worker_id, m.incarnation, True))
-        for one in targets
-        for m in one.members
+        for target in targets
+        for m in target.members
     ]
     return [
         Line(COMMAND, mark),
@@ -170,7 +170,7 @@ class Run:
             Line(FACT, switched(21.0, SPLIT["b"])),
             Line(FACT, held(22.0, 3)),
         ]
-        listed = tuple(StoredGroup(one, 3) for one in ALONE.values())
+        listed = tuple(StoredGroup(group, 3) for group in ALONE.values())
         self.memmgr = [
             Line(EVENT, ClusterListed(0.0, 3, (), listed)),
             *attempt(10.0, 1, list(ALONE.values()), [MERGED, GONE]),
@@ -208,12 +208,12 @@ class Run:
 
 
 def find(lines: list[Line], kind: type, number: int = 0) -> int:
-    """Where the `number`-th entry of a type is."""
+    """The position of the `number`-th entry of a type."""
     return [i for i, line in enumerate(lines) if isinstance(line.value, kind)][number]
 
 
 def change(lines: list[Line], kind: type, number: int = 0, **values: Any) -> None:
-    """Rewrite fields of the `number`-th entry of a type."""
+    """Replace fields of the `number`-th entry of a type."""
     place = find(lines, kind, number)
     line = lines[place]
     lines[place] = Line(line.kind, replace(line.value, **values))
@@ -230,7 +230,7 @@ def test_a_sound_run_passes_and_every_invariant_was_checked() -> None:
     assert set(findings.checks) == {f"I{number}" for number in [*range(1, 11), 14]}
 
 
-def ran_what_it_lacks(run: Run) -> None:
+def ran_missing_layers(run: Run) -> None:
     change(run.b, MemoryHeld, 1, resident=(3,))
     change(run.a, MemoryHeld, 1, resident=(0, 1, 2))
 
@@ -253,7 +253,7 @@ def dropped_the_last_copy(run: Run) -> None:
     change(run.b, MemoryHeld, 1, first_layer=3, resident=(3,))
 
 
-def went_back(run: Run) -> None:
+def lowered_epoch(run: Run) -> None:
     rewrite_commit(run, 3, [replace(SPLIT["a"], epoch=1), SPLIT["b"]])
 
 
@@ -267,7 +267,7 @@ def in_two_groups(run: Run) -> None:
 
 
 def rewrite_commit(run: Run, number: int, groups: list[Group]) -> None:
-    """Have a transaction write other groups than it should."""
+    """Make a transaction write other groups than it should."""
     change(run.memmgr, Transact, number, groups=tuple(groups))
 
 
@@ -319,7 +319,7 @@ def read_from_another_worker(run: Run) -> None:
     change(run.gateway, SegmentRead, 0, worker_id="b")
 
 
-def read_from_nobody(run: Run) -> None:
+def read_from_no_worker(run: Run) -> None:
     run.gateway.pop(find(run.gateway, SegmentRead, 0))
 
 
@@ -328,7 +328,7 @@ def began_late(run: Run) -> None:
 
 
 def resume(run: Run, again: int = 31, emitted: int = 31) -> None:
-    """A third request: b emits tokens 0 and 1, of which the second is lost; a goes on from it."""
+    """A third request: b emits tokens 0 and 1, of which the second is lost; a resumes it."""
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
         *iteration(7, 41.0, "t", 0, 30),
@@ -350,21 +350,21 @@ def resume(run: Run, again: int = 31, emitted: int = 31) -> None:
     ]
 
 
-def went_on_too_late(run: Run) -> None:
+def resumed_too_late(run: Run) -> None:
     resume(run)
     del run.gateway[find(run.gateway, TokensForwarded, 5)]
     change(run.gateway, SegmentRead, 4, first_index=2)
 
 
-def went_on_differently(run: Run) -> None:
+def resumed_with_another_token(run: Run) -> None:
     resume(run, emitted=99)
 
 
-def got_what_was_not_its_segments(run: Run) -> None:
+def forwarded_a_token_of_no_segment(run: Run) -> None:
     resume(run, again=32)
 
 
-def give_back(run: Run, at_s: float = 43.0) -> None:
+def return_request(run: Run, at_s: float = 43.0) -> None:
     """As `resume`, but b shuts down and returns the request."""
     resume(run)
     place = find(run.b, RequestAborted)
@@ -376,11 +376,11 @@ def give_back(run: Run, at_s: float = 43.0) -> None:
 
 
 def returned_too_late(run: Run) -> None:
-    give_back(run, at_s=44.5)
+    return_request(run, at_s=44.5)
 
 
 def ran_after_its_return(run: Run) -> None:
-    give_back(run)
+    return_request(run)
     run.b += iteration(9, 46.0, "t", 2, 32)
 
 
@@ -451,12 +451,12 @@ def kept_in_an_engine(run: Run) -> None:
 
 
 BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
-    ("I1", ran_what_it_lacks, "b runs layers 2 to 3 in epoch 2, but does not hold [2]"),
+    ("I1", ran_missing_layers, "b runs layers 2 to 3 in epoch 2, but does not hold [2]"),
     ("I1", ran_other_layers, "but the record says"),
     ("I1", planned_as_follower, "b planned microbatch 2 in epoch 2, which another worker leads"),
     ("I1", followed_as_leader, "a ran a stage of another leader in epoch 3"),
     ("I2", dropped_the_last_copy, "no engine holds layers [2] since b changed in epoch 2"),
-    ("I3", went_back, "group-a went back from epoch 2 to 1"),
+    ("I3", lowered_epoch, "group-a went back from epoch 2 to 1"),
     ("I3", two_configurations, "group-a has two configurations at epoch 2"),
     ("I3", in_two_groups, "b are in two groups at revision 15"),
     ("I4", switched_uncommitted, "b switched to group-b at epoch 4, which was never committed"),
@@ -470,15 +470,15 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
     ("I5", planned_in_another_epoch, "in epoch 2, which was planned in epoch 1"),
     ("I5", forwarded_another_token, "r received 99 as token 0, but a emitted 10"),
     ("I5", read_from_another_worker, "r received 10 as token 0, but b emitted none"),
-    ("I5", read_from_nobody, "r received tokens without a worker"),
+    ("I5", read_from_no_worker, "r received tokens without a worker"),
     ("I5", began_late, "r: the segment of a starts at token 1; the previous starts at 0"),
     (
         "I5",
-        went_on_too_late,
+        resumed_too_late,
         "t: the segment of a starts at token 2; the previous starts at 0, and the client",
     ),
-    ("I5", went_on_differently, "token 1 of t was emitted as 31, 99"),
-    ("I5", got_what_was_not_its_segments, "t received 31 as token 1, but a emitted 32"),
+    ("I5", resumed_with_another_token, "token 1 of t was emitted as 31, 99"),
+    ("I5", forwarded_a_token_of_no_segment, "t received 31 as token 1, but a emitted 32"),
     ("I5", other_parameters, "group-a at epoch 2 has members of different models"),
     ("I6", kept_a_block, "b has 1 blocks in use, though all requests are over"),
     ("I6", lost_an_owner, "b has 1 of 8 blocks in use in epoch 2, of 0 requests"),
@@ -504,19 +504,19 @@ BREAKS: list[tuple[str, Callable[[Run], None], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("invariant", "break_it", "sentence"), BREAKS, ids=[one[1].__name__ for one in BREAKS]
+    ("invariant", "break_it", "sentence"), BREAKS, ids=[case[1].__name__ for case in BREAKS]
 )
-def test_a_broken_invariant_is_told_in_a_sentence(
+def test_a_violated_invariant_is_described(
     run: Run, invariant: str, break_it: Callable[[Run], None], sentence: str
 ) -> None:
     break_it(run)
     violations = run.audit().violations
-    assert any(one.startswith(f"{invariant}: ") and sentence in one for one in violations), (
-        violations
-    )
+    assert any(
+        violation.startswith(f"{invariant}: ") and sentence in violation for violation in violations
+    ), violations
 
 
-def test_a_worker_that_stood_still_settles_in_time_from_then(run: Run) -> None:
+def test_a_stopped_worker_must_settle_in_time_after_it_resumes(run: Run) -> None:
     settled_late(run)
     assert not run.audit(a=END_S - 30.0).violations, "it has settled by the end"
     assert run.audit(b=END_S - 30.0).violations, "another one has no such excuse"
@@ -524,7 +524,7 @@ def test_a_worker_that_stood_still_settles_in_time_from_then(run: Run) -> None:
     assert "a had not settled in group-a at epoch 3" in broken
 
 
-def test_a_request_that_goes_on_after_a_loss_is_sound(run: Run) -> None:
+def test_a_request_resumed_after_a_loss_is_valid(run: Run) -> None:
     resume(run)
     assert not run.audit().violations
     # Where rounding may decide, the token that was lost need not come again.
@@ -535,7 +535,7 @@ def test_a_request_that_goes_on_after_a_loss_is_sound(run: Run) -> None:
 
 
 def test_only_a_lost_worker_may_run_a_request_beside_another(run: Run) -> None:
-    give_back(run)
+    return_request(run)
     findings = run.audit()
     assert not findings.violations and findings.checks["I15"]
     lost = Run()
@@ -547,22 +547,22 @@ def test_only_a_lost_worker_may_run_a_request_beside_another(run: Run) -> None:
 
 
 def test_a_request_may_come_back_to_a_worker_that_has_adopted_it(run: Run) -> None:
-    """Its gateway lost the other worker, and does not know of the adoption."""
+    """Its gateway lost the other worker and does not know of the adoption."""
     adopted = SequenceState(request("s#b-1.1"), (20,), 2, 1, 0.0, 1)
     change(run.a, NoteAdopted, sequence=adopted)
     again = Request("s#a-1.2", (5, 6), Sampling(), Limits(3), 0.0, output_ids=(20,))
     run.a.insert(find(run.a, NoteAdopted) + 1, Line(EVENT, RequestArrived(11.9, again)))
-    told = EmitToken("s#a-1.2", 1, 21, None), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
-    for number, token in zip((2, 4), told, strict=True):
+    tokens = EmitToken("s#a-1.2", 1, 21, None), EmitToken("s#a-1.2", 2, 22, FinishReason.LENGTH)
+    for number, token in zip((2, 4), tokens, strict=True):
         run.a[find(run.a, EmitToken, number)] = Line(COMMAND, token)
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == []
 
 
-def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_parted(
+def test_two_engines_may_continue_a_request_handed_over_during_a_split(
     run: Run,
 ) -> None:
-    """The new leader has it; the old one never hears so, and takes it back."""
+    """The new leader has the request; the old one does not learn it and takes it back."""
     run.b += iteration(7, 22.5, "s", 1, 21)
     (broken,) = run.audit().violations
     assert broken.startswith("I5: token 1 of s came from")
@@ -573,19 +573,19 @@ def test_two_engines_may_go_on_with_a_request_that_was_handed_over_while_they_pa
     assert broken.startswith("I5: token 2 of s was emitted as")
 
 
-def test_a_token_that_was_adopted_counts_as_the_new_workers(run: Run) -> None:
+def test_an_adopted_token_belongs_to_the_new_worker(run: Run) -> None:
     change(run.gateway, SegmentRead, 2, first_index=0)
     assert not run.audit().violations
     change(run.gateway, SegmentRead, 2, moved=False)
     assert run.audit().violations == ["I5: s received 20 as token 0, but a emitted none"]
 
 
-def test_tokens_lost_on_the_way_are_noticed(run: Run) -> None:
+def test_tokens_lost_in_transit_are_detected(run: Run) -> None:
     change(run.gateway, TokensForwarded, 2, token_ids=(11,))
     assert run.audit().violations == ["I8: r ended (length) with 2 of 3 tokens"]
 
 
-def test_aborted_and_refused_requests_have_ended_and_a_dead_engine_owes_nothing(run: Run) -> None:
+def test_aborted_refused_and_dead_engine_requests_have_ended(run: Run) -> None:
     run.b += [
         Line(EVENT, RequestArrived(40.0, request("t"))),
         Line(EVENT, RequestAborted(41.0, "t")),
@@ -604,7 +604,7 @@ def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only(run: R
     aborted = attempt(5.0, 1, list(ALONE.values()), [MERGED, GONE])[:3]
     aborted[2] = Line(COMMAND, replace(aborted[2].value, attempt="7-0"))
     removal = Transact(90, 7, tuple(ALONE.values()), group_revisions={"group-a": 4, "group-b": 4})
-    sources = tuple(replace(one, mod_revision=4) for one in aborted[2].value.sources)
+    sources = tuple(replace(source, mod_revision=4) for source in aborted[2].value.sources)
     aborted[2] = Line(COMMAND, replace(aborted[2].value, sources=sources))
     aborted[0] = Line(COMMAND, replace(aborted[0].value, transaction_id=89))
     aborted[1] = Line(EVENT, TransactionFinished(5.0, 89, 4))
@@ -616,7 +616,7 @@ def test_a_second_attempt_after_an_aborted_one_needs_its_own_consent_only(run: R
     assert run.audit().violations == []
 
 
-def test_an_invariant_broken_very_often_is_told_a_hundred_times() -> None:
+def test_violations_are_listed_up_to_100_times() -> None:
     findings = Findings()
     for number in range(VIOLATIONS_MAX + 50):
         findings.check("I8", False, "number {}", number)
@@ -634,10 +634,10 @@ def test_requests_of_a_gateway_that_was_killed_need_not_end(run: Run) -> None:
     assert killed.violations == ["I5: s received 99 as token 1, but a or b emitted 21"]
 
 
-def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_were_emitted(
+def test_tokens_of_a_killed_gateway_are_checked_without_its_assignments(
     run: Run,
 ) -> None:
-    """It notes the workers at the end of a request, which does not come."""
+    """A gateway logs the workers at the end of a request, which is missing here."""
     del run.gateway[find(run.gateway, SegmentRead, 1) :]
     killed = Audit().run([run.a, run.b], [run.memmgr], [], [run.gateway])
     assert not killed.violations
@@ -646,5 +646,5 @@ def test_of_a_killed_gateways_requests_nobody_knows_the_workers_but_the_tokens_w
     assert killed.violations == ["I5: s received 99 as token 1, but the workers emitted 21"]
     ended = Audit().run([run.a, run.b], [run.memmgr], [run.gateway])
     assert "I5: s received tokens without a worker" in ended.violations, (
-        "one that lives has told them"
+        "a living worker has reported them"
     )

@@ -1,4 +1,4 @@
-"""The audit finds planners that make a dear concession before a cheap one."""
+"""The audit detects planners that take an expensive step before a cheap one."""
 
 import random
 from typing import Any, NamedTuple
@@ -10,6 +10,16 @@ from services.core.audit.facts import MemoryDecided
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    BlocksSaved,
+    HostGrown,
+    HostLooked,
+    HostSettings,
+    RecallBlocks,
+    Save,
+    SaveBlocks,
+)
 from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, Planned, RequestArrived
@@ -28,9 +38,9 @@ class Line(NamedTuple):
     value: Any
 
 
-def config(scheduling: Scheduling, blocks: int = 24) -> MemberConfig:
+def config(scheduling: Scheduling, blocks: int = 24, **changes: Any) -> MemberConfig:
     bounds = (4, blocks, 32, 6, 1000)
-    planner = IterationConfig(*bounds, scheduling=scheduling, prefix_caching=True)
+    planner = IterationConfig(*bounds, scheduling=scheduling, prefix_caching=True, **changes)
     return MemberConfig("w0", 4, False, planner)
 
 
@@ -40,9 +50,16 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
 
     def handle(event: Any) -> None:
         log.append(Line(EVENT, event))
-        log.extend(Line(COMMAND, one) for one in member.handle(event))
+        commands = member.handle(event)
+        log.extend(Line(COMMAND, command) for command in commands)
+        for command in commands:
+            if isinstance(command, SaveBlocks | RecallBlocks):
+                kind = BlocksSaved if isinstance(command, SaveBlocks) else BlocksRecalled
+                handle(kind(now_s, command.job, (True,) * len(command.blocks)))
 
     left, now_s = arrivals, 0.0
+    if made_with.planner.host is not None:
+        handle(HostGrown(now_s, 1000))
     while left or member.planner.sequences:
         now_s += 0.01
         if left and rng.random() < 0.5:
@@ -52,11 +69,13 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
             limits = Limits(rng.randint(1, 30))
             request = Request(f"r{left}", prompt, Sampling(0.0), limits, now_s, service=service)
             handle(RequestArrived(now_s, request))
+        if member.host_due_s <= now_s:
+            handle(HostLooked(now_s, now_s))
         microbatch = member.plan(now_s)
         log.append(Line(BATCH, Planned(now_s, microbatch)))
         if microbatch is not None:
             chunks = microbatch.batch.chunks
-            tokens = {one.seq_id: rng.randrange(50) for one in chunks if one.sample}
+            tokens = {chunk.seq_id: rng.randrange(50) for chunk in chunks if chunk.sample}
             handle(IterationFinished(now_s, tokens, microbatch.number))
     return log
 
@@ -80,6 +99,35 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
     assert audited(made_with, log).violations == []
 
 
+SAVING = HostSettings(1000, 1e8, save=Save.ALL, save_from=0.0, lane_share=1.0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("scheduling", Scheduling)
+def test_planners_preempt_requests_with_host_copies_first(
+    scheduling: Scheduling, seed: int
+) -> None:
+    made_with = config(scheduling, host=SAVING)
+    member = Changeover.of(made_with)
+    log = flood(made_with, seed)
+    replay(member, log)
+    host = member.planner.host
+    assert host is not None and host.counts.recalled_tokens_total > 100
+    assert audited(made_with, log).violations == []
+
+
+def test_a_planner_that_computes_again_what_it_could_swap_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_age = Precedence(
+        QUEUE_ORDERS[Scheduling.FCFS], lambda running, *_: running[-1], batch_yields=False
+    )
+    monkeypatch.setitem(PRECEDENCES, Scheduling.FCFS, by_age)
+    made_with = config(Scheduling.FCFS, host=SAVING)
+    found = audited(made_with, flood(made_with)).violations
+    assert found and all("(RECOMPUTE), though others have copies" in one for one in found)
+
+
 @pytest.mark.parametrize(
     ("precedence", "sentence"),
     [
@@ -93,33 +141,35 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
         ),
     ],
 )
-def test_a_planner_that_breaks_the_order_is_found(
+def test_a_planner_that_breaks_the_order_is_detected(
     monkeypatch: pytest.MonkeyPatch, precedence: Precedence, sentence: str
 ) -> None:
-    """It takes the newest sequence's KV, whatever its class; or it starts what came first."""
+    """It takes the KV of the newest sequence of any class, or starts requests in arrival order."""
     monkeypatch.setitem(PRECEDENCES, Scheduling.PRIORITY, precedence)
     made_with = config(Scheduling.PRIORITY)
-    found = audited(made_with, flood(made_with)).violations
-    assert found and all(one.startswith("I11: w0 ") for one in found)
-    assert any(sentence in one for one in found)
+    violations = audited(made_with, flood(made_with)).violations
+    assert violations and all(violation.startswith("I11: w0 ") for violation in violations)
+    assert any(sentence in violation for violation in violations)
 
 
-def test_a_planner_that_takes_kv_though_blocks_are_free_is_found(
+def test_a_planner_that_takes_kv_with_free_blocks_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grow = SequenceTable.grow
 
     def hasty(self: SequenceTable, sequence: Any) -> bool:
-        """One of those that run has to give way, whether or not there is room."""
-        others = [one for one in self.running if one is not sequence]
+        """Preempt a running sequence, whether or not there are free blocks."""
+        others = [other for other in self.running if other is not sequence]
         if others:
             self.preempt(others[-1])
         return grow(self, sequence) or bool(others)
 
     monkeypatch.setattr(SequenceTable, "grow", hasty)
     made_with = config(Scheduling.FCFS, blocks=200)
-    found = audited(made_with, flood(made_with, arrivals=30)).violations
-    assert found and all("blocks were free for" in one and "(CACHED)" in one for one in found)
+    violations = audited(made_with, flood(made_with, arrivals=30)).violations
+    assert violations and all(
+        "blocks were free for" in violation and "(CACHED)" in violation for violation in violations
+    )
 
 
 def merge(demand: int, waiting: int = 3, cause: Cause = Cause.OVERLOAD) -> list[Line]:
@@ -143,8 +193,10 @@ def test_full_groups_merge_only_where_moves_do_not_help(entries: list[Line], sou
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge of full groups (DROP) was decided for m, though moves")
+    for violation in history.findings.violations:
+        assert violation.startswith(
+            "I11: a merge of full groups (DROP) was decided for m, though moves"
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,5 +212,5 @@ def test_a_merge_needs_online_demand_that_does_not_fit(entries: list[Line], soun
     history = GroupHistory(Findings())
     history.read(entries)
     assert (history.findings.violations == []) is sound
-    for one in history.findings.violations:
-        assert one.startswith("I11: a merge (DROP) was decided for m, whose demand of ")
+    for violation in history.findings.violations:
+        assert violation.startswith("I11: a merge (DROP) was decided for m, whose demand of ")

@@ -1,4 +1,4 @@
-"""Audits of host copies: what was recalled is what was saved, and no slot is lost."""
+"""Audits of host copies: recalled blocks equal saved ones, and no slot is lost."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def audited(entries: list[Any]) -> Findings:
     return findings
 
 
-def test_what_was_saved_may_be_recalled() -> None:
+def test_saved_blocks_can_be_recalled() -> None:
     findings = audited([*SAVED, *recalled(B, 1, 20)])
     assert findings.checks["I12"] == 1 and not findings.violations
 
@@ -49,7 +49,7 @@ def test_what_was_saved_may_be_recalled() -> None:
 @pytest.mark.parametrize(
     "entries", [recalled(A, 0, 20), recalled(B, 0, 10)], ids=["content", "hash"]
 )
-def test_other_content_or_another_block_is_noticed(entries: list[Any]) -> None:
+def test_recalls_of_wrong_content_or_blocks_are_detected(entries: list[Any]) -> None:
     (violation,) = audited([*SAVED, *entries]).violations
     assert violation.startswith("I12: w0 recalled slot 0 in job 2 with other content")
 
@@ -59,7 +59,7 @@ def test_copies_that_failed_or_were_lost_are_not_compared() -> None:
     assert not audited([*SAVED, HostGrown(1.5, 0), *recalled(A, 0, 99)]).violations
 
 
-def test_slots_add_up_and_nothing_is_owed_at_rest() -> None:
+def test_slots_are_conserved_and_no_job_is_pending_at_rest() -> None:
     assert not audited([HostHeld(1.0, 8, 4, 2, 2, 3, 1), HostHeld(2.0, 8, 6, 0, 2, 0, 0)]).broken
     lost, owed = audited(
         [HostHeld(1.0, 8, 4, 2, 1, 0, 0), HostHeld(2.0, 8, 8, 0, 0, 3, 0)]

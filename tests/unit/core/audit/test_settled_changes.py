@@ -20,8 +20,8 @@ ALONE = ((Stage("a", 0, 4),), (Stage("b", 0, 4),))
 
 def group(epoch: int, stages: Sequence[Stage]) -> Group:
     members = tuple(
-        Member(one.worker_id, f"{one.worker_id}-1", one.first_layer, one.end_layer)
-        for one in stages
+        Member(stage.worker_id, f"{stage.worker_id}-1", stage.first_layer, stage.end_layer)
+        for stage in stages
     )
     return Group(f"group-{stages[0].worker_id}", epoch, GroupPhase.STABLE, members, "m")
 
@@ -34,7 +34,7 @@ def committed(number: int, now_s: float, *groups: Group) -> list[Line]:
 
 
 def engine(name: str, *settled: tuple[float, int, bool]) -> list[Line]:
-    """An engine that noted its memory at these times, at these epochs."""
+    """An engine that logged its memory at these times and epochs."""
     return [
         Line(FACT, EngineStarted(0.0, name, f"{name}-1", "digest", LAYERS, 100)),
         *(
@@ -64,9 +64,9 @@ def test_a_merge_and_a_split_take_until_their_last_member_has_settled() -> None:
     assert split == SettledChange(False, 2, pytest.approx(1.0), pytest.approx(2.0))
 
 
-def test_a_change_that_was_given_up_is_none_and_one_that_never_settles_has_no_end() -> None:
+def test_abandoned_changes_are_skipped_and_unsettled_ones_have_no_end() -> None:
     given_up = ChangePlanned(10.0, ("group-a", "group-b"), (MERGED,), "merge")
     assert changes([Line(FACT, given_up)], engine("a"), engine("b")) == []
     memmgr = [Line(FACT, replace(given_up, now_s=20.0)), *committed(1, 21.0, group(2, MERGED))]
     a, b = engine("a", (22.0, 2, True)), engine("b", (22.0, 2, False))
-    assert [one.settled_s for one in changes(memmgr, a, b)] == [None]
+    assert [change.settled_s for change in changes(memmgr, a, b)] == [None]

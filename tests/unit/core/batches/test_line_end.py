@@ -1,4 +1,4 @@
-"""A line ends with its own errors, and runs again after those of the system."""
+"""A line fails on its own errors and is retried after errors of the system."""
 
 import pytest
 

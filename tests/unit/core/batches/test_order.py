@@ -1,4 +1,4 @@
-"""Lines that begin alike run one after the other."""
+"""Lines with a common prefix run consecutively."""
 
 import random
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Batches and lines move along their tables only."""
+"""Batches and lines follow their state tables."""
 
 import pytest
 

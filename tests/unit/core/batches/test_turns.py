@@ -1,4 +1,4 @@
-"""Owners take turns by tokens, then their batches."""
+"""Owners alternate by tokens, then by batch."""
 
 import random
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 from services.core.batches.turns import BatchTurns
 
 
-def test_owners_get_equal_tokens_however_many_batches_they_have() -> None:
+def test_owners_get_equal_tokens_for_any_number_of_batches() -> None:
     draw = random.Random(3)
     turns = BatchTurns()
     batches = {"alice": ["a1", "a2", "a3"], "bob": ["b1"]}
@@ -24,7 +24,7 @@ def test_owners_get_equal_tokens_however_many_batches_they_have() -> None:
     assert max(own) - min(own) <= 100
 
 
-def test_a_newcomer_neither_waits_nor_catches_up() -> None:
+def test_a_new_owner_neither_waits_nor_catches_up() -> None:
     turns = BatchTurns()
     turns.keep({"alice": ["a1"]})
     turns.serve("alice", "a1", 10_000)
@@ -35,7 +35,7 @@ def test_a_newcomer_neither_waits_nor_catches_up() -> None:
     assert turns.order() == [("bob", "b1"), ("alice", "a1")]
 
 
-def test_one_batch_of_each_owner_comes_first() -> None:
+def test_a_single_batch_of_each_owner_comes_first() -> None:
     turns = BatchTurns()
     turns.keep({"alice": ["a1", "a2"], "bob": ["b1"], "carol": []})
     assert turns.order() == [("alice", "a1"), ("bob", "b1"), ("alice", "a2")]

@@ -1,4 +1,4 @@
-"""Lines are claimed at the rate at which they are assigned, and less after refusals."""
+"""Lines are claimed at the rate of assignments, and more slowly after refusals."""
 
 import random
 
@@ -23,7 +23,7 @@ def test_the_window_bounds_all_lines() -> None:
     assert window.room(4, 17, 0.0) == 0
 
 
-def test_a_refusal_pauses_and_makes_careful() -> None:
+def test_a_refusal_pauses_and_shrinks_the_window() -> None:
     window = ClaimWindow(2048)
     for _ in range(8):
         window.note_refused(10.0, 2.0)
@@ -36,7 +36,7 @@ def test_a_refusal_pauses_and_makes_careful() -> None:
     assert window.room(0, 0, 102.0) == QUEUED_MIN // 2
 
 
-def test_there_is_always_room_for_one_after_a_pause() -> None:
+def test_the_window_has_room_for_a_line_after_a_pause() -> None:
     draw = random.Random(1)
     window = ClaimWindow(2048)
     now_s = 0.0

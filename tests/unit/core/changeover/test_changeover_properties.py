@@ -1,4 +1,4 @@
-"""Whatever happens to members while groups change, requests get the tokens of a calm run."""
+"""Random events during changes of groups: requests get the tokens of an undisturbed run."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def explore(
     holders: bool = False,
     **options: Any,
 ) -> World:
-    """A run by chance."""
+    """A random run."""
     world = World(seed, prefixes=prefixes, classes=classes, holders=holders, **options)
     for _ in range(steps):
         world.step()
@@ -43,7 +43,7 @@ def explore(
     return world
 
 
-def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
+def test_random_changes_preserve_tokens_and_free_blocks() -> None:
     worlds = [explore(seed) for seed in (*range(RUNS), *ONCE_WRONG)]
     assert sum(world.committed for world in worlds) > RUNS
     assert sum(world.clients.asked_again for world in worlds) > 0
@@ -52,7 +52,7 @@ def test_every_request_has_its_tokens_and_nothing_is_left() -> None:
     assert sum(preemptions) > RUNS
 
 
-def test_so_it_is_with_prefixes_in_the_cache() -> None:
+def test_random_changes_with_cached_prefixes() -> None:
     """KV that is read belongs to the same tokens of the same tenant."""
     worlds = [explore(seed, prefixes=True) for seed in range(CACHED_RUNS)]
     assert sum(world.committed for world in worlds) > CACHED_RUNS
@@ -63,7 +63,7 @@ def test_so_it_is_with_prefixes_in_the_cache() -> None:
         explore(seed, True, LONG_STEPS, losses=0)
 
 
-def test_so_it_is_with_batch_work_that_rests_on_shelves() -> None:
+def test_random_changes_with_parked_batch_work() -> None:
     worlds = [explore(seed, seed % 2 == 1, classes=True) for seed in range(CLASS_RUNS)]
     assert sum(world.committed for world in worlds) > CLASS_RUNS
     loads = [member.planner.load() for world in worlds for member in world.members.values()]
@@ -71,12 +71,12 @@ def test_so_it_is_with_batch_work_that_rests_on_shelves() -> None:
 
 
 def explore_partial(seed: int) -> World:
-    """Four workers; each second group that could splits into smaller groups."""
+    """Four workers; every second group that can splits into smaller groups."""
     cached, classes = seed % 2 == 1, seed % 3 == 0
     return explore(seed, cached, DIVIDING_STEPS, classes, workers=4, losses=seed % 2, divides=True)
 
 
-def test_so_it_is_with_groups_that_split_into_smaller_groups() -> None:
+def test_random_changes_with_partial_splits() -> None:
     worlds = [explore_partial(seed) for seed in (*range(PARTIAL_RUNS), *ONCE_WRONG_PARTIAL)]
     assert sum(world.divided for world in worlds) > PARTIAL_RUNS / 4
     assert sum(world.committed for world in worlds) > PARTIAL_RUNS
@@ -84,19 +84,19 @@ def test_so_it_is_with_groups_that_split_into_smaller_groups() -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_with_groups_that_split_into_smaller_groups() -> None:
+def test_many_random_changes_with_partial_splits() -> None:
     for seed in range(PARTIAL_RUNS, MANY_PARTIAL_RUNS):
         explore_partial(seed)
 
 
 def test_kv_of_a_request_that_was_released_is_not_sent() -> None:
-    """Runs that found a defect: a leader had preempted a request whose KV was on its way."""
+    """Regression seeds: a leader had preempted a request whose KV was in flight."""
     explore(1001389, True, 80)
     explore(9000471, False, 100)
 
 
-def test_so_it_is_with_slabs_from_other_groups() -> None:
-    """Holders die, change, or have other weights, and each slab is restored all the same."""
+def test_random_changes_with_slabs_of_other_groups() -> None:
+    """Holders die, change, or have other weights, and each slab is still restored."""
     worlds = [explore(seed, holders=True, workers=4, losses=2) for seed in range(HOLDER_RUNS)]
     assert sum(world.committed for world in worlds) > HOLDER_RUNS
     survivors = [member for world in worlds for member in world.members.values()]
@@ -105,19 +105,19 @@ def test_so_it_is_with_slabs_from_other_groups() -> None:
 
 
 @pytest.mark.slow
-def test_many_runs_with_slabs_from_other_groups() -> None:
+def test_many_random_changes_with_slabs_of_other_groups() -> None:
     for seed in range(HOLDER_RUNS, MANY_HOLDER_RUNS):
         explore(seed, holders=True, workers=3 + seed % 2, losses=2)
 
 
 @pytest.mark.slow
-def test_many_runs() -> None:
+def test_many_random_changes() -> None:
     for seed in range(RUNS, MANY_RUNS):
         explore(seed, prefixes=seed % 2 == 1)
 
 
 @pytest.mark.slow
-def test_many_runs_with_shelves() -> None:
+def test_many_random_changes_with_parked_batch_work() -> None:
     for seed in range(CLASS_RUNS, MANY_CLASS_RUNS):
         explore(seed, prefixes=seed % 2 == 1, classes=True)
 
@@ -129,10 +129,8 @@ def test_many_runs_with_shelves() -> None:
         st.tuples(st.sampled_from((*OPERATIONS, *FAULTS)), st.integers(0, 255)), max_size=STEPS
     ),
 )
-def test_any_order_of_operations_comes_to_rest(
-    workers: int, operations: list[tuple[str, int]]
-) -> None:
-    """The same, with what happens drawn one by one, so that a failure shrinks."""
+def test_any_order_of_operations_settles(workers: int, operations: list[tuple[str, int]]) -> None:
+    """The same with events drawn one at a time, so that a failure shrinks."""
     world = World(workers, workers, losses=2)
     for name, chance in operations:
         world.rng.seed(chance)

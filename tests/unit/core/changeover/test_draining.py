@@ -1,4 +1,4 @@
-"""A configuration is left when nothing of it is in flight, and no stage keeps a block of it."""
+"""A configuration ends once nothing of it is in flight and no stage holds its blocks."""
 
 import pytest
 
@@ -22,7 +22,7 @@ TOGETHER = (Stage("a", 0, 2), Stage("b", 2, 4))
 
 
 def groups(epoch: int, *stages: tuple[Stage, ...]) -> tuple[GroupStages, ...]:
-    return tuple(GroupStages(f"g-{one[0].worker_id}", epoch, one) for one in stages)
+    return tuple(GroupStages(f"g-{members[0].worker_id}", epoch, members) for members in stages)
 
 
 APART = groups(2, (Stage("a", 0, LAYERS),), (Stage("b", 0, LAYERS),))
@@ -39,7 +39,7 @@ class Member:
         self.switches = 0
 
     def do(self, event: vocabulary.Event) -> list[vocabulary.SendFrame]:
-        """Have it handle an event; returns the frames that it sends."""
+        """Make it handle an event; returns the frames that it sends."""
         sent = []
         for command in self.machine.handle(event):
             if isinstance(command, vocabulary.SendFrame):
@@ -53,7 +53,7 @@ class Member:
         return self.do(vocabulary.TurnTaken(now_s))
 
     def switched(self) -> int:
-        """How often it has switched after its turn."""
+        """The number of switches after its turn."""
         self.turn()
         return self.switches
 
@@ -96,7 +96,7 @@ class Pair:
 
 
 def drained(sent: list[vocabulary.SendFrame]) -> list[vocabulary.SendFrame]:
-    return [one for one in sent if isinstance(one.frame, Drained)]
+    return [frame for frame in sent if isinstance(frame.frame, Drained)]
 
 
 @pytest.fixture
@@ -104,16 +104,16 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_a_leader_waits_for_what_is_in_flight(pair: Pair) -> None:
+def test_a_leader_waits_for_microbatches_in_flight(pair: Pair) -> None:
     pair.part()
     pair.a.turn()
     pair.b.turn()
     assert pair.a.machine.phase is pair.b.machine.phase is MemberPhase.DRAINING
     pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
-    (told,) = drained(pair.a.turn())
-    assert told.frame == Drained(())
+    (notice,) = drained(pair.a.turn())
+    assert notice.frame == Drained(())
     assert pair.a.switches == 2 and pair.b.switches == 1
-    pair.bring(told, "a")
+    pair.bring(notice, "a")
     assert pair.b.switched() == 2
     assert pair.b.machine.planner.table.seq_ids == ("r",)
 
@@ -123,9 +123,9 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) ->
     sent = pair.a.turn(DRAIN_TIMEOUT_S + 0.1)
     pair.b.turn(DRAIN_TIMEOUT_S + 0.1)
     assert pair.b.switches == 1, "only the leader knows what is to be freed"
-    (told,) = drained(sent)
-    assert told.frame == Drained(("r",))
-    pair.bring(told, "a")
+    (notice,) = drained(sent)
+    assert notice.frame == Drained(("r",))
+    pair.bring(notice, "a")
     assert pair.b.switched() == 2
     for member in (pair.a, pair.b):
         assert member.machine.planner.table.seq_ids == ()
@@ -136,7 +136,7 @@ def test_blocks_of_discarded_microbatches_are_free_at_every_stage(pair: Pair) ->
 def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_counts(
     pair: Pair,
 ) -> None:
-    """Requests are dealt by the blocks that they have then."""
+    """Requests are divided by the blocks that they hold then."""
     pair.arrive("long", 40)
     pair.arrive("late", 8)
     number = pair.launch()
@@ -145,11 +145,11 @@ def test_blocks_of_a_request_that_never_ran_are_free_before_the_next_leader_coun
     pair.a.do(IterationFinished(0.1, {}, number))
     late = pair.a.machine.planner.sequences["late"]
     assert late.blocks and not late.computed
-    (told,) = drained(pair.a.turn())
-    assert told.frame == Drained(("late",))
+    (notice,) = drained(pair.a.turn())
+    assert notice.frame == Drained(("late",))
     assert pair.a.machine.planner.table.seq_ids == ("r", "long")
     assert not late.blocks
-    pair.bring(told, "a")
+    pair.bring(notice, "a")
     assert pair.b.machine.planner.table.seq_ids == ("r", "long")
 
 
@@ -161,14 +161,14 @@ def test_a_stage_switches_without_its_leader_after_a_deadline(pair: Pair) -> Non
     assert pair.b.switches == 2
 
 
-def test_a_stage_does_not_wait_for_a_lost_leader_that_goes_another_way(pair: Pair) -> None:
+def test_a_stage_does_not_wait_for_a_lost_leader_of_another_group(pair: Pair) -> None:
     pair.part()
     assert pair.b.switched() == 1
     pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
     assert pair.b.switched() == 2
 
 
-def test_a_stage_waits_for_a_lost_leader_with_which_it_stays(pair: Pair) -> None:
+def test_a_stage_waits_for_a_lost_leader_of_its_new_group(pair: Pair) -> None:
     pair.b.do(vocabulary.PeersLost(0.2, frozenset({"a"})))
     pair.b.hear(groups(2, TOGETHER))
     assert pair.b.switched() == 1
@@ -182,7 +182,7 @@ def test_a_lost_member_is_not_waited_for(pair: Pair) -> None:
     assert pair.b.machine.planner.pool.taken_count == 0
 
 
-def test_nothing_runs_after_its_leader_has_said_that_it_leaves(pair: Pair) -> None:
+def test_nothing_runs_after_the_departure_of_its_leader(pair: Pair) -> None:
     pair.part()
     pair.bring(vocabulary.SendFrame("b", Drained(())), "a")
     frame = Activations(pair.number + 1, (), ())
@@ -190,18 +190,18 @@ def test_nothing_runs_after_its_leader_has_said_that_it_leaves(pair: Pair) -> No
 
 
 def test_a_stage_does_not_wait_for_a_leader_that_has_left_to_adopt(pair: Pair) -> None:
-    """A request came to the stage, and its leader left while it was on its way there."""
+    """A request reached the stage, and its leader left while the request was in flight."""
     request = Request("late", (5,) * 6, Sampling(), Limits(4), 0.0)
     (sent,) = pair.b.do(RequestArrived(0.1, request))
     assert isinstance(sent.frame, Adopt)
     pair.part()
     pair.a.do(IterationFinished(0.1, {"r": 7}, pair.number))
-    told = [one for one in pair.a.turn() if one.peer == "b"]
-    (first,) = drained(told)
+    frames = [frame for frame in pair.a.turn() if frame.peer == "b"]
+    (first,) = drained(frames)
     pair.bring(first, "a")
     assert pair.b.switched() == 1, "word that the leader has adopted it may be on its way"
-    for one in told:
-        if isinstance(one.frame, AllAdopted):
-            pair.bring(one, "a")
+    for notice in frames:
+        if isinstance(notice.frame, AllAdopted):
+            pair.bring(notice, "a")
     assert pair.b.switched() == 2
     assert "late" in pair.b.machine.planner.sequences

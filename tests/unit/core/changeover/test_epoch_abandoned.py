@@ -1,4 +1,4 @@
-"""A member that leaves a change before its end tells the members that would wait for it."""
+"""A member that leaves a change early notifies the members that wait for it."""
 
 import pytest
 
@@ -39,10 +39,10 @@ def member(name: str) -> Changeover:
 
 def enter(machine: Changeover, groups: tuple[GroupStages, ...]) -> list[vocabulary.Command]:
     """Commit, drain and switch; returns all commands."""
-    found = machine.handle(vocabulary.ConfigurationCommitted(0.0, groups))
-    found += machine.handle(vocabulary.TurnTaken(0.0))
-    assert isinstance(found[-1], vocabulary.SwitchStage)
-    return [*found, *machine.handle(vocabulary.StageSwitched(16, departed=False))]
+    commands = machine.handle(vocabulary.ConfigurationCommitted(0.0, groups))
+    commands += machine.handle(vocabulary.TurnTaken(0.0))
+    assert isinstance(commands[-1], vocabulary.SwitchStage)
+    return [*commands, *machine.handle(vocabulary.StageSwitched(16, departed=False))]
 
 
 def received(machine: Changeover, peer: str, frame: object) -> list[vocabulary.Command]:
@@ -54,19 +54,19 @@ def frames_to(peer: str, commands: list[vocabulary.Command]) -> list[object]:
 
 
 def take_own(machine: Changeover, commands: list[vocabulary.Command]) -> None:
-    """Have "a" take what it sends to itself."""
+    """Deliver the frames that "a" sends to itself."""
     for frame in frames_to("a", commands):
         take_own(machine, received(machine, "a", frame))
 
 
-def test_a_member_that_still_expects_requests_says_that_it_leaves() -> None:
+def test_a_member_that_expects_requests_announces_its_departure() -> None:
     b = member("b")
     enter(b, APART)
     assert not b.settled, "a has not said that it hands over no more"
     assert frames_to("a", enter(b, LOST)) == [EpochAbandoned()]
 
 
-def test_a_settled_member_does_not_say_that_it_leaves() -> None:
+def test_a_settled_member_does_not_announce_its_departure() -> None:
     b = member("b")
     enter(b, APART)
     received(b, "c", Joined(16, 0))
@@ -88,7 +88,7 @@ def test_requests_handed_to_a_member_that_left_come_back(entered: bool) -> None:
         a.handle(RequestArrived(0.0, request))
     received(a, "b", AllAdopted())
     commands = enter(a, APART)
-    (adopt,) = [one for one in frames_to("b", commands) if isinstance(one, Adopt)]
+    (adopt,) = [frame for frame in frames_to("b", commands) if isinstance(frame, Adopt)]
     if entered:
         received(a, "b", AllAdopted())
     received(a, "c", AllAdopted())
@@ -97,7 +97,7 @@ def test_requests_handed_to_a_member_that_left_come_back(entered: bool) -> None:
     take_own(a, received(a, "b", EpochAbandoned()))
     a.handle(vocabulary.TurnTaken(0.0))
     assert a.settled
-    assert adopt.sequence.request.request_id in {one.seq_id for one in a.planner.waiting}
+    assert adopt.sequence.request.request_id in {sequence.seq_id for sequence in a.planner.waiting}
     a.check_invariants()
 
 
@@ -107,7 +107,7 @@ def test_kv_of_a_stage_that_keeps_its_layers_is_sent() -> None:
     enter(b, BOTH)
     chunk = StageChunk("r", 0, 4, 1, None)
     received(b, "a", Activations(1, (), (chunk,)))
-    apart = tuple(GroupStages(f"g-{one}", 2, (Stage(one, 0, LAYERS),)) for one in "ab")
+    apart = tuple(GroupStages(f"g-{name}", 2, (Stage(name, 0, LAYERS),)) for name in "ab")
     received(b, "a", Drained(()))
     enter(b, apart)
     wanted = SendKv("r", "2/r/b>a", Transfer("b", "a", 2, LAYERS), 1)

@@ -1,4 +1,4 @@
-"""Frames of other epochs: stale ones have no effect, early ones wait and keep their order."""
+"""Frames of other epochs: stale ones are dropped, early ones wait in order."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from services.core.changeover.epoch_fence import EpochFence
 
 
-def test_a_frame_counts_in_its_own_epoch_only() -> None:
+def test_a_frame_is_valid_in_its_own_epoch_only() -> None:
     fence: EpochFence[str] = EpochFence(epoch=3)
     assert fence.admits(3, "now")
     assert not fence.admits(2, "stale")
@@ -42,9 +42,9 @@ def test_every_frame_is_admitted_once_in_order_if_its_epoch_is_entered(seed: int
         if fence.admits(epoch, number):
             admitted.append(number)
     waiting = [(epoch, number) for epoch, number in sent if epoch > fence.epoch]
-    assert sorted(fence.early, key=lambda one: one[1]) == waiting
-    entered = [one for one in sent if one[0] in entered_before]
+    assert sorted(fence.early, key=lambda early: early[1]) == waiting
+    entered = [frame for frame in sent if frame[0] in entered_before]
     assert sorted(admitted) == sorted(number for _, number in entered)
     for wanted in entered_before:
-        found = [number for number in admitted if (wanted, number) in entered]
-        assert found == sorted(found), "frames of an epoch have changed places"
+        admitted_now = [number for number in admitted if (wanted, number) in entered]
+        assert admitted_now == sorted(admitted_now), "frames of an epoch have changed places"

@@ -1,4 +1,4 @@
-"""Sequences find their new leader, or come back, whatever happens to either side meanwhile."""
+"""Sequences reach their new leader or return, despite losses on either side."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ LEFT = (GroupStages("g-b", 3, (Stage("b", 2, 4),)),)
 
 
 def adopting() -> Script:
-    """ "a" has handed "s" to "b", where it has just arrived; word of that is on its way."""
+    """ "a" has handed "s" to "b", where it has just arrived; the notice is in flight."""
     script = pipeline("r", "s")
     part(script)
     script.stopped = {("b", "a")}
@@ -31,7 +31,7 @@ def adopting() -> Script:
 
 
 def handed(script: Script) -> Adopt:
-    """What is on its way from "a" to "b"."""
+    """The frames in flight from "a" to "b"."""
     (adopt,) = [frame for _, frame in script.ways["a", "b"] if isinstance(frame, Adopt)]
     return adopt
 
@@ -62,7 +62,7 @@ def test_an_aborted_sequence_does_not_come_back_from_a_lost_leader() -> None:
 def test_an_aborted_sequence_ends_with_the_change() -> None:
     script = adopting()
     script.do("a", RequestAborted(0.0, "s"))
-    del script.members["b"]  # and nobody says so
+    del script.members["b"]  # without an event
     script.now_s = 10.0
     script.hear(groups(3, "a"))
     script.now_s = 20.0
@@ -70,8 +70,8 @@ def test_an_aborted_sequence_ends_with_the_change() -> None:
     assert script.names_at("a") == ["r"]
 
 
-def test_what_comes_back_to_a_stage_goes_to_its_leader() -> None:
-    """ "a" leads no more; "b" never enters the change in which it was to lead "s"."""
+def test_a_sequence_returned_to_a_stage_goes_to_its_leader() -> None:
+    """ "a" no longer leads; "b" never enters the change in which it was to lead "s"."""
     script = pipeline("r", "s")
     script.hear(groups(2, "ca", "b"))
     script.turn("a")
@@ -96,7 +96,9 @@ def test_a_sequence_that_is_too_large_is_refused_and_its_kv_freed() -> None:
     long = replace(state, request=replace(state.request, limits=Limits(1000)))
     script.ways["a", "b"].clear()
     commands = script.receive("a", "b", replace(adopt, sequence=long))
-    assert [one.request_id for one in commands if isinstance(one, RefuseRequest)] == ["s"]
+    assert [command.request_id for command in commands if isinstance(command, RefuseRequest)] == [
+        "s"
+    ]
     assert frames(script, "b", "a", Adopted) == [Adopted("s", 1)]
     for peer in "ab":
         assert frames(script, "b", peer, FreeKv) == [FreeKv("s", whole_table=True)]
@@ -116,7 +118,7 @@ def test_kv_of_a_superseded_sequence_is_freed() -> None:
     assert script.taken_at("b") == 0
 
 
-def test_a_member_that_leads_no_more_adopts_nothing() -> None:
+def test_a_former_leader_adopts_no_sequence() -> None:
     script = pipeline("r", "s")
     part(script)
     adopt = handed(script)
@@ -127,8 +129,8 @@ def test_a_member_that_leads_no_more_adopts_nothing() -> None:
 
 
 @pytest.mark.parametrize("adopted", [True, False])
-def test_a_request_is_begun_anew_only_if_its_sequence_was_adopted(adopted: bool) -> None:
-    """Its gateway has lost the worker where it began, and does not know where it is now."""
+def test_a_request_restarts_only_if_its_sequence_was_adopted(adopted: bool) -> None:
+    """Its gateway has lost the worker that started it and does not know the new one."""
     script = pipeline("r#g.1", "s#g.1")
     part(script)
     script.settle()
@@ -139,7 +141,7 @@ def test_a_request_is_begun_anew_only_if_its_sequence_was_adopted(adopted: bool)
     assert script.names_at(leader) == [f"{name}#g.{2 if adopted else 1}"]
 
 
-def test_what_comes_to_a_stage_late_goes_to_its_leader() -> None:
+def test_a_late_sequence_at_a_stage_goes_to_its_leader() -> None:
     script = pipeline("r")
     script.ask("b", "late", 8)
     assert script.names_at("b") == ["late"]
@@ -147,8 +149,8 @@ def test_what_comes_to_a_stage_late_goes_to_its_leader() -> None:
     assert script.names_at("b") == [] and script.names_at("a") == ["r", "late"]
 
 
-def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
-    """ "b" holds KV of "r", which "a" leads now; nobody can fetch it when "a" is gone."""
+def test_kv_left_to_lost_leaders_is_freed() -> None:
+    """ "b" holds KV of "r", which "a" leads now; the KV is useless once "a" is lost."""
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -158,7 +160,7 @@ def test_all_that_was_left_to_lost_leaders_is_freed() -> None:
     assert script.taken_at("b") == 0 and script.members["b"].settled
 
 
-def test_a_transfer_that_fails_is_computed_again() -> None:
+def test_a_failed_transfer_is_recomputed() -> None:
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -166,11 +168,11 @@ def test_a_transfer_that_fails_is_computed_again() -> None:
     script.do("a", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.do("b", TransferOutcome(transfer_id, TransferStatus.FAILED))
     script.settle()
-    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert [sequence.seq_id for sequence in script.members["a"].planner.waiting] == ["r"]
     assert script.taken_at("b") == 0
 
 
-def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> None:
+def test_a_returned_sequence_does_not_wait_for_a_lost_stage() -> None:
     script = Script("abc").change(groups(1, "abc"))
     for name in "rst":
         script.ask("a", name, 8)
@@ -185,25 +187,25 @@ def test_a_sequence_that_comes_back_does_not_wait_for_a_stage_that_is_lost() -> 
     script.lose("c")
     script.settle()
     assert script.members["a"].settled
-    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["s"]
+    assert [sequence.seq_id for sequence in script.members["a"].planner.waiting] == ["s"]
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
-def test_a_configuration_that_is_not_newer_has_no_effect(epoch: int) -> None:
+def test_a_stale_configuration_is_ignored(epoch: int) -> None:
     script = Script("ab").change(groups(2, "ab"))
     script.hear(groups(epoch, "a", "b"))
     assert all(member.settled for member in script.members.values())
     assert not any(script.ways.values())
 
 
-def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
-    """Both live, and "c" is a stage of "b" now."""
+def test_a_lost_connection_to_a_new_leader_keeps_its_sequences() -> None:
+    """Both are alive, and "c" is a stage of "b" now."""
     script = Script("abc").change(groups(1, "abc"))
     for name in ("r", "s"):
         script.ask("a", name, 8)
     script.advance("a")
     script.change(groups(2, "a", "bc"))
-    assert script.names_at("b") and all(one.settled for one in script.members.values())
+    assert script.names_at("b") and all(member.settled for member in script.members.values())
     taken = script.taken_at("c")
     script.do("a", vocabulary.PeersLost(0.0, frozenset({"b"})))
     script.settle()
@@ -211,8 +213,8 @@ def test_a_lost_way_to_a_new_leader_does_not_free_what_runs_there() -> None:
     assert script.names_at("b")
 
 
-def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
-    """One lane between the two is lost, and frames still come over the other one."""
+def test_a_hand_over_from_a_lost_peer_is_ignored() -> None:
+    """One lane between the two is lost, and frames still arrive over the other."""
     script = pipeline(waiting=("r", "s"))
     script.advance("a")
     script.stopped = {("a", "b")}
@@ -229,8 +231,8 @@ def test_what_a_peer_hands_over_after_it_was_lost_is_not_taken() -> None:
     assert all(member.settled for member in script.members.values())
 
 
-def test_a_stage_that_has_given_its_leader_up_keeps_nothing_of_it() -> None:
-    """The leader lives, and hears of the change so late that its stage has left."""
+def test_a_stage_frees_everything_of_an_abandoned_leader() -> None:
+    """The leader is alive and learns of the change after its stage has left."""
     script = pipeline(waiting=("r",))
     script.stopped = {("b", "a")}
     script.advance("a")

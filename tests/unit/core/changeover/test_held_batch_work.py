@@ -1,4 +1,4 @@
-"""While a group of one changes, batch work alone begins no iteration: the change would await it."""
+"""While a single-worker group changes, batch work that would delay it starts no iteration."""
 
 import pytest
 
@@ -26,14 +26,14 @@ def held(script: Script, name: str = "a") -> bool:
 
 
 def prepare(script: Script) -> None:
-    """ "a" gets ready."""
+    """Make "a" prepare."""
     script.do("a", ASKED)
     script.turn("a")
     assert held(script)
     script.go_on("a")
 
 
-def test_it_is_held_from_the_order_to_the_commit() -> None:
+def test_batch_work_is_held_from_order_to_commit() -> None:
     script = serving()
     assert not held(script)
     prepare(script)
@@ -43,7 +43,7 @@ def test_it_is_held_from_the_order_to_the_commit() -> None:
     assert not held(script) and member.planner.stages == 2, "it joins microbatches there"
 
 
-def test_it_is_held_until_what_a_split_moves_has_arrived() -> None:
+def test_batch_work_is_held_until_moved_kv_arrives() -> None:
     script = serving()
     script.ask("a", "o", 12, most=20)
     script.change(MERGED)
@@ -58,14 +58,14 @@ def test_it_is_held_until_what_a_split_moves_has_arrived() -> None:
     assert not held(script) and not held(script, "b")
 
 
-def test_it_goes_on_when_the_attempt_ends() -> None:
+def test_batch_work_resumes_when_the_attempt_ends() -> None:
     script = serving()
     prepare(script)
     script.do("a", vocabulary.PreparationAborted("t"))
     assert not held(script)
 
 
-def test_online_work_goes_on() -> None:
+def test_online_work_continues() -> None:
     script = serving()
     prepare(script)
     script.ask("a", "o", 8)
@@ -75,8 +75,8 @@ def test_online_work_goes_on() -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_it_is_held_for_a_bounded_time(ready: bool) -> None:
-    """Another member may take long, or be gone, and so may the memory manager."""
+def test_batch_work_is_held_for_a_bounded_time(ready: bool) -> None:
+    """Another member or the memory manager may be slow or lost."""
     script = serving()
     script.now_s = 7.0
     script.do("a", ASKED)
@@ -89,8 +89,8 @@ def test_it_is_held_for_a_bounded_time(ready: bool) -> None:
         assert held(script) is answer
 
 
-def test_the_time_begins_with_the_first_turn_since_the_order() -> None:
-    """The order tells no time, and the last event that did may be long ago."""
+def test_hold_time_starts_with_the_first_turn_after_the_order() -> None:
+    """The order has no time, and the last event with a time may be long past."""
     script = serving()
     script.now_s = 100.0
     script.do("a", ASKED)
@@ -99,7 +99,7 @@ def test_the_time_begins_with_the_first_turn_since_the_order() -> None:
     assert held(script)
 
 
-def test_first_come_first_served_holds_nothing() -> None:
+def test_fcfs_holds_no_batch_work() -> None:
     script = serving(Scheduling.FCFS)
     script.do("a", ASKED)
     script.turn("a")

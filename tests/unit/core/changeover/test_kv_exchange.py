@@ -1,4 +1,4 @@
-"""The order of KV moves: every request ends whole or recomputed, and no stage is ever overfull."""
+"""The order of KV moves: requests end complete or recomputed, and no stage overflows."""
 
 import random
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ def test_a_merge_moves_each_half_to_the_other_side() -> None:
     assert transfers_between(ALONE_B, MERGED) == (Transfer("b", "a", 0, 4),)
 
 
-def test_a_pipeline_joined_by_a_third_moves_only_what_changes_hands() -> None:
+def test_a_third_member_moves_only_reassigned_layers() -> None:
     three = (Stage("a", 0, 3), Stage("b", 3, 6), Stage("c", 6, 8))
     assert transfers_between(MERGED, three) == (
         Transfer("a", "b", 3, 4),
@@ -44,14 +44,14 @@ def test_a_pipeline_joined_by_a_third_moves_only_what_changes_hands() -> None:
     )
 
 
-def test_a_split_brings_the_other_layers_home() -> None:
+def test_a_split_returns_the_other_layers() -> None:
     assert transfers_between(MERGED, ALONE_A) == (Transfer("b", "a", 4, 8),)
     assert transfers_between(MERGED, MERGED) == ()
 
 
 @dataclass
 class Cluster:
-    """Workers with so many blocks; carries out commands in a random order, some transfers fail."""
+    """Workers with this number of blocks; commands run in random order, and some transfers fail."""
 
     rng: random.Random
     free: dict[str, int]
@@ -101,7 +101,7 @@ class Cluster:
         self.carry_out(self.exchange.handle(RequestGone(request_id)))
 
     def turn(self) -> bool:
-        """Start what may start, then finish one thing; False when there is nothing left."""
+        """Start all possible moves, then finish one; False when none is left."""
         self.exchange.handle(RoomReported(self.free))
         self.now_s += self.rng.random() / 10
         self.carry_out(self.exchange.start(self.now_s))
@@ -125,7 +125,7 @@ class Cluster:
 
 
 def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> SequenceMove:
-    """A request of `origin`, "a" or "b", on its way into the merged group."""
+    """A request of `origin`, "a" or "b", that moves into the merged group."""
     old, other = (ALONE_A, "b") if origin == "a" else (ALONE_B, "a")
     return SequenceMove(
         name,
@@ -139,7 +139,7 @@ def merge_move(name: str, origin: str, blocks: int, highest: int = 0) -> Sequenc
     )
 
 
-def test_a_request_resumes_when_it_is_whole_and_not_before() -> None:
+def test_a_request_resumes_only_with_its_complete_kv() -> None:
     exchange = ExchangeState(EPOCH, BLOCK_SIZE)
     exchange.handle(RoomReported({"a": 10, "b": 10}))
     move = merge_move("r", "a", 3)
@@ -179,7 +179,7 @@ def test_moves_alternate_between_the_sides_and_take_the_highest_blocks_first() -
     assert order[2][0] != order[3][0]
 
 
-def test_both_sides_full_is_no_deadlock() -> None:
+def test_two_full_sides_do_not_deadlock() -> None:
     """Neither side has a free block: the one with least KV is recomputed, the others move."""
     exchange = ExchangeState(EPOCH, BLOCK_SIZE)
     cluster = Cluster(random.Random(1), {"a": 0, "b": 0}, exchange)
@@ -201,7 +201,7 @@ def split_move(name: str) -> SequenceMove:
     return SequenceMove(name, "ab", 2, 32, transfers, frozenset(), frozenset({"b"}), 0)
 
 
-def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_it() -> None:
+def test_kv_not_sent_by_a_lost_worker_is_recomputed_without_waiting() -> None:
     exchange = ExchangeState(EPOCH, BLOCK_SIZE, MoveWindow(20.0))
     for name in ("whole", "begun", "reserving", "waiting"):
         exchange.handle(MoveAdded(split_move(name)))
@@ -229,7 +229,7 @@ def test_what_a_lost_worker_has_not_sent_is_computed_again_and_nobody_waits_for_
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_move_ends_once_whatever_happens(seed: int) -> None:
+def test_random_events_end_every_move_once(seed: int) -> None:
     rng = random.Random(seed)
     free = {"a": rng.randrange(30), "b": rng.randrange(30)}
     window = MoveWindow(rng.choice([1.0, 20.0, 200.0]))

@@ -1,4 +1,4 @@
-"""How many moves an exchange has under way at once: by their bytes, for each link."""
+"""The window of concurrent moves of an exchange, in bytes for each link."""
 
 from services.core.changeover.move_window import (
     FIRST_RESERVATION_S,
@@ -20,13 +20,13 @@ def begin(window: MoveWindow, source: str, blocks: int, now_s: float = 0.0) -> l
     return names
 
 
-def test_bytes_count_and_not_requests() -> None:
+def test_the_window_is_counted_in_bytes() -> None:
     assert len(begin(MoveWindow(RATE), "a", 10)) == FIRST_BLOCKS / 10
     assert len(begin(MoveWindow(RATE), "a", FIRST_BLOCKS // 4)) == 4
     assert len(begin(MoveWindow(RATE), "a", 10 * FIRST_BLOCKS)) == MOVES_MIN
 
 
-def test_each_source_has_a_window_of_its_own() -> None:
+def test_each_source_has_its_own_window() -> None:
     window = MoveWindow(RATE)
     begin(window, "a", 10)
     assert not window.has_room({"a": 1})
@@ -34,14 +34,14 @@ def test_each_source_has_a_window_of_its_own() -> None:
     assert not window.has_room({"a": 1, "b": 1})
 
 
-def test_a_move_that_ends_makes_room() -> None:
+def test_a_completed_move_frees_its_window() -> None:
     window = MoveWindow(RATE)
     first, *_ = begin(window, "a", 10)
     window.note_abandoned(first, {"a": 10})
     assert window.has_room({"a": 10})
 
 
-def test_longer_turns_and_a_faster_link_widen_it() -> None:
+def test_the_window_grows_with_longer_turns_and_bandwidth() -> None:
     window = MoveWindow(RATE)
     names = begin(window, "a", 10)
     window.note_reserved(names[0], 2 * FIRST_RESERVATION_S)
@@ -52,7 +52,7 @@ def test_longer_turns_and_a_faster_link_widen_it() -> None:
     assert len(begin(window, "a", 10, 2.0)) == 3 * len(names)
 
 
-def test_shorter_turns_narrow_it() -> None:
+def test_the_window_shrinks_with_shorter_turns() -> None:
     window = MoveWindow(RATE)
     names = begin(window, "a", 10)
     window.note_reserved(names[0], FIRST_RESERVATION_S / 2)

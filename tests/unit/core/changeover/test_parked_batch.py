@@ -1,4 +1,4 @@
-"""Batch work rests while its worker does not lead, and goes on afterwards or at the leader."""
+"""Batch work is parked while its worker does not lead, and resumes afterwards or at the leader."""
 
 import pytest
 
@@ -26,7 +26,6 @@ APART, MERGED, SPLIT = groups(1, "a", "b"), groups(2, "ab"), groups(3, "a", "b")
 
 def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60.0) -> Script:
     """ "b" had an online request "o" and batch work, and follows "a" now; the KV of "o" has moved.
-
     "m" and "n" have had KV, "w" waits for a place.
     """
     script = Script("ab", scheduling=scheduling, shelf_max_s=shelf_max_s).change(APART)
@@ -40,21 +39,21 @@ def merged(scheduling: Scheduling = Scheduling.PRIORITY, shelf_max_s: float = 60
 
 
 def leaving(epoch: int, name: str) -> Groups:
-    """Both lead groups of their own, and one of them is about to go."""
-    stages = {one: (Stage(one, 0, LAYERS),) for one in "ab"}
+    """Both lead their own groups, and one of them is about to leave."""
+    stages = {name: (Stage(name, 0, LAYERS),) for name in "ab"}
     left = frozenset({name})
-    return tuple(GroupStages(f"g-{one}", epoch, stages[one], left & {one}) for one in "ab")
+    return tuple(GroupStages(f"g-{name}", epoch, stages[name], left & {name}) for name in "ab")
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
-def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Scheduling) -> None:
+def test_batch_work_is_parked_without_kv_and_online_work_moves(scheduling: Scheduling) -> None:
     script = merged(scheduling)
     assert script.names_at("a") == ["o"] and sorted(script.names_at("b")) == ["m", "n", "w"]
     follower = script.members["b"]
     assert follower.settled and not follower.busy, "it needs no turns until they are due"
     resting = follower.planner.sequences.values()
-    assert all(one.phase is Phase.WAITING and not one.blocks for one in resting)
-    assert all(one.output_count == 1 for one in resting if one.seq_id != "w")
+    assert all(sequence.phase is Phase.WAITING and not sequence.blocks for sequence in resting)
+    assert all(sequence.output_count == 1 for sequence in resting if sequence.seq_id != "w")
     assert follower.plan(1.0) is None
     load = follower.planner.load()
     assert (load.batch_waiting, load.waiting_demand, load.kv_blocks_wanted) == (3, 0, 0)
@@ -62,16 +61,16 @@ def test_batch_work_rests_without_kv_and_online_work_moves(scheduling: Schedulin
     assert script.names_at("a") == [] and len(script.names_at("b")) == 3
 
 
-def test_first_come_first_served_deals_everything() -> None:
+def test_fcfs_parks_no_batch_work() -> None:
     script = merged(Scheduling.FCFS)
     assert sorted(script.names_at("a")) == ["m", "n", "o", "w"] and not script.names_at("b")
 
 
-def test_without_time_to_rest_the_leader_gets_it_at_once() -> None:
+def test_without_parking_time_batch_work_moves_at_once() -> None:
     assert sorted(merged(shelf_max_s=0.0).names_at("a")) == ["m", "n", "o", "w"]
 
 
-def test_it_goes_on_when_its_worker_leads_again() -> None:
+def test_parked_work_resumes_when_its_worker_leads_again() -> None:
     script = merged()
     script.change(SPLIT)
     assert sorted(script.names_at("b")) == ["m", "n", "w"]
@@ -79,7 +78,7 @@ def test_it_goes_on_when_its_worker_leads_again() -> None:
     assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
 
 
-def test_a_group_that_stays_merged_gets_it() -> None:
+def test_a_group_that_stays_merged_takes_parked_work() -> None:
     script = merged()
     due_s = script.members["b"].parked_due_s
     assert due_s == pytest.approx(60.0, abs=1.0)
@@ -88,10 +87,10 @@ def test_a_group_that_stays_merged_gets_it() -> None:
     script.settle()
     assert len(script.names_at("b")) == 3
     script.now_s = due_s
-    found = script.turn("b")
-    assert not found and script.members["b"].phase is MemberPhase.ADOPTING
+    commands = script.turn("b")
+    assert not commands and script.members["b"].phase is MemberPhase.ADOPTING
     sent = [frame for _, frame in script.ways["b", "a"] if isinstance(frame, Adopt)]
-    assert [one.sequence.request.request_id for one in sent] == ["m", "n", "w"], "oldest first"
+    assert [frame.sequence.request.request_id for frame in sent] == ["m", "n", "w"], "oldest first"
     script.settle()
     assert script.names_at("b") == [] and script.members["b"].parked_due_s is None
     assert sorted(script.names_at("a")) == ["m", "n", "o", "w"]
@@ -99,7 +98,7 @@ def test_a_group_that_stays_merged_gets_it() -> None:
     assert script.names_at("a") == []
 
 
-def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
+def test_parking_time_continues_through_a_change_of_the_same_leader() -> None:
     script = Script("abc", scheduling=Scheduling.PRIORITY).change(groups(1, "a", "b", "c"))
     script.ask("b", "m", 8, service=BATCH)
     script.change(groups(2, "ab"))
@@ -109,7 +108,7 @@ def test_the_time_goes_on_through_a_change_of_the_same_leader() -> None:
     assert script.names_at("b") == ["m"] and script.members["b"].parked_due_s == due_s
 
 
-def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_split() -> None:
+def test_a_continuing_leader_keeps_batch_work_until_a_split() -> None:
     script = Script("ab", scheduling=Scheduling.PRIORITY).change(APART)
     for name in "mn":
         script.ask("a", name, 8, service=BATCH)
@@ -119,13 +118,13 @@ def test_a_leader_that_goes_on_leading_keeps_its_batch_work_and_deals_it_in_a_sp
     assert (script.names_at("a"), script.names_at("b")) == (["m"], ["n"])
 
 
-def test_a_worker_that_is_leaving_hands_it_over() -> None:
+def test_a_leaving_worker_hands_over_parked_work() -> None:
     script = merged()
     script.change(leaving(3, "b"))
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "n", "o", "w"]
 
 
-def test_it_can_be_aborted_while_it_rests() -> None:
+def test_parked_work_can_be_aborted() -> None:
     script = merged()
     script.do("b", RequestAborted(1.0, "m"))
     assert sorted(script.names_at("b")) == ["n", "w"]
@@ -134,8 +133,8 @@ def test_it_can_be_aborted_while_it_rests() -> None:
     assert script.members["b"].parked_due_s is None
 
 
-def rest_returnable() -> Script:
-    """ "r" may go elsewhere and has not begun, when "b" stops leading; nor has "w"."""
+def park_returnable() -> Script:
+    """ "r" is returnable and not started when "b" stops leading; "w" is not started either."""
     script = Script("ab", scheduling=Scheduling.SLO, shelf_max_s=60.0).change(APART)
     script.ask("b", "m", 8, service=BATCH)
     script.launch("b")
@@ -147,23 +146,26 @@ def rest_returnable() -> Script:
     return script
 
 
-def test_what_has_not_begun_goes_back_to_the_scheduler() -> None:
-    """There is room at its worker, which plans nothing; another group may have time for it."""
-    script = rest_returnable()
+def test_unstarted_work_returns_to_the_scheduler() -> None:
+    """Its worker has room but plans nothing; another group may have time for it."""
+    script = park_returnable()
     member = script.members["b"]
     assert sorted(script.names_at("b")) == ["m", "r", "w"]
     assert member.requeue_due_s == REQUEUE_AFTER_S
     assert script.do("b", RequeueChecked(REQUEUE_AFTER_S - 0.01)) == []
-    (told,) = script.do("b", RequeueChecked(REQUEUE_AFTER_S))
-    assert isinstance(told, RefuseRequest) and (told.request_id, told.returned) == ("r", True)
+    (refusal,) = script.do("b", RequeueChecked(REQUEUE_AFTER_S))
+    assert isinstance(refusal, RefuseRequest) and (refusal.request_id, refusal.returned) == (
+        "r",
+        True,
+    )
     assert sorted(script.names_at("b")) == ["m", "w"] and member.requeue_due_s is None
     script.change(SPLIT)
     script.run("b")
     assert script.names_at("b") == []
 
 
-def test_what_the_leader_has_got_does_not_go_back() -> None:
-    script = rest_returnable()
+def test_work_taken_by_the_leader_is_not_returned() -> None:
+    script = park_returnable()
     script.now_s = script.members["b"].parked_due_s
     script.settle()
     assert script.names_at("b") == [] and sorted(script.names_at("a")) == ["m", "r", "w"]
@@ -171,7 +173,7 @@ def test_what_the_leader_has_got_does_not_go_back() -> None:
         assert script.members[name].requeue_due_s is None
 
 
-def test_it_goes_on_at_its_worker_when_the_leader_is_lost() -> None:
+def test_parked_work_resumes_at_its_worker_when_the_leader_is_lost() -> None:
     script = merged()
     script.lose("a")
     script.hear(groups(3, "b"))

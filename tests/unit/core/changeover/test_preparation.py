@@ -1,4 +1,4 @@
-"""A member gets ready for other groups, or says why it cannot, and is then as it was."""
+"""A member prepares for other groups, or refuses with a reason and is unchanged."""
 
 import pytest
 
@@ -15,17 +15,19 @@ NEXT = groups(3, "a", "b")
 
 
 def refusals(commands: list[vocabulary.Command]) -> list[str | None]:
-    return [one.refusal for one in commands if isinstance(one, vocabulary.EndPreparation)]
+    return [
+        command.refusal for command in commands if isinstance(command, vocabulary.EndPreparation)
+    ]
 
 
 def capacities(script: Script) -> list[int]:
-    """What "b" has yet to tell "a" of its blocks."""
+    """The reports of blocks that "b" has yet to send to "a"."""
     frames = [frame for _, frame in script.ways["b", "a"]]
     return [frame.blocks for frame in frames if isinstance(frame, Capacity)]
 
 
 def fetching(script: Script) -> vocabulary.RestoreSlab:
-    """Have "b" make room for its first slab."""
+    """Make "b" free memory for its first slab."""
     while not isinstance(script.steps["b"], vocabulary.RestoreSlab):
         script.go_on("b")
         script.settle()
@@ -35,15 +37,15 @@ def fetching(script: Script) -> vocabulary.RestoreSlab:
 
 
 def fetch_all(script: Script, name: str) -> list[vocabulary.Command]:
-    found: list[vocabulary.Command] = []
+    commands: list[vocabulary.Command] = []
     while name in script.steps:
-        found += script.go_on(name)
+        commands += script.go_on(name)
         script.settle()
-    return found
+    return commands
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_one_attempt_at_a_time(begun: bool) -> None:
+def test_attempts_are_exclusive(begun: bool) -> None:
     script = Script("ab")
     script.hear(groups(1, "a", "b"))
     if begun:
@@ -58,10 +60,9 @@ def test_one_attempt_at_a_time(begun: bool) -> None:
 
 
 @pytest.mark.parametrize(("members", "epoch"), [("ab", 3), ("abc", 10)])
-def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, epoch: int) -> None:
-    """As where a member dies while its group is made anew, or is to merge with one of high epochs.
-
-    The survivors are asked for their layers as soon as they have groups of their own.
+def test_an_attempt_outdated_by_a_commit_blocks_nothing(members: str, epoch: int) -> None:
+    """For example, a member dies while its group is rebuilt or is to merge with a group of high
+    epochs. The survivors are asked for their layers once they have groups of their own.
     """
     script = Script("abc").change(groups(1, "a", "b"))
     script.hear(groups(2, "ab"))
@@ -74,7 +75,7 @@ def test_an_attempt_that_a_commit_has_outdated_is_in_nobodys_way(members: str, e
 
 
 def cut_amid_a_merge() -> Script:
-    """ "b" and "c" have lost "a", of whose requests they have yet to get the KV."""
+    """ "b" and "c" have lost "a" before they got the KV of its requests."""
     script = Script("abc").change(groups(1, "a", "b", "c"))
     for leader in "abc":
         script.ask(leader, f"of {leader}", 6)
@@ -86,7 +87,7 @@ def cut_amid_a_merge() -> Script:
     return script
 
 
-def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
+def test_a_change_stalled_by_a_loss_does_not_delay_an_attempt() -> None:
     script = cut_amid_a_merge()
     script.do("b", vocabulary.PreparationAsked("again", groups(3, "abc")))
     assert refusals(script.turn("b")) == [], "what the others owe may still come"
@@ -96,15 +97,17 @@ def test_a_change_that_a_loss_keeps_from_ending_holds_no_attempt_up() -> None:
     assert refusals(script.turn("b")) == [UNFINISHED]
 
 
-def test_an_attempt_waits_for_what_another_group_of_the_split_has_to_fetch() -> None:
-    """The lost connection is not needed for that, so both members wait for its end."""
+def test_an_attempt_waits_for_fetches_of_the_other_split_group() -> None:
+    """The lost connection is not needed, so both members wait until the fetches end."""
     script = Script("abcd", blocks=64).change(groups(1, "abcd"))
     for number in range(4):
         script.ask("a", f"r{number}", 6)
     script.advance("a")
     script.transfers_run = False
     script.change(groups(2, "ab", "cd"))
-    while arriving := [t for t, one in script.sending.items() if one.transfer.destination in "ab"]:
+    while arriving := [
+        t for t, sending in script.sending.items() if sending.transfer.destination in "ab"
+    ]:
         for transfer in arriving:
             script.end_transfer(transfer)
         script.settle()
@@ -131,7 +134,7 @@ def test_an_attempt_waits_for_a_configuration_that_follows_the_loss() -> None:
     assert script.steps["b"] == vocabulary.ConnectMembers("restored")
 
 
-def test_a_member_that_cannot_be_reached_is_named() -> None:
+def test_an_unreachable_member_is_named() -> None:
     script = restoring("b")
     commands = script.go_on("b", unreachable="a")
     assert refusals(commands) == ["a cannot be reached for transfers"]
@@ -139,7 +142,7 @@ def test_a_member_that_cannot_be_reached_is_named() -> None:
     assert vocabulary.UndoRestore("t") not in commands, "nothing has been done to the memory"
 
 
-def test_there_must_be_room_beside_what_returns() -> None:
+def test_restored_layers_and_used_blocks_must_both_fit() -> None:
     script = restoring("b")
     machine = script.members["b"]
     machine.handle(vocabulary.MembersConnected("t"))
@@ -147,7 +150,7 @@ def test_there_must_be_room_beside_what_returns() -> None:
     assert refusals(commands) == [NO_ROOM]
 
 
-def test_a_restore_that_fails_is_taken_back() -> None:
+def test_a_failed_restore_is_rolled_back() -> None:
     script = restoring("b")
     before = script.memories["b"].num_blocks
     step = fetching(script)
@@ -163,7 +166,7 @@ def test_a_restore_that_fails_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("attempt", ["t", "another"])
-def test_an_abort_ends_the_attempt_of_that_name(attempt: str) -> None:
+def test_an_abort_ends_the_named_attempt(attempt: str) -> None:
     script = restoring("b")
     fetching(script)
     commands = script.do("b", vocabulary.PreparationAborted(attempt))
@@ -181,7 +184,7 @@ def test_an_attempt_that_waits_for_the_last_change_is_aborted_silently() -> None
     assert not script.steps and script.members["b"].settled
 
 
-def test_what_a_member_sent_not_whole_comes_from_the_folder() -> None:
+def test_incomplete_slabs_of_a_member_come_from_the_folder() -> None:
     script = restoring("b")
     first = fetching(script)
     assert first.holder == "a"
@@ -216,7 +219,7 @@ def test_late_answers_have_no_effect() -> None:
     assert script.do("b", vocabulary.RestoreFailed("too late")) == []
 
 
-def test_what_was_prepared_is_used() -> None:
+def test_prepared_layers_are_used() -> None:
     """Both get their layers back; KV of running requests moves below the limit first."""
     script = restoring("a", "b", blocks=8)
     for name in "rst":
@@ -252,7 +255,7 @@ def test_an_attempt_for_a_later_change_waits_on(later: bool) -> None:
     assert ("a" in script.steps) is later
 
 
-def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
+def test_a_stage_with_enough_memory_gives_up_no_block() -> None:
     script = restoring("b")
     machine = script.members["b"]
     blocks = machine.planner.pool.usable
@@ -263,7 +266,7 @@ def test_a_stage_with_room_for_what_returns_gives_no_block_up() -> None:
     assert not capacities(script)
 
 
-def test_a_member_that_fails_again_and_again_is_not_asked_any_more(
+def test_a_repeatedly_failing_member_is_excluded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slab_sources, "FAILURES_MAX", 1)
@@ -276,7 +279,7 @@ def test_a_member_that_fails_again_and_again_is_not_asked_any_more(
     assert second.slab != first.slab and second.holder == ""
 
 
-def test_a_survivor_keeps_what_it_has_verified_for_the_next_attempt() -> None:
+def test_a_survivor_keeps_verified_slabs_for_the_next_attempt() -> None:
     script = restoring()
     survivor = (GroupStages("g-b", 3, (Stage("b", LAYERS // 2, LAYERS),)),)
     script.do("b", vocabulary.ConfigurationCommitted(script.now_s, survivor))

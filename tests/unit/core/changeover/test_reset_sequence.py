@@ -1,4 +1,4 @@
-"""A sequence that comes back from a lost leader is held until its KV is freed where it was."""
+"""A sequence returned from a lost leader is held until its KV is freed there."""
 
 from services.core.planner.config import IterationConfig
 from services.core.planner.configuration_events import (
@@ -26,4 +26,4 @@ def test_a_leader_agrees_with_itself_while_blocks_of_a_reset_sequence_are_freed(
     planner.handle(BlocksReleased("r"))
     planner.handle(SequenceResumed("r"))
     planner.sequence_table.check_invariants()
-    assert [one.seq_id for one in planner.waiting] == ["r"]
+    assert [sequence.seq_id for sequence in planner.waiting] == ["r"]

@@ -1,4 +1,4 @@
-"""A worker that shuts down returns requests only when it serves alone, outside of a change."""
+"""A worker that shuts down returns requests only while it serves alone, outside of a change."""
 
 from services.core.changeover.state import MemberPhase
 from services.core.planner.events import DrainContinued, RefuseRequest

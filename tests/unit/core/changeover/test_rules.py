@@ -1,4 +1,4 @@
-"""Each rule of a change-over is needed: without it, a scenario goes wrong."""
+"""Each rule of a change-over is needed: without it, a scenario fails."""
 
 import pytest
 

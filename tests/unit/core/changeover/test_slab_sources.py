@@ -1,4 +1,4 @@
-"""A slab is restored from the best of its sources, and from another one if that fails."""
+"""A slab is restored from its best source, and from another after a failure."""
 
 import random
 from collections.abc import Callable
@@ -22,25 +22,25 @@ ALL = frozenset(SLABS)
 
 
 def next_of(slabs: SlabSources, *, intact: bool) -> SlabSource:
-    """The source of the only slab in progress, which ends."""
+    """The source of the only slab in progress, which is then completed."""
     ((slab, source),) = slabs.start()
     assert slabs.end(slab, intact)
     return source
 
 
-def test_each_source_follows_one_that_failed() -> None:
+def test_sources_are_tried_in_order_after_failures() -> None:
     slabs = SlabSources(SLABS[:1], frozenset(SLABS), {"b": ALL, "c": ALL})
     assert [next_of(slabs, intact=False) for _ in range(4)] == [COPY, B, C, FOLDER]
 
 
-def test_a_holder_that_fails_often_is_not_asked_again() -> None:
+def test_a_holder_that_fails_often_is_excluded() -> None:
     slabs = SlabSources(SLABS[:], holders={"b": ALL})
-    found = []
+    sources_seen = []
     while not slabs.all_restored:
         ((slab, source),) = slabs.start()
-        found.append(source)
+        sources_seen.append(source)
         slabs.end(slab, source == FOLDER)
-    assert found.count(B) == FAILURES_MAX and found.count(FOLDER) == len(SLABS)
+    assert sources_seen.count(B) == FAILURES_MAX and sources_seen.count(FOLDER) == len(SLABS)
 
 
 def test_slabs_come_from_several_holders_at_the_same_time() -> None:
@@ -60,12 +60,12 @@ def test_the_folder_is_read_beside_a_busy_holder() -> None:
     assert list(slabs.start()) == [(SLABS[0], B), (SLABS[1], B), (SLABS[2], FOLDER)]
 
 
-def test_an_unknown_slab_ends_nothing() -> None:
+def test_an_unknown_slab_is_ignored() -> None:
     slabs = SlabSources(SLABS[:1])
     assert not slabs.end(SLABS[0], True) and not slabs.all_restored
 
 
-def test_whatever_fails_all_slabs_are_restored() -> None:
+def test_all_slabs_are_restored_despite_failures() -> None:
     for seed in range(500):
         rng = random.Random(seed)
         copied = frozenset(rng.sample(SLABS, rng.randint(0, 6)))
@@ -84,9 +84,9 @@ def test_whatever_fails_all_slabs_are_restored() -> None:
                 if source == FOLDER:
                     failed = [name for name in holders if slab in holders[name]]
                     for name in failed:
-                        spent = sum(one.holder == name for _, one in tried) >= FAILURES_MAX
+                        spent = sum(source.holder == name for _, source in tried) >= FAILURES_MAX
                         assert spent or (slab, SlabSource(name)) in tried
-                assert source == COPY or all((slab, one) in tried for one in better)
+                assert source == COPY or all((slab, source) in tried for source in better)
                 running[slab] = source
             assert running, "nothing is in progress, and slabs are missing"
             assert len(running) <= slabs.at_once
@@ -132,10 +132,10 @@ RULES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]
         _is_always_intact,
         test_a_damaged_slab_is_restored_again_before_the_change,
     ),
-    "another source follows": (_is_always_intact, test_each_source_follows_one_that_failed),
+    "another source follows": (_is_always_intact, test_sources_are_tried_in_order_after_failures),
     "a holder has a limit of failures": (
         lambda patch: patch.setattr(slab_sources, "FAILURES_MAX", len(SLABS) + 1),
-        test_a_holder_that_fails_often_is_not_asked_again,
+        test_a_holder_that_fails_often_is_excluded,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Bubbles from intervals, and as the stages measure them themselves."""
+"""Bubbles from intervals, and as measured by the stages."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_stages_measure_a_pause_as_no_bubble() -> None:
     assert follower.total == StageTime(pipeline_busy_s=4.0, pipeline_bubble_s=3.0)
 
 
-def test_a_configuration_that_begins_forgets_what_was_in_flight() -> None:
+def test_a_new_configuration_forgets_microbatches_in_flight() -> None:
     meter = BubbleMeter()
     meter.note_launch(1, 0.0)
     meter.note_run(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Measured beside predicted time of iterations."""
+"""Measured and predicted iteration times."""
 
 from services.core.cost.iteration_time import IterationMeter, IterationTime
 from services.core.cost.model import CostModel
@@ -6,7 +6,7 @@ from services.core.cost.model import CostModel
 MODEL = CostModel(alpha=0.0, beta=1.0, gamma=2.0, lam=1.0)
 
 
-def test_phases_are_counted_apart() -> None:
+def test_phases_are_counted_separately() -> None:
     meter = IterationMeter(MODEL)
     meter.add(((10, 1), (20, 1)), 7.0, share=1.0)
     meter.add(((10, 1), (0, 4)), 10.0, share=1.0)
@@ -16,7 +16,7 @@ def test_phases_are_counted_apart() -> None:
     )
 
 
-def test_without_a_cost_model_there_is_nothing_to_compare_with() -> None:
+def test_no_comparison_exists_without_a_cost_model() -> None:
     meter = IterationMeter(None)
     assert meter.add(((0, 4),), 1.0, share=1.0) == 0.0
     assert meter.total == IterationTime()

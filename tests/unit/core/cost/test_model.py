@@ -1,4 +1,4 @@
-"""The cost model: its sums, and that a fit finds the coefficients that made the samples."""
+"""The cost model: its terms, and recovery of coefficients by a fit."""
 
 from dataclasses import replace
 from random import Random
@@ -47,24 +47,24 @@ def random_model(rng: Random, apart: bool) -> CostModel:
 
 
 def bent(model: CostModel) -> CostModel:
-    """With a knee, beyond which a token costs three times as much."""
+    """A model with a knee, beyond which a token costs three times as much."""
     return replace(model, knee=64, mu=2 * model.beta)
 
 
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 5), (7, 1), (7, 5)])
-def test_pairs_are_those_of_causal_attention(prefix: int, new: int) -> None:
+def test_attention_pairs_are_causal(prefix: int, new: int) -> None:
     visited = sum(1 for row in range(new) for key in range(prefix + new) if key <= prefix + row)
     assert pairs(prefix, new) == visited
 
 
-def test_a_batch_shares_what_is_loaded_once() -> None:
+def test_weights_are_loaded_once_per_batch() -> None:
     assert MODEL.batch_s([]) == 0
     assert MODEL.batch_s([(0, 256)]) == MODEL.chunk_s(0, 256)
     two = MODEL.chunk_s(0, 64) + MODEL.chunk_s(400, 1) - MODEL.lam
     assert MODEL.batch_s([(0, 64), (400, 1)]) == pytest.approx(two)
 
 
-def test_what_is_beyond_the_knee_costs_more() -> None:
+def test_tokens_beyond_the_knee_cost_more() -> None:
     model = replace(MODEL, knee=10, mu=0.5)
     assert model.batch_s([(0, 6), (9, 4)]) == MODEL.batch_s([(0, 6), (9, 4)])
     assert model.batch_s([(0, 6), (9, 1), (7, 5)]) == pytest.approx(
@@ -80,12 +80,12 @@ def test_what_is_beyond_the_knee_costs_more() -> None:
 def test_a_fit_finds_the_knee(seed: int, apart: bool) -> None:
     rng = Random(seed)
     model = bent(replace(random_model(rng, apart), alpha=1e-9))
-    found = fit(random_samples(model, rng, 80))
-    assert mean_relative_error(found, random_samples(model, rng, 50)) < 1e-6
-    assert found.knee == 64 and found.mu == pytest.approx(model.mu, rel=1e-3)
+    fitted = fit(random_samples(model, rng, 80))
+    assert mean_relative_error(fitted, random_samples(model, rng, 50)) < 1e-6
+    assert fitted.knee == 64 and fitted.mu == pytest.approx(model.mu, rel=1e-3)
 
 
-def test_decode_has_its_own_coefficients_if_any() -> None:
+def test_decode_uses_its_own_coefficients_if_present() -> None:
     model = CostModel(1.0, 2.0, 3.0, 0.0, Coefficients(0.1, 0.2, 0.3))
     assert model.chunk_s(9, 1) == pytest.approx(0.1 * 10 + 0.2 + 0.3)
     assert model.chunk_s(9, 2) == pytest.approx(1.0 * 21 + 2.0 * 2 + 3.0)
@@ -97,47 +97,47 @@ def test_a_fit_recovers_the_model(seed: int, apart: bool) -> None:
     rng = Random(seed)
     model = random_model(rng, apart)
     samples = random_samples(model, rng, 80)
-    found = fit(samples)
+    fitted = fit(samples)
     unseen = random_samples(model, rng, 50)
-    assert mean_relative_error(found, unseen) < 1e-6
+    assert mean_relative_error(fitted, unseen) < 1e-6
     if apart:
-        assert found.decode is not None
-        assert found.decode.alpha == pytest.approx(model.decode and model.decode.alpha, rel=1e-4)
-    assert found.alpha == pytest.approx(model.alpha, rel=1e-3)
-    assert found.beta == pytest.approx(model.beta, rel=1e-3)
+        assert fitted.decode is not None
+        assert fitted.decode.alpha == pytest.approx(model.decode and model.decode.alpha, rel=1e-4)
+    assert fitted.alpha == pytest.approx(model.alpha, rel=1e-3)
+    assert fitted.beta == pytest.approx(model.beta, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_noisy_samples_give_a_model_that_makes_sense(seed: int) -> None:
+def test_noisy_samples_fit_a_plausible_model(seed: int) -> None:
     rng = Random(seed)
     model = random_model(rng, apart=seed % 2 == 0)
     samples = random_samples(model, rng, 60, noise=0.1)
     for fit_one in (fit, fit_together, fit_apart):
-        found = fit_one(samples)
-        values = [found.alpha, found.beta, found.gamma, found.lam, found.kappa]
+        fitted = fit_one(samples)
+        values = [fitted.alpha, fitted.beta, fitted.gamma, fitted.lam, fitted.kappa]
         assert all(value >= 0 for value in values)
-        assert found.lam <= found.gamma
-        if found.decode is not None:
-            assert found.lam <= found.decode.gamma
+        assert fitted.lam <= fitted.gamma
+        if fitted.decode is not None:
+            assert fitted.lam <= fitted.decode.gamma
     assert mean_relative_error(fit(samples), random_samples(model, rng, 50)) < 0.1
 
 
-def test_a_few_batches_that_fit_no_line_do_not_move_the_others() -> None:
+def test_outlier_batches_do_not_change_the_fit() -> None:
     true = CostModel(1e-6, 1e-3, 0.02, 0.015, kappa=1e-5)
     points = [((p, c),) for p in (0, 100, 500, 2000) for c in (2, 10, 40, 80, 160)]
     points += [((p, c), (p, c)) for p in (0, 500) for c in (4, 16)]
-    samples = [Sample(one, true.batch_s(one)) for one in points]
+    samples = [Sample(point, true.batch_s(point)) for point in points]
     odd = [Sample(((2000, 300),), 2 * true.batch_s(((2000, 300),)))]
     assert mean_relative_error(fit_together([*samples, *odd]), samples) < 0.005
 
 
-def test_without_decodes_there_is_one_set() -> None:
+def test_a_fit_without_decodes_has_a_single_set_of_coefficients() -> None:
     samples = [Sample(((0, c),), MODEL.chunk_s(0, c)) for c in (2, 8, 32, 128, 256) * 3]
     assert fit(samples).decode is None
 
 
 @pytest.mark.parametrize("samples", [[], [Sample((), 1.0)], [Sample(((0, 1),), 0.0)]])
-def test_nothing_to_fit_is_an_error(samples: list[Sample]) -> None:
+def test_a_fit_without_samples_is_an_error(samples: list[Sample]) -> None:
     with pytest.raises(ValueError, match="a fit needs samples"):
         fit(samples)
 
@@ -160,7 +160,7 @@ def test_non_negative_least_squares_is_optimal(seed: int) -> None:
         assert x[column] == 0 or abs(slope) < 1e-8
 
 
-def test_columns_that_say_the_same_do_no_harm() -> None:
+def test_collinear_columns_are_handled() -> None:
     rows = [[1.0, 2.0, 0.0], [2.0, 4.0, 0.0], [3.0, 6.0, 0.0]]
     x = solve_nonnegative(rows, [1.0, 2.0, 3.0])
     assert x[0] + 2 * x[1] == pytest.approx(1.0)

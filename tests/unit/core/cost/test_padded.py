@@ -1,4 +1,4 @@
-"""What padding costs: prompts as long as the longest, and with static batches decodes, too."""
+"""Cost of padding: prompts of the greatest length and, in static batches, decodes."""
 
 import pytest
 
@@ -11,7 +11,7 @@ CHUNKS = [(100, 1), (0, 30), (40, 1), (16, 200)]
 MODEL = CostModel(alpha=1e-6, beta=1e-3, gamma=0.02, lam=0.01, kappa=1e-4)
 
 
-def test_ragged_work_costs_what_it_is() -> None:
+def test_ragged_work_has_no_padding_cost() -> None:
     assert sorted(Execution.RAGGED.chunks(CHUNKS)) == sorted(CHUNKS)
 
 
@@ -19,7 +19,7 @@ def test_padded_prompts_are_as_long_as_the_longest() -> None:
     assert Execution.PADDED.chunks(CHUNKS) == [(100, 1), (40, 1), (16, 200), (16, 200)]
 
 
-def test_static_decodes_read_as_much_as_the_longest() -> None:
+def test_static_decodes_read_the_longest_context() -> None:
     assert Execution.STATIC.chunks(CHUNKS) == [(100, 1), (100, 1), (16, 200), (16, 200)]
 
 

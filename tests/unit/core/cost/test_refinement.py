@@ -1,4 +1,4 @@
-"""A cost model learns from the iterations that a worker runs."""
+"""A cost model is refined by the iterations of a worker."""
 
 from dataclasses import replace
 from random import Random
@@ -16,14 +16,14 @@ TRUE = CostModel(
 
 
 def off_by(factor: float) -> CostModel:
-    """A sketch: prompt tokens off by `factor`, decodes by its inverse."""
+    """A rough model: prompt tokens off by `factor`, decodes by its inverse."""
     assert TRUE.decode is not None
     decode = replace(TRUE.decode, beta=TRUE.decode.beta / factor)
     return replace(TRUE, beta=TRUE.beta * factor, decode=decode)
 
 
 def served(rng: Random) -> Chunks:
-    """An iteration as a server runs them: decodes, and often a prompt."""
+    """An iteration of a server: decodes, and often a prompt."""
     decodes = tuple((rng.randint(20, 900), 1) for _ in range(rng.randint(0, 16)))
     prompt = ((rng.choice((0, 0, 200)), rng.randint(2, 200)),)
     return decodes + prompt if rng.random() < 0.4 or not decodes else decodes
@@ -43,7 +43,7 @@ def learn(
     instant: float = 0.0,
     true: CostModel = TRUE,
 ) -> None:
-    """`pauses` and `instant`: shares of iterations that take seconds more, or a 1000th."""
+    """`pauses`, `instant`: shares of iterations that take seconds longer, or a 1000th."""
     for _ in range(count):
         batch = served(rng)
         measured_s = true.batch_s(batch) * rng.uniform(1 - noise, 1 + noise)
@@ -69,7 +69,7 @@ def test_a_wrong_sketch_is_corrected(seed: int, factor: float) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("factor", [0.02, 0.1, 10.0, 50.0])
-def test_a_base_that_is_far_off_is_corrected_as_soon(factor: float, seed: int) -> None:
+def test_a_base_that_is_far_off_is_corrected_as_fast(factor: float, seed: int) -> None:
     rng = Random(seed)
     refiner = CostRefiner(TRUE.slowed(factor))
     learn(refiner, rng, 400, noise=0.05)
@@ -80,7 +80,7 @@ def test_a_base_that_is_far_off_is_corrected_as_soon(factor: float, seed: int) -
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("pauses", "instant"), [(0.05, 0.0), (0.0, 0.01), (0.05, 0.01)])
-def test_outliers_hardly_move_it(pauses: float, instant: float, seed: int) -> None:
+def test_outliers_hardly_change_the_model(pauses: float, instant: float, seed: int) -> None:
     """One of 20 iterations takes up to some hundred times as long, or one of 100 a 1000th."""
     rng = Random(seed)
     refiner = CostRefiner(TRUE)
@@ -89,7 +89,7 @@ def test_outliers_hardly_move_it(pauses: float, instant: float, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_follows_a_device_that_becomes_slower(seed: int) -> None:
+def test_the_model_follows_a_device_that_slows_down(seed: int) -> None:
     rng = Random(seed)
     refiner = CostRefiner(TRUE.slowed(0.5))
     learn(refiner, rng, 3000)
@@ -109,7 +109,7 @@ def test_a_change_of_the_device_is_followed_within_some_hundred_iterations(
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_prompts_and_decodes_in_turn_keep_what_was_learned_of_both(factor: float) -> None:
+def test_alternating_prompts_and_decodes_keep_both_fits(factor: float) -> None:
     """Neither phase alone determines the coefficients of the other."""
     rng, errors = Random(5), []
     refiner = CostRefiner(off_by(factor))
@@ -126,8 +126,8 @@ def test_prompts_and_decodes_in_turn_keep_what_was_learned_of_both(factor: float
     assert sorted(errors[2000:])[1800] < 0.05
 
 
-def test_what_the_load_does_not_show_stays_as_the_base_says() -> None:
-    """Decodes alone, twice as slow: prompts keep about their predicted time."""
+def test_coefficients_without_samples_keep_the_base_value() -> None:
+    """Decodes only, twice as slow: prompts keep about their predicted time."""
     refiner, rng = CostRefiner(TRUE), Random(1)
     for _ in range(2000):
         batch = tuple((rng.randint(20, 900), 1) for _ in range(rng.randint(1, 16)))
@@ -140,7 +140,7 @@ def test_what_the_load_does_not_show_stays_as_the_base_says() -> None:
     assert refiner.model.batch_s(decodes) == pytest.approx(2 * TRUE.batch_s(decodes), rel=0.1)
 
 
-def test_a_model_that_predicts_well_stays() -> None:
+def test_an_accurate_model_is_unchanged() -> None:
     refiner, rng = CostRefiner(TRUE), Random(2)
     for _ in range(FIRST_REFIT):
         batch = served(rng)
@@ -174,15 +174,15 @@ def test_a_refinement_begins_again_from_a_new_profile() -> None:
     assert not differ(refiner.model, TRUE, 0.05)
 
 
-def test_changes_are_seen_in_any_batch() -> None:
+def test_changes_are_detected_in_any_batch() -> None:
     assert not differ(TRUE, TRUE.slowed(1.02), 0.03)
     assert differ(TRUE, TRUE.slowed(1.04), 0.03)
     assert differ(TRUE, replace(TRUE, beta=2 * TRUE.beta), 0.2), "prompts only"
     assert all(TRUE.batch_s(batch) > 0 for batch in PRIOR_BATCHES)
 
 
-def test_an_iteration_costs_few_microseconds() -> None:
-    """Its refits included. The bound is generous: tests run on busy machines."""
+def test_the_update_takes_few_microseconds() -> None:
+    """Including refits. The bound is generous, as tests run on busy machines."""
     refiner, rng = CostRefiner(TRUE), Random(4)
     batches = [served(rng) for _ in range(512)]
     costs = [(batch, TRUE.batch_s(batch)) for batch in batches]

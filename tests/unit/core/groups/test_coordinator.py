@@ -54,7 +54,7 @@ def split(*names: str) -> Targets:
 
 
 class Cluster:
-    """A coordinator that leads, a store, and members that do as they are told here."""
+    """A leading coordinator, a store, and members that are controlled by the test."""
 
     def __init__(self, config: CoordinatorConfig = CONFIG, names: Iterable[str] = NAMES) -> None:
         self.state = CoordinatorState(config)
@@ -122,15 +122,15 @@ class Cluster:
         self.write_all()
 
     def serve(self, *names: str) -> None:
-        """These workers serve their newest configuration."""
+        """These workers apply their newest configuration."""
         for name in names or NAMES:
             if (stored := self.store.assignments.get(name)) is not None:
                 self.epochs[name] = stored.assignment.epoch
 
-    def look(self) -> None:
-        """All looks that are due."""
-        due = [one for one in self.looks if one[0] <= self.now_s]
-        self.looks = [one for one in self.looks if one[0] > self.now_s]
+    def poll(self) -> None:
+        """Run all due polls."""
+        due = [look for look in self.looks if look[0] <= self.now_s]
+        self.looks = [look for look in self.looks if look[0] > self.now_s]
         for _, command in due:
             seen = tuple(
                 MemberStatus(name, self.epochs.get(name, 0), name not in self.unsettled)
@@ -141,7 +141,7 @@ class Cluster:
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.feed(TimePassed(self.now_s))
-        self.look()
+        self.poll()
 
 
 @pytest.fixture
@@ -165,8 +165,8 @@ def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -
     assert merging.steps["c"] == [PREPARING]
     merging.commit_all()
     merging.unsettled.add("w1")
-    merging.look()
-    assert merging.steps["c"] == [PREPARING, COMMITTED], "nobody serves it yet"
+    merging.poll()
+    assert merging.steps["c"] == [PREPARING, COMMITTED], "no member serves it yet"
     merging.serve("w0")
     merging.pass_time(0.2)
     assert merging.steps["c"] == [PREPARING, COMMITTED], "w1 does not serve it yet"
@@ -179,7 +179,7 @@ def test_a_change_is_followed_until_its_members_have_settled(merging: Cluster) -
     assert merging.looks == []
 
 
-def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other(cluster: Cluster) -> None:
+def test_only_waiting_and_preparing_changes_can_be_cancelled(cluster: Cluster) -> None:
     for number, names in enumerate((("w0", "w1"), ("w2", "w3"), ("w4", "w5"))):
         cluster.ask(f"c{number}", merge(*names))
     cluster.write_all()
@@ -195,7 +195,7 @@ def test_a_change_that_waits_or_prepares_can_be_called_off_and_no_other(cluster:
     assert len(cluster.store.groups["group-w0"].group.members) == 1
 
 
-def test_what_cannot_be_has_failed_at_once(cluster: Cluster) -> None:
+def test_an_impossible_change_fails_at_once(cluster: Cluster) -> None:
     cluster.ask("c", merge("w0", "unknown"))
     assert cluster.steps["c"] == [FAILED]
     assert "unknown is not registered" in cluster.messages["c"]
@@ -220,7 +220,7 @@ def test_a_member_that_does_not_change_over_fails_the_change_but_not_the_commit(
     assert len(merging.store.groups["group-w0"].group.members) == 2
 
 
-def test_kv_that_moves_for_too_long_is_left_to_its_members(merging: Cluster) -> None:
+def test_a_slow_kv_move_is_left_to_the_members(merging: Cluster) -> None:
     merging.commit_all()
     merging.serve()
     merging.unsettled.add("w0")
@@ -240,12 +240,12 @@ def test_a_change_waits_for_a_write_that_is_under_way(merging: Cluster) -> None:
     group = merging.store.groups["group-w1"].group
     merging.store.groups["group-w1"] = StoredGroup(group, merging.store.revision)
     merging.write(mark)
-    assert merging.steps["c"] == [PREPARING, FAILED], "somebody else has written"
+    assert merging.steps["c"] == [PREPARING, FAILED], "another writer came first"
     merging.pass_time(0.2)
     assert merging.steps["d"] == [PREPARING]
 
 
-def test_it_does_not_wait_for_ever(merging: Cluster) -> None:
+def test_waiting_for_a_write_times_out(merging: Cluster) -> None:
     merging.ask("d", merge("w0", "w2"))
     for _ in range(30):
         merging.pass_time(0.2)
@@ -253,7 +253,7 @@ def test_it_does_not_wait_for_ever(merging: Cluster) -> None:
     assert merging.messages["d"] == "the groups are being changed; try again in a moment"
 
 
-def test_without_an_answer_of_the_store_the_change_ends(merging: Cluster) -> None:
+def test_a_change_ends_without_an_answer_of_the_store(merging: Cluster) -> None:
     for _ in range(41):
         merging.pass_time(1.0)
     assert merging.steps["c"] == [PREPARING, FAILED]
@@ -262,14 +262,14 @@ def test_without_an_answer_of_the_store_the_change_ends(merging: Cluster) -> Non
     assert merging.steps["c"] == [PREPARING, FAILED], "its attempt was committed late"
 
 
-def test_changes_wait_for_their_turn_but_not_those_by_hand(cluster: Cluster) -> None:
+def test_automatic_changes_are_queued_and_manual_ones_are_not(cluster: Cluster) -> None:
     pairs = [("w0", "w1"), ("w2", "w3"), ("w4", "w5")]
     for pair in pairs:
         cluster.ask("+".join(pair), merge(*pair))
     cluster.ask("by hand", merge("w6", "w7"), urgent=True)
     assert set(cluster.steps) == {"w0+w1", "w2+w3", "by hand"}
     cluster.commit_all()
-    cluster.look()
+    cluster.poll()
     assert "w4+w5" not in cluster.steps, "their members have not changed over"
     cluster.serve("w0", "w1", "w6", "w7")
     cluster.unsettled = {"w0"}
@@ -285,14 +285,14 @@ def test_a_lost_leadership_fails_every_change_that_is_not_committed(merging: Clu
     assert not merging.state.leads
     assert merging.steps["d"] == [PREPARING, FAILED]
     merging.serve()
-    merging.look()
+    merging.poll()
     assert merging.steps["c"][-1] is SETTLED
 
 
 def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
     merging.commit_all()
     merging.serve()
-    merging.look()
+    merging.poll()
     merging.store.expire("w1")
     merging.feed(merging.store.listing(merging.now_s))
     merging.write_all()
@@ -300,12 +300,12 @@ def test_survivors_are_followed_without_a_request(merging: Cluster) -> None:
     assert merging.state.change_of(prepare.attempt) == prepare.attempt
     merging.commit_all()
     merging.serve()
-    merging.look()
+    merging.poll()
     assert merging.steps[prepare.attempt] == [COMMITTED, STABLE, SETTLED]
 
 
 class Chaos(Cluster):
-    """Anything may happen next."""
+    """A cluster with random events."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -340,7 +340,7 @@ class Chaos(Cluster):
     def _answer(self) -> None:
         if self.prepares:
             command = self.rng.choice(self.prepares)
-            members = [one for source in command.sources for one in source.group.members]
+            members = [member for source in command.sources for member in source.group.members]
             name = self.rng.choice(members).worker_id
             self.answer(command.attempt, name, self.rng.random() < 0.9)
 
@@ -360,7 +360,7 @@ class Chaos(Cluster):
             self.feed(LeadershipChanged(self.now_s, self.store.elect()))
 
     def finish(self) -> None:
-        """No more faults, and every change ends by its deadline."""
+        """No further faults; every change ends by its deadline."""
         self.unsettled.clear()
         for _ in range(200):
             self.write_all()
@@ -369,7 +369,9 @@ class Chaos(Cluster):
             self.pass_time(1.0)
 
 
-def test_every_change_ends_once_and_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_ends_once_and_follows_the_state_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: set[tuple[ChangePhase, ChangePhase]] = set()
     enter = coordinator._Change.enter
 
@@ -386,6 +388,6 @@ def test_every_change_ends_once_and_by_the_table(monkeypatch: pytest.MonkeyPatch
         assert chaos.asked > 5
         for number in range(chaos.asked):
             steps = chaos.steps[f"c{number + 1}"]
-            assert [one for one in steps if one in ENDED] == steps[-1:], (seed, number, steps)
+            assert [step for step in steps if step in ENDED] == steps[-1:], (seed, number, steps)
         assert chaos.looks == []
     assert seen == TRANSITIONS, "each transition happens, and no other"

@@ -1,4 +1,4 @@
-"""Records of workers that have gone for good: when they go, and what stays of them."""
+"""Records of permanently lost workers: when they are removed, and what remains."""
 
 import pytest
 
@@ -36,7 +36,7 @@ class Store:
         self.state = self.leader(token)
 
     def leader(self, token: int) -> GroupState:
-        """A memory manager that knows nothing yet."""
+        """A memory manager that has read nothing yet."""
         state = GroupState(ProtocolConfig(gone_after_s=GONE_AFTER_S))
         state.handle(LeadershipChanged(0.0, token))
         return state
@@ -46,7 +46,7 @@ class Store:
         self.workers[name] = Worker(name, incarnation, "m", LAYERS, self.revision)
 
     def left_behind(self, name: str, epoch: int) -> None:
-        """What a worker that has gone leaves."""
+        """The records of a departed worker."""
         tombstone = Group(f"group-{name}", epoch, GroupPhase.DISSOLVED, (), "m")
         assignment = Assignment(name, f"{name}-a", "", epoch, 0, LAYERS)
         self.groups[f"group-{name}"] = StoredGroup(tombstone, self.revision)
@@ -72,8 +72,8 @@ class Store:
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
-        for one in command.assignments:
-            self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
+        for assignment in command.assignments:
+            self.assignments[assignment.worker_id] = StoredAssignment(assignment, self.revision)
         for name in command.removed_workers:
             self.assignments.pop(name, None)
             self.groups.pop(f"group-{name}", None)
@@ -94,7 +94,7 @@ def store() -> Store:
     return Store()
 
 
-def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_epochs(
+def test_a_long_departed_worker_is_forgotten_above_all_its_epochs(
     store: Store,
 ) -> None:
     store.left_behind("w0", epoch=41)
@@ -113,7 +113,7 @@ def test_a_worker_that_is_gone_for_long_is_forgotten_at_a_floor_above_all_its_ep
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(
+def test_a_returning_worker_gets_an_epoch_above_all_it_has_seen(
     store: Store, restarted: bool
 ) -> None:
     store.left_behind("w0", epoch=41)
@@ -125,10 +125,10 @@ def test_a_worker_that_comes_back_gets_an_epoch_above_all_it_has_seen(
     store.register("w0", "w0-b")
     (settlement,) = store.read(GONE_AFTER_S + 1)
     assert [group.epoch for group in settlement.groups] == [42]
-    assert [one.epoch for one in settlement.assignments] == [42]
+    assert [assignment.epoch for assignment in settlement.assignments] == [42]
 
 
-def test_a_worker_that_comes_back_in_time_keeps_its_records(store: Store) -> None:
+def test_a_worker_that_returns_in_time_keeps_its_records(store: Store) -> None:
     store.left_behind("w0", epoch=3)
     store.read(0.0)
     store.register("w0", "w0-b")
@@ -150,18 +150,20 @@ def test_a_floor_never_sinks(store: Store) -> None:
     store.read(0.0)
     (removal,) = store.pass_time(GONE_AFTER_S)
     assert (removal.epoch_floor, removal.floor_revision) == (99, 5)
-    store.epoch_floor = store.floor_revision = 0  # somebody has deleted it
+    store.epoch_floor = store.floor_revision = 0  # the record was deleted
     store.register("w1", "w1-a")
     (settlement,) = store.read(GONE_AFTER_S)
     assert settlement.groups[0].epoch == 100
 
 
-def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
+def test_remaining_members_are_settled_first(store: Store) -> None:
     members = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
     store.groups["group-w0"] = StoredGroup(Group("group-w0", 5, GroupPhase.STABLE, members, "m"), 9)
     for member in members:
-        one = Assignment(member.worker_id, member.incarnation, "group-w0", 5, member.first_layer)
-        store.assignments[member.worker_id] = StoredAssignment(one, 9)
+        assignment = Assignment(
+            member.worker_id, member.incarnation, "group-w0", 5, member.first_layer
+        )
+        store.assignments[member.worker_id] = StoredAssignment(assignment, 9)
     (dissolved,) = store.read(0.0)
     assert not dissolved.removed_workers
     assert store.pass_time(GONE_AFTER_S) == []
@@ -172,7 +174,7 @@ def test_the_rest_of_a_group_is_settled_first(store: Store) -> None:
     assert removal.group_revisions == {"group-w0": store.revision, "group-w1": 0}
 
 
-def test_many_are_forgotten_some_at_a_time(store: Store) -> None:
+def test_departed_workers_are_forgotten_in_batches(store: Store) -> None:
     for number in range(REMOVED_MAX + 3):
         store.left_behind(f"w{number:02}", epoch=number + 1)
     store.read(0.0)

@@ -1,4 +1,4 @@
-"""The member's fence: which requests and records it accepts."""
+"""The fence of a member: requests and records that it accepts."""
 
 from dataclasses import replace
 
@@ -38,12 +38,12 @@ def mark(call: PrepareCall) -> StoredGroup:
 
 
 def prepare(state: MemberState, call: PrepareCall = ASKED) -> None:
-    """Let the member read the mark and accept the call."""
+    """Make the member read the mark and accept the call."""
     state.observe([mark(call)])
     assert state.judge(call) == Answer(Verdict.ACCEPTED)
 
 
-def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -> None:
+def test_a_prepared_attempt_is_applied_once_committed(state: MemberState) -> None:
     prepare(state)
     assert state.observe([MARKED]) == []
     assert state.judge(ASKED).verdict is Verdict.REPLAYED
@@ -65,7 +65,7 @@ def test_what_was_prepared_is_applied_once_it_is_committed(state: MemberState) -
         ({"mod_revision": 10}, Verdict.STALE),
     ],
 )
-def test_what_is_stale_or_foreign_has_no_effect(
+def test_stale_and_foreign_records_are_ignored(
     state: MemberState, changes: dict[str, object], verdict: Verdict
 ) -> None:
     before = replace(state)
@@ -129,7 +129,7 @@ def test_a_request_waits_for_the_record_that_bears_the_mark(state: MemberState) 
 
 
 def test_layers_fetched_for_a_commit_that_was_not_seen_are_kept(state: MemberState) -> None:
-    """The target may have been committed and followed by another one before anybody looked."""
+    """The target may have been committed and superseded before the member read it."""
     prepare(state)
     later = replace(ALONE, epoch=6, phase=GroupPhase.DEGRADED)
     assert state.observe([StoredGroup(later, 50)]) == [Apply(later, superseded="7-1")]
@@ -167,8 +167,8 @@ def merged(state: MemberState) -> MemberState:
     return state
 
 
-def test_a_configuration_with_layers_that_it_lacks_is_not_followed(merged: MemberState) -> None:
-    """As a coordinator writes it that knows neither the group nor the assignment."""
+def test_a_configuration_with_missing_layers_is_not_applied(merged: MemberState) -> None:
+    """A coordinator that knows neither the group nor the assignment writes such a record."""
     whole = replace(ALONE, epoch=9)
     assert merged.observe([StoredGroup(whole, 40)]) == []
     half = replace(whole, phase=GroupPhase.DEGRADED, members=(Member("w0", "a", 0, 2),))
@@ -227,7 +227,9 @@ def test_an_attempt_id_that_is_assigned_again_is_another_attempt(state: MemberSt
         (replace(OWN, epoch=6, incarnation="z"), False),
     ],
 )
-def test_which_assignments_agree(merged: MemberState, stored: Assignment, agrees: bool) -> None:
+def test_assignments_agree_with_epoch_and_layers(
+    merged: MemberState, stored: Assignment, agrees: bool
+) -> None:
     assert merged.agrees(stored) == agrees
 
 
@@ -238,7 +240,7 @@ def test_an_assignment_that_the_coordinator_removed_is_not_restored() -> None:
     assert not is_removed(OWN, replace(OWN, incarnation="z", epoch=3), epoch_floor=0)
 
 
-def test_the_next_epoch_is_above_a_restored_assignment_and_what_it_replaces() -> None:
+def test_the_next_epoch_is_above_a_restored_assignment_and_the_replaced_one() -> None:
     assert restored(OWN, None) == OWN
     assert restored(OWN, replace(OWN, epoch=2, end_layer=4)) == OWN
     assert restored(OWN, replace(OWN, epoch=6, end_layer=4)) == replace(OWN, epoch=6)

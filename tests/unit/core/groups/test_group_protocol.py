@@ -23,12 +23,12 @@ def walk(seed: int, removed: frozenset[str] = frozenset(), losses: int = 0) -> W
 def test_the_invariants_hold_and_all_groups_become_stable(first_seed: int) -> None:
     worlds = [walk(seed) for seed in range(first_seed, first_seed + 20)]
     assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
-    assert sum(world.store.removed_workers for world in worlds) > 4, "nobody was gone for long"
+    assert sum(world.store.removed_workers for world in worlds) > 4, "no worker was gone for long"
 
 
 @pytest.mark.parametrize("first_seed", range(0, 80, 20))
-def test_a_store_that_loses_its_writes(first_seed: int) -> None:
-    """Restored from an old copy, or empty: no invariant breaks, and groups change again."""
+def test_invariants_hold_if_the_store_loses_writes(first_seed: int) -> None:
+    """Restored from an old copy, or empty: no invariant is violated, and groups change again."""
     worlds = [walk(seed, losses=2) for seed in range(first_seed, first_seed + 20)]
     assert sum(world.store.rollbacks for world in worlds) > 20
     assert sum(world.committed for world in worlds) > 8, "hardly anything was tried"
@@ -36,8 +36,8 @@ def test_a_store_that_loses_its_writes(first_seed: int) -> None:
 
 @pytest.mark.parametrize("steps", [20, 80])
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_store_that_loses_its_writes_while_groups_change(empty: bool, steps: int) -> None:
-    """Calls of the lost history still arrive; the revisions stay far below those in them."""
+def test_invariants_hold_if_the_store_loses_writes_during_changes(empty: bool, steps: int) -> None:
+    """Calls of the lost history still arrive; revisions stay far below those in them."""
     for seed in range(20, 60):
         world = World(seed)
         world.backup = None if empty else world.store.data()

@@ -1,4 +1,4 @@
-"""Which workers of other groups send layers to the members of a change."""
+"""Workers of other groups that send layers to the members of a change."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -42,14 +42,14 @@ def records(groups: Iterable[Group], *others: Worker) -> Records:
     known = Records()
     groups = tuple(groups)
     special = {other.worker_id: other for other in others}
-    names = [member.worker_id for one in groups for member in one.members]
-    assignments = [assignment_of(one, member) for one in groups for member in one.members]
+    names = [member.worker_id for group in groups for member in group.members]
+    assignments = [assignment_of(group, member) for group in groups for member in group.members]
     known.take(
         ClusterListed(
             0.0,
             9,
             tuple(special.get(name, worker(name)) for name in names),
-            tuple(StoredGroup(one, 8) for one in groups),
+            tuple(StoredGroup(group, 8) for group in groups),
             tuple(StoredAssignment(assignment, 8) for assignment in assignments),
         )
     )
@@ -61,15 +61,15 @@ def names_of(
 ) -> list[str]:
     """The holders for the first member of `source`, which is to run the layers of `target`."""
     after = group((source.members[0].worker_id, *target))
-    found = holders_for(known, [source], [after], **options)  # type: ignore[arg-type]
-    return [member.worker_id for member in found]
+    holders_found = holders_for(known, [source], [after], **options)  # type: ignore[arg-type]
+    return [member.worker_id for member in holders_found]
 
 
 SURVIVOR = group(("a", 0, 4), attempt="t")
 PAIR = (("c", 0, 4), ("d", 4, 8))
 
 
-def test_a_survivor_gets_the_layers_that_it_lacks_from_another_group() -> None:
+def test_a_survivor_gets_missing_layers_from_another_group() -> None:
     assert names_of(records([SURVIVOR, group(*PAIR)]), SURVIVOR) == ["d"]
 
 
@@ -91,11 +91,13 @@ def test_a_survivor_is_no_holder() -> None:
 
 
 def survivors_of(known: Records, *holders: Member, suspects: Iterable[str] = ()) -> list[str]:
-    found = survivors_for(known, [SURVIVOR], [group(("a", 0, LAYERS))], holders, set(suspects))
-    return [member.worker_id for member in found]
+    holders_found = survivors_for(
+        known, [SURVIVOR], [group(("a", 0, LAYERS))], holders, set(suspects)
+    )
+    return [member.worker_id for member in holders_found]
 
 
-def test_survivors_send_what_no_holder_has() -> None:
+def test_survivors_send_layers_without_a_holder() -> None:
     """Their restore, which may be in progress, drops nothing."""
     others = [group(("b", 4, 6), attempt="u"), group(("c", 6, 8))]
     assert survivors_of(records([SURVIVOR, *others])) == ["b", "c"]
@@ -139,7 +141,7 @@ def test_each_layer_has_a_second_holder_and_the_least_busy_come_first() -> None:
     assert names_of(known, SURVIVOR, busy={"c", "d"}) == ["e", "f"]
 
 
-def test_holders_cover_what_can_be_covered() -> None:
+def test_holders_cover_all_available_layers() -> None:
     """Random clusters, in which some groups change: a layer without a holder has no candidate."""
     covered = 0
     for seed in range(300):
@@ -153,15 +155,15 @@ def test_holders_cover_what_can_be_covered() -> None:
         first = rng.randrange(LAYERS - 1)
         survivor = group(("a", first, rng.randrange(first + 1, LAYERS)), attempt="t")
         known = records([survivor, *groups])
-        found = holders_for(known, [survivor], [group(("a", 0, LAYERS))])
-        assert len(found) <= HOLDERS_MAX
-        names = {member.worker_id for member in found}
-        assert len(names) == len(found) and "a" not in names
-        idle = [one for one in groups if not one.attempt]
-        assert names <= {member.worker_id for one in idle for member in one.members}
+        holders_found = holders_for(known, [survivor], [group(("a", 0, LAYERS))])
+        assert len(holders_found) <= HOLDERS_MAX
+        names = {member.worker_id for member in holders_found}
+        assert len(names) == len(holders_found) and "a" not in names
+        idle = [group for group in groups if not group.attempt]
+        assert names <= {member.worker_id for group in idle for member in group.members}
         held = survivor.members[0]
         for layer in set(range(LAYERS)) - set(range(held.first_layer, held.end_layer)):
-            sending = [m for m in found if m.first_layer <= layer < m.end_layer]
+            sending = [m for m in holders_found if m.first_layer <= layer < m.end_layer]
             assert len(sending) >= min(1, len(idle)), "a layer has candidates, and no holder"
             covered += len(sending) >= min(HOLDERS_PER_LAYER, len(idle)) > 0
     assert covered > 300
@@ -172,7 +174,7 @@ def test_holders_cover_what_can_be_covered() -> None:
     [
         ("_keeps_layers", test_a_group_that_changes_sends_no_layers),
         ("_keeps_layers", test_a_survivor_is_no_holder),
-        ("_keeps_layers", test_holders_cover_what_can_be_covered),
+        ("_keeps_layers", test_holders_cover_all_available_layers),
         ("_is_alike", test_workers_with_other_weights_or_code_are_left_out),
     ],
 )

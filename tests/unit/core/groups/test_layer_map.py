@@ -1,4 +1,4 @@
-"""The division of layers is the best there is: brute force says so."""
+"""The division of layers is optimal, compared with brute force."""
 
 from itertools import combinations, pairwise
 from random import Random
@@ -30,16 +30,16 @@ def rooms_of(*sizes: int) -> list[MemberMemory]:
 
 
 def times(model: ModelShape, counts: tuple[int, ...]) -> list[float]:
-    found = [count * model.layer_cost for count in counts]
-    found[0] += model.embedding_cost
-    found[-1] += model.head_cost
-    return found
+    costs = [count * model.layer_cost for count in counts]
+    costs[0] += model.embedding_cost
+    costs[-1] += model.head_cost
+    return costs
 
 
 def best_score(
     model: ModelShape, rooms: list[MemberMemory], needed: int
 ) -> tuple[int, float, int] | None:
-    """(tokens up to the need, -time, tokens) of the best of all divisions, None if none fits."""
+    """(tokens up to the demand, -time, tokens) of the best division, None if none fits."""
     best = None
     for cuts in combinations(range(1, model.num_layers), len(rooms) - 1):
         edges = (0, *cuts, model.num_layers)
@@ -56,7 +56,7 @@ def best_score(
     return best
 
 
-def test_against_brute_force() -> None:
+def test_the_division_equals_brute_force() -> None:
     rng = Random(4)
     split = 0
     for _ in range(600):
@@ -91,7 +91,7 @@ def test_against_brute_force() -> None:
     assert split > 300
 
 
-def test_time_counts_once_the_need_is_met() -> None:
+def test_time_is_minimised_once_the_demand_is_met() -> None:
     """The tied head of SmolLM2 takes as long as eight layers, and its bytes stay at both ends."""
     rooms = rooms_of(1 << 30, 1 << 30)
     by_time = split_layers(SMOL, rooms, needed_tokens=10_000)
@@ -100,12 +100,12 @@ def test_time_counts_once_the_need_is_met() -> None:
     assert [stage.num_layers for stage in by_memory] == [15, 15]
 
 
-def test_a_group_of_one_has_all_layers() -> None:
+def test_a_single_worker_has_all_layers() -> None:
     (stage,) = split_layers(SMOL, rooms_of(1 << 30), 0)
     assert (stage.first_layer, stage.end_layer) == (0, 30)
 
 
-def test_as_many_stages_as_layers() -> None:
+def test_stages_may_equal_layers_in_number() -> None:
     stages = split_layers(SMOL, rooms_of(*[1 << 30] * 30), 10**9)
     assert [stage.num_layers for stage in stages] == [1] * 30
 
@@ -122,17 +122,17 @@ def test_bytes_that_a_merge_frees() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_stages_keep_adds_up(stages: int, tied: bool) -> None:
+def test_kept_bytes_of_stages_are_summed(stages: int, tied: bool) -> None:
     model = ModelShape(8, 10, 5, 3, tied, 1)
     kept = sum(model.kept_bytes(i == 0, i == stages - 1) for i in range(stages))
     assert kept + 8 * 10 == model.parameter_bytes(stages)
 
 
-def test_more_members_than_layers() -> None:
+def test_more_members_than_layers_are_refused() -> None:
     with pytest.raises(SplitError, match="31 members cannot share 30 layers"):
         split_layers(SMOL, rooms_of(*[1 << 30] * 31), 0)
 
 
-def test_no_members() -> None:
+def test_an_empty_group_is_refused() -> None:
     with pytest.raises(SplitError, match="no members"):
         split_layers(SMOL, [], 0)

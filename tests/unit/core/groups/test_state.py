@@ -1,4 +1,4 @@
-"""Group decisions: which records are written, with which epoch, and when nothing is."""
+"""Group decisions: which records are written, with which epoch."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ SPLIT: Targets = ((Stage("w0", 0, 4),), (Stage("w1", 0, 4),))
 
 
 class Store:
-    """What etcd would hold, and a leader that has read it."""
+    """The content of etcd, and a leader that has read it."""
 
     def __init__(self, *workers: Worker) -> None:
         self.revision = 10
@@ -69,12 +69,12 @@ class Store:
         return self.feed(self.listing())
 
     def commit(self, command: Transact) -> list[Command]:
-        """Apply a transaction, and tell."""
+        """Apply a transaction and report it."""
         self.revision += 1
         for group in command.groups:
             self.groups[group.group_id] = StoredGroup(group, self.revision)
-        for one in command.assignments:
-            self.assignments[one.worker_id] = StoredAssignment(one, self.revision)
+        for assignment in command.assignments:
+            self.assignments[assignment.worker_id] = StoredAssignment(assignment, self.revision)
         return self.finish(command, self.revision)
 
     def finish(self, command: Transact, revision: int | None) -> list[Command]:
@@ -89,7 +89,7 @@ class Store:
         return self.feed(Reconfigure(self.now_s, "r", targets))
 
     def prepare(self, targets: Targets) -> PrepareMembers:
-        """Begin an attempt, up to the point where members are asked."""
+        """Start an attempt, up to the requests to members."""
         (mark,) = self.ask(targets)
         (command,) = self.commit(transaction(mark))
         assert isinstance(command, PrepareMembers)
@@ -154,13 +154,13 @@ class TestGroupsOfOne:
             {"w0": 1},
         )
 
-    def test_nothing_is_decided_without_leadership_or_a_listing(self) -> None:
+    def test_no_decision_is_made_without_leadership_or_a_listing(self) -> None:
         state = GroupState()
         assert state.handle(LeadershipChanged(0.0, TOKEN)) == []
         state = GroupState()
         assert state.handle(Store(worker("w0")).listing()) == []
 
-    def test_what_is_right_is_left_alone(self, pair: Store) -> None:
+    def test_correct_records_are_not_changed(self, pair: Store) -> None:
         assert pair.read() == []
 
     def test_another_incarnation_gets_a_new_epoch(self, pair: Store) -> None:
@@ -169,7 +169,9 @@ class TestGroupsOfOne:
         assert pair.group("group-w0") == stable(2, whole("w0", "b"))
         assert pair.group("group-w1").epoch == 1
 
-    def test_a_vanished_worker_leaves_a_tombstone_and_comes_back_higher(self, pair: Store) -> None:
+    def test_a_vanished_worker_leaves_a_tombstone_and_returns_at_a_higher_epoch(
+        self, pair: Store
+    ) -> None:
         gone = pair.workers.pop("w0")
         pair.settle()
         assert pair.group("group-w0") == Group("group-w0", 2, GroupPhase.DISSOLVED, (), "m")
@@ -179,12 +181,12 @@ class TestGroupsOfOne:
         pair.settle()
         assert pair.group("group-w0") == stable(3, whole("w0"))
 
-    def test_one_transaction_at_a_time(self) -> None:
+    def test_transactions_are_sequential(self) -> None:
         store = Store(worker("w0"))
         assert len(store.read()) == 1
         assert store.read() == []
 
-    def test_after_a_failed_transaction_nothing_is_done_before_a_listing(self) -> None:
+    def test_a_failed_transaction_requires_a_new_listing(self) -> None:
         store = Store(worker("w0"))
         (command,) = store.read()
         assert store.finish(transaction(command), None) == []
@@ -192,7 +194,7 @@ class TestGroupsOfOne:
         (again,) = store.read()
         assert transaction(again).groups == transaction(command).groups
 
-    def test_a_lost_answer_is_not_repeated_once_it_is_seen(self) -> None:
+    def test_an_unanswered_write_is_not_repeated_once_visible(self) -> None:
         store = Store(worker("w0"))
         (command,) = store.read()
         store.finish(transaction(command), None)
@@ -232,7 +234,7 @@ class TestGroupsOfOne:
         degraded = replace(stable(3, member), phase=GroupPhase.DEGRADED)
         assert transaction(command).groups == (degraded,)
 
-    def test_a_group_under_a_foreign_name_goes(self) -> None:
+    def test_a_group_under_a_foreign_name_is_removed(self) -> None:
         store = Store(worker("w0"))
         foreign = Group("group-x", 3, GroupPhase.STABLE, (whole("w0"),), "m")
         store.groups["group-x"] = StoredGroup(foreign, 9)
@@ -242,7 +244,7 @@ class TestGroupsOfOne:
 
 
 class TestReconfigure:
-    def test_merge(self, pair: Store) -> None:
+    def test_two_groups_merge(self, pair: Store) -> None:
         command = pair.prepare(MERGE)
         members = (Member("w0", "w0-a", 0, 2), Member("w1", "w1-a", 2, 4))
         assert command.targets == (stable(2, *members),)
@@ -259,7 +261,7 @@ class TestReconfigure:
         assert pair.assignments["w1"].assignment == Assignment("w1", "w1-a", "group-w0", 2, 2, 4)
         assert pair.read() == []
 
-    def test_split(self, pair: Store) -> None:
+    def test_a_merged_group_splits(self, pair: Store) -> None:
         pair.merge()
         attempt = pair.prepare(SPLIT).attempt
         pair.answer("w1", attempt)
@@ -283,16 +285,18 @@ class TestReconfigure:
         assert store.group("group-w0").epoch == 3
         assert store.group("group-w2").phase is GroupPhase.DISSOLVED
 
-    def test_a_refusal_leaves_everything_as_it_was(self, pair: Store) -> None:
+    def test_a_refusal_changes_nothing(self, pair: Store) -> None:
         before = {group_id: stored.group for group_id, stored in pair.groups.items()}
         attempt = pair.prepare(MERGE).attempt
         commands = pair.answer("w1", attempt, ready=False)
         assert commands[0] == ReconfigurationFailed("r", "w1 refused: no room")
-        aborts = [one for command in commands[1:] for one in pair.commit(transaction(command))]
+        aborts = [
+            effect for command in commands[1:] for effect in pair.commit(transaction(command))
+        ]
         assert aborts == [AbortMember(attempt, TOKEN, name, f"{name}-a") for name in ("w0", "w1")]
         assert {group_id: stored.group for group_id, stored in pair.groups.items()} == before
 
-    def test_silence_aborts_and_the_workers_are_left_alone_for_a_while(self, pair: Store) -> None:
+    def test_silence_aborts_an_attempt_and_starts_a_back_off(self, pair: Store) -> None:
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
         pair.now_s = 10.0
@@ -308,9 +312,7 @@ class TestReconfigure:
         pair.prepare(MERGE)
 
     @pytest.mark.parametrize("answer", ["another attempt", "another incarnation", "no member"])
-    def test_an_answer_that_is_not_the_asked_ones_has_no_effect(
-        self, pair: Store, answer: str
-    ) -> None:
+    def test_an_answer_of_another_worker_is_ignored(self, pair: Store, answer: str) -> None:
         pair.workers["w2"] = worker("w2")
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
@@ -323,19 +325,19 @@ class TestReconfigure:
                 assert pair.answer("w2", attempt) == []
         assert len(pair.answer("w1", attempt)) == 1
 
-    def test_a_member_that_begins_to_drain_aborts(self, pair: Store) -> None:
+    def test_a_draining_member_aborts_the_attempt(self, pair: Store) -> None:
         pair.prepare(MERGE)
         pair.workers["w1"] = replace(pair.workers["w1"], draining=True)
         assert ReconfigurationFailed("r", "w1 has left, restarted or begun to drain") in pair.read()
 
-    def test_a_member_that_was_started_anew_aborts(self, pair: Store) -> None:
+    def test_a_restarted_member_aborts_the_attempt(self, pair: Store) -> None:
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
         pair.workers["w1"] = worker("w1", "b", 50)
         commands = pair.read()
         assert commands[0] == ReconfigurationFailed("r", "w1 has left, restarted or begun to drain")
         # w0's record loses the mark, w1's becomes its successor's.
-        written = {group.group_id: group for one in commands[1:] for group in one.groups}
+        written = {group.group_id: group for command in commands[1:] for group in command.groups}
         assert written == {
             "group-w0": stable(1, whole("w0")),
             "group-w1": stable(2, whole("w1", "b")),
@@ -351,9 +353,9 @@ class TestReconfigure:
         assert pair.answer("w1", attempt) == []
         pair.state = GroupState()
         pair.feed(LeadershipChanged(2.0, TOKEN + 5))
-        removals = [transaction(one) for one in pair.read()]
-        assert [one.groups[0].attempt for one in removals] == ["", ""]
-        assert all(one.token == TOKEN + 5 for one in removals)
+        removals = [transaction(command) for command in pair.read()]
+        assert [command.groups[0].attempt for command in removals] == ["", ""]
+        assert all(command.token == TOKEN + 5 for command in removals)
         (abort,) = pair.commit(removals[0])
         assert abort == AbortMember(attempt, TOKEN + 5, "w0", "w0-a")
 
@@ -380,7 +382,9 @@ class TestReconfigure:
             (((Stage("w0", 0, 2), Stage("v0", 2, 4)),), "v0 runs with block_size 32 and w0 with"),
         ],
     )
-    def test_what_cannot_be_is_refused(self, pair: Store, targets: Targets, reason: str) -> None:
+    def test_impossible_changes_are_refused(
+        self, pair: Store, targets: Targets, reason: str
+    ) -> None:
         pair.workers["x0"] = Worker("x0", "x0-a", "another", LAYERS, 3)
         pair.workers["y0"] = Worker("y0", "y0-a", "m", LAYERS, 4, model_digest="another")
         pair.workers["z0"] = Worker("z0", "z0-a", "m", LAYERS, 5, build="2:another")
@@ -390,19 +394,19 @@ class TestReconfigure:
         assert isinstance(refused, ReconfigurationFailed)
         assert reason in refused.reason
 
-    def test_part_of_a_group_cannot_be_taken_out(self, pair: Store) -> None:
+    def test_a_partial_group_cannot_be_merged(self, pair: Store) -> None:
         pair.merge()
         (refused,) = pair.ask((SPLIT[0],))
         assert refused.reason == "w1 of group-w0 is missing from the change; name it, too"
 
-    def test_a_standby_refuses(self, pair: Store) -> None:
+    def test_a_standby_refuses_changes(self, pair: Store) -> None:
         pair.feed(LeadershipChanged(1.0, None))
         (refused,) = pair.ask(MERGE)
         assert "is not the leader" in refused.reason
 
 
 class TestDegraded:
-    def test_a_survivor_keeps_its_layers_then_gets_all(self, pair: Store) -> None:
+    def test_a_survivor_keeps_its_layers_then_restores_all(self, pair: Store) -> None:
         pair.merge()
         del pair.workers["w1"]
         (command,) = pair.read()
@@ -425,15 +429,17 @@ class TestDegraded:
             "group-w0": GroupPhase.DISSOLVED,
             "group-w1": GroupPhase.DEGRADED,
         }
-        gone = {one.worker_id: one for one in transaction(command).assignments}["w0"]
+        gone = {
+            assignment.worker_id: assignment for assignment in transaction(command).assignments
+        }["w0"]
         assert gone == Assignment("w0", "w0-a", "", 3, 0, 2)
 
-    def test_a_lost_lease_does_not_make_a_worker_forget_what_it_dropped(self, pair: Store) -> None:
+    def test_a_lost_lease_does_not_reset_the_dropped_layers_of_a_worker(self, pair: Store) -> None:
         pair.merge()
         gone = pair.workers.pop("w1")
         pair.commit(transaction(pair.read()[0]))
         pair.workers["w1"] = replace(gone, create_revision=40)
-        written = [group for one in pair.read() for group in transaction(one).groups]
+        written = [group for command in pair.read() for group in transaction(command).groups]
         again = Group("group-w1", 4, GroupPhase.DEGRADED, (Member("w1", "w1-a", 2, 4),), "m")
         assert again in written
 
@@ -443,7 +449,7 @@ class TestDegraded:
         (command,) = pair.read()
         assert stable(3, whole("w1", "b")) in transaction(command).groups
 
-    def test_a_failed_restoration_is_tried_again(self, pair: Store) -> None:
+    def test_a_failed_restoration_is_retried(self, pair: Store) -> None:
         pair.merge()
         del pair.workers["w1"]
         (mark,) = pair.commit(transaction(pair.read()[0]))
@@ -455,7 +461,7 @@ class TestDegraded:
         (mark,) = pair.feed(TimePassed(1.5))
         assert transaction(mark).groups[0].attempt
 
-    def test_a_survivor_does_not_wait_for_what_its_group_has_failed_at(self, pair: Store) -> None:
+    def test_a_survivor_does_not_inherit_the_back_off_of_its_group(self, pair: Store) -> None:
         pair.merge()
         attempt = pair.prepare(SPLIT).attempt
         _, removal = pair.answer("w0", attempt, ready=False)
@@ -465,7 +471,7 @@ class TestDegraded:
         (prepare,) = pair.commit(transaction(mark))
         assert isinstance(prepare, PrepareMembers), "at once"
 
-    def test_two_survivors_whose_marks_are_told_in_the_other_order_both_prepare(self) -> None:
+    def test_two_survivors_prepare_with_marks_in_either_order(self) -> None:
         store = Store(*(worker(f"w{number}") for number in range(4)))
         store.settle()
         thirds = (Stage("w0", 0, 2), Stage("w1", 2, 3), Stage("w2", 3, 4))
@@ -474,12 +480,12 @@ class TestDegraded:
             commands = store.answer(name, attempt)
         store.commit(transaction(commands[0]))
         del store.workers["w2"]
-        marks = [transaction(one) for one in store.commit(transaction(store.read()[0]))]
+        marks = [transaction(command) for command in store.commit(transaction(store.read()[0]))]
         assert len(marks) == 2
         store.revision += 2
         later = store.finish(marks[1], store.revision)
         earlier = store.finish(marks[0], store.revision - 1)
-        asked = [one for one in (*later, *earlier) if isinstance(one, PrepareMembers)]
+        asked = [command for command in (*later, *earlier) if isinstance(command, PrepareMembers)]
         assert len(asked) == len(store.state.attempts) == 2
 
 
@@ -492,7 +498,7 @@ class TestAbsentMembers:
         pair.merge()
         return pair
 
-    def test_leases_that_end_with_an_outage_of_etcd_change_no_group(self, merged: Store) -> None:
+    def test_leases_lost_in_an_etcd_outage_change_no_group(self, merged: Store) -> None:
         for back in (("w0",), ("w0", "w1")):
             registered = merged.workers
             merged.workers = {}
@@ -507,28 +513,28 @@ class TestAbsentMembers:
             assert merged.read() == []
         assert merged.ask(SPLIT), "it is a group like others"
 
-    def test_a_member_that_does_not_come_back_is_lost(self, merged: Store) -> None:
+    def test_a_member_that_does_not_return_is_lost(self, merged: Store) -> None:
         del merged.workers["w1"]
         assert merged.read() == []
         (settled,) = merged.feed(TimePassed(self.WAIT_S))
         assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
 
-    def test_a_member_that_another_one_misses_is_lost_at_once(self, merged: Store) -> None:
+    def test_a_member_missed_by_another_is_lost_at_once(self, merged: Store) -> None:
         del merged.workers["w1"]
         assert merged.read() == []
         stuck = GroupStuck(0.1, "w0", "w0-a", 2, "the connection to w1 is lost")
         (settled,) = merged.feed(stuck)
         assert transaction(settled).groups[0].phase is GroupPhase.DEGRADED
 
-    def test_a_member_that_was_started_anew_is_not_waited_for(self, merged: Store) -> None:
+    def test_a_restarted_member_is_not_waited_for(self, merged: Store) -> None:
         del merged.workers["w1"]
         merged.workers["w0"] = worker("w0", "b", 40)
         settled = merged.read()
-        assert {group.group_id for one in settled for group in transaction(one).groups} == {
+        assert {group.group_id for command in settled for group in transaction(command).groups} == {
             "group-w0"
         }
 
-    def test_the_mark_of_an_attempt_goes_once_all_are_back(self, merged: Store) -> None:
+    def test_the_mark_of_an_attempt_is_removed_once_all_return(self, merged: Store) -> None:
         attempt = merged.prepare(SPLIT).attempt
         gone = merged.workers.pop("w1")
         (failed,) = merged.read()
@@ -543,7 +549,7 @@ class TestCallingOff:
     def call_off(self, store: Store) -> list[Command]:
         return store.feed(ReconfigureCalledOff(store.now_s, "r", "load has returned"))
 
-    def test_marks_vanish_members_abort_and_nobody_backs_off(self, pair: Store) -> None:
+    def test_removed_marks_abort_members_without_back_off(self, pair: Store) -> None:
         pair.merge()
         attempt = pair.prepare(SPLIT).attempt
         failed, removal = self.call_off(pair)
@@ -566,12 +572,12 @@ class TestCallingOff:
             )
         assert not any(stored.group.attempt for stored in pair.groups.values())
 
-    def test_a_commit_under_way_is_not_stopped(self, pair: Store) -> None:
+    def test_a_commit_in_progress_is_not_cancelled(self, pair: Store) -> None:
         attempt = pair.prepare(MERGE).attempt
         pair.answer("w0", attempt)
         (commit,) = pair.answer("w1", attempt)
         assert self.call_off(pair) == []
         assert pair.commit(transaction(commit)) == [ReconfigurationCommitted("r", pair.epoch())]
 
-    def test_what_nobody_has_asked_for_is_nothing(self, pair: Store) -> None:
+    def test_cancelling_an_unknown_change_has_no_effect(self, pair: Store) -> None:
         assert self.call_off(pair) == []

@@ -1,4 +1,4 @@
-"""A group that cannot go on although all its members are registered."""
+"""A group that cannot continue although all its members are registered."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def store() -> Store:
     return merged()
 
 
-def test_members_have_the_time_of_an_iteration_to_connect_again(store: Store) -> None:
+def test_members_have_an_iteration_time_to_reconnect(store: Store) -> None:
     epoch = group_of(store, "w0").epoch
     (mark,) = store.feed(_slow(store, "w0", epoch, 4.0))
     assert store.feed(_slow(store, "w1", epoch, 2.5)) == []
@@ -58,14 +58,14 @@ def _slow(store: Store, worker_id: str, epoch: int, iteration_s: float) -> Group
 
 
 def renewal(store: Store) -> PrepareMembers:
-    """A member reports, and the coordinator asks the members."""
+    """A member reports, and the coordinator asks the members to reconnect."""
     (mark,) = report(store, "w0")
     (asked,) = store.commit(transaction(mark))
     assert isinstance(asked, PrepareMembers)
     return asked
 
 
-def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers(store: Store) -> None:
+def test_a_stuck_group_is_rebuilt_with_the_same_members_and_layers(store: Store) -> None:
     before = group_of(store, "w0")
     asked = renewal(store)
     assert asked.timeout_s == store.state.config.rebuild_timeout_s
@@ -81,32 +81,32 @@ def test_a_stuck_group_is_made_anew_with_the_same_members_and_layers(store: Stor
 
 
 def renewed(store: Store) -> None:
-    """A member reports, and the members connect again."""
+    """A member reports, and the members reconnect."""
     asked = renewal(store)
     store.answer("w0", asked.attempt)
     (commit,) = store.answer("w1", asked.attempt)
     store.commit(transaction(commit))
 
 
-def test_a_group_that_is_stuck_again_and_again_is_divided(store: Store) -> None:
-    """Its members connect, and yet nothing of size comes through: a group of two never will."""
+def test_a_repeatedly_stuck_group_is_divided(store: Store) -> None:
+    """Its members connect, but large frames never arrive."""
     for _ in range(REBUILDS_MAX):
         store.now_s += 20
         renewed(store)
     store.now_s += 20
     divide = transaction(report(store, "w0")[0])
-    assert {one.phase for one in divide.groups} == {GroupPhase.DEGRADED}
+    assert {group.phase for group in divide.groups} == {GroupPhase.DEGRADED}
 
 
-def test_a_group_that_has_been_well_for_long_is_made_anew_as_often_as_needed(store: Store) -> None:
+def test_a_long_healthy_group_can_be_rebuilt_again(store: Store) -> None:
     for _ in range(2 * REBUILDS_MAX + 1):
         store.now_s += REBUILD_WINDOW_S
         renewed(store)
     assert group_of(store, "w0").phase is GroupPhase.STABLE
 
 
-def test_members_that_do_not_find_together_are_divided_at_once() -> None:
-    """Nobody waits: neither for a lease, nor for the back-off of an attempt that has failed."""
+def test_members_that_never_connect_are_divided_at_once() -> None:
+    """Neither a lease nor the back-off of a failed attempt delays the division."""
     for silent in (False, True):
         store = merged()
         asked = renewal(store)
@@ -117,12 +117,12 @@ def test_members_that_do_not_find_together_are_divided_at_once() -> None:
             commands = store.answer("w1", asked.attempt, ready=False)
         suspects = store.state._stuck.suspects
         assert suspects == ({"w0", "w1"} if silent else set()), "one of them may hang"
-        (divide,) = [one for one in commands if isinstance(one, Transact)]
-        assert {(one.group_id, one.phase) for one in divide.groups} == {
+        (divide,) = [command for command in commands if isinstance(command, Transact)]
+        assert {(group.group_id, group.phase) for group in divide.groups} == {
             ("group-w0", GroupPhase.DEGRADED),
             ("group-w1", GroupPhase.DEGRADED),
         }
-        restores = [one for one in store.commit(divide) if isinstance(one, Transact)]
+        restores = [command for command in store.commit(divide) if isinstance(command, Transact)]
         assert len(restores) == 2, "each gets its layers back"
         prepares = [command for mark in restores for command in store.commit(mark)]
         names = [[m.worker_id for m in prepare.survivors] for prepare in prepares]  # type: ignore[union-attr]
@@ -135,42 +135,44 @@ def hung(store: Store, worker_id: str, process: str = "", still: bool = True) ->
 
 
 def divided(commands: list[Command]) -> bool:
-    """Whether each member gets a group of its own."""
-    written = [group for one in commands if isinstance(one, Transact) for group in one.groups]
-    return [one.phase for one in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
+    """Whether each member gets its own group."""
+    written = [
+        group for command in commands if isinstance(command, Transact) for group in command.groups
+    ]
+    return [command.phase for command in written] == [GroupPhase.DEGRADED, GroupPhase.DEGRADED]
 
 
-def test_a_stuck_group_with_an_engine_that_stands_still_is_divided_at_once(store: Store) -> None:
-    assert hung(store, "w1") == [], "nobody misses it yet"
+def test_a_stuck_group_with_a_frozen_engine_is_divided_at_once(store: Store) -> None:
+    assert hung(store, "w1") == [], "no member misses it yet"
     assert divided(report(store, "w0"))
 
 
-def test_nobody_waits_longer_for_an_engine_that_turns_out_to_stand_still(store: Store) -> None:
+def test_a_frozen_engine_does_not_extend_the_wait(store: Store) -> None:
     renewal(store)
     commands = hung(store, "w1")
-    reasons = [getattr(one, "reason", "") for one in commands]
+    reasons = [getattr(command, "reason", "") for command in commands]
     assert divided(commands)
     assert "the engine of w1 hangs" in reasons
 
 
-def test_an_engine_that_goes_on_does_not_stand_in_the_way_of_its_group(store: Store) -> None:
+def test_a_recovered_engine_does_not_block_its_group(store: Store) -> None:
     hung(store, "w1")
     assert hung(store, "w1", still=False) == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
-def test_engines_of_others_and_of_processes_before_do_not_count(store: Store) -> None:
-    assert hung(store, "w1", "w1-before") == hung(store, "nobody", "x") == []
+def test_engines_of_other_groups_and_former_processes_do_not_count(store: Store) -> None:
+    assert hung(store, "w1", "w1-before") == hung(store, "unknown", "x") == []
     assert isinstance(renewal(store), PrepareMembers)
 
 
-def test_what_a_process_before_says_of_its_engine_does_not_count(store: Store) -> None:
+def test_engine_reports_of_a_former_process_do_not_count(store: Store) -> None:
     hung(store, "w1")
     assert hung(store, "w1", "w1-before", still=False) == []
     assert divided(report(store, "w0"))
 
 
-def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still(
+def test_a_requested_change_waits_for_a_frozen_engine(
     store: Store,
 ) -> None:
     attempt = store.prepare(SPLIT).attempt
@@ -179,24 +181,24 @@ def test_a_change_that_somebody_asked_for_waits_for_an_engine_that_stands_still(
     assert store.answer("w1", attempt), "it went on in time"
 
 
-def test_a_change_that_is_being_prepared_gives_way(store: Store) -> None:
+def test_a_change_in_preparation_is_cancelled(store: Store) -> None:
     attempt = store.prepare(SPLIT).attempt
     commands = report(store, "w0")
-    reasons = [getattr(one, "reason", "") for one in commands]
+    reasons = [getattr(command, "reason", "") for command in commands]
     assert "group-w0 is stuck: the lane is cut" in reasons
     assert store.answer("w0", attempt) == []
 
 
-def test_a_report_of_another_process_or_of_a_lone_worker_changes_nothing(store: Store) -> None:
+def test_reports_of_another_process_or_a_single_worker_are_ignored(store: Store) -> None:
     assert report(store, "w0", process="older") == []
-    assert store.feed(GroupStuck(0.0, "nobody", "x", 1, "?")) == []
+    assert store.feed(GroupStuck(0.0, "unknown", "x", 1, "?")) == []
     alone = Store(worker("w0"), worker("w1"))
     alone.settle()
     assert report(alone, "w0") == []
     assert alone.feed(Reconfigure(0.0, "r", MERGE)), "and both can still be merged"
 
 
-def test_entries_go_with_the_records_of_their_groups(store: Store) -> None:
+def test_entries_are_removed_with_their_group_records(store: Store) -> None:
     asked = renewal(store)
     store.answer("w1", asked.attempt, ready=False)
     stuck = store.state._stuck

@@ -1,4 +1,4 @@
-"""The index of host copies: which are evicted, and which are kept."""
+"""The index of host copies: eviction and retention."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_the_least_recently_used_copy_is_evicted_first() -> None:
     assert evicted(cache) == [b"c", b"b", b"a"]
 
 
-def test_copies_that_a_sequence_needs_stay() -> None:
+def test_pinned_copies_are_not_evicted() -> None:
     cache = filled(b"a", b"b")
     cache.owe([b"a", b"later"])
     cache.owe([b"a"])
@@ -53,7 +53,7 @@ def test_copies_that_a_sequence_needs_stay() -> None:
     assert evicted(cache) == [b"a"] and cache.owed == 0
 
 
-def test_a_copy_that_is_read_stays_even_if_it_is_damaged() -> None:
+def test_a_copy_in_use_stays_even_if_damaged() -> None:
     cache = filled(b"a")
     cache.begin_read([b"a"])
     cache.begin_read([b"a"])

@@ -1,4 +1,4 @@
-"""When a recall is faster than a computation."""
+"""Cases in which a recall is faster than a computation."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_a_recall_must_be_faster_than_the_chunk(more: int, wait_s: float, pays: 
     assert recall_pays(SETTINGS, TOKEN_S, 4, 0, more, wait_s) is pays
 
 
-def test_a_longer_prefix_makes_a_chunk_dearer() -> None:
+def test_chunk_cost_grows_with_the_prefix() -> None:
     model = CostModel(alpha=1e-5, beta=0.0001, gamma=0.0, lam=0.0)
     assert not recall_pays(SETTINGS, model, 4, 0, 2, 0.0)
     assert recall_pays(SETTINGS, model, 4, 100, 2, 0.0)

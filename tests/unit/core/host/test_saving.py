@@ -1,4 +1,4 @@
-"""How fast blocks are saved."""
+"""The rate at which blocks are saved."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_cached_blocks_are_saved_slowly_and_faster_before_they_are_evicted() -> 
     assert rate.share(pressure(0.1, empty=250, cached=True)) == pytest.approx(0.05)
 
 
-def test_the_budget_is_spent_and_does_not_pile_up() -> None:
+def test_unused_budget_does_not_accumulate() -> None:
     rate = SaveRate(SETTINGS)
     assert blocks_after(rate, 60.0, pressure(1.0)) == 50  # half of the link for 0.1 s
     rate.spend(50)
@@ -59,7 +59,7 @@ def test_a_slow_link_saves_a_block_at_a_time() -> None:
     assert slow.blocks == 1
 
 
-def test_saves_start_at_once_where_every_block_is_worth_it() -> None:
+def test_saves_start_at_once_if_every_block_is_worth_saving() -> None:
     rate = SaveRate(HostSettings(1000, 1e6, save_from=1.0))
     assert rate.ramp(0.89) == 0 and rate.ramp(0.91) == 1
     assert SaveRate(HostSettings(1000, 1e6, save_from=0.0)).ramp(0.45) == pytest.approx(0.5)

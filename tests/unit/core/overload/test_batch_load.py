@@ -1,4 +1,4 @@
-"""Batch work that yields its KV is no reason to drop parameters, and none to keep groups merged."""
+"""Batch work that yields its KV neither triggers merges nor delays splits."""
 
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.overload.events import Action, GroupsSeen
@@ -8,13 +8,13 @@ from services.core.overload.worker_facts import WorkerFacts
 from services.core.report import EngineReport, Load
 
 UNMERGED, MERGED = 100, 180
-FACTS = {one: WorkerFacts(one, "m", 16, UNMERGED, 1000, None, ("h",)) for one in ("w0", "w1")}
+FACTS = {name: WorkerFacts(name, "m", 16, UNMERGED, 1000, None, ("h",)) for name in ("w0", "w1")}
 APART = (("w0",), ("w1",))
 TOGETHER = (("w0", "w1"),)
 
 
 def full_of_batch(online: int, yields: bool, total: int) -> EngineReport:
-    """All blocks are taken, `online` of them by online requests; batch requests wait."""
+    """All blocks are in use, `online` of them by online requests; batch requests wait."""
     load = Load(
         running=10,
         waiting=5,
@@ -32,7 +32,7 @@ def full_of_batch(online: int, yields: bool, total: int) -> EngineReport:
 def decisions(
     layout: tuple[tuple[str, ...], ...], online: int, yields: bool, seconds: int = 60
 ) -> list[Action]:
-    """What is decided in a minute of one load; the first decision ends it."""
+    """The decisions in a minute of constant load; the first decision ends it."""
     groups = [
         Group(f"g-{names[0]}", 1, GroupPhase.STABLE, tuple(Member(n, "i") for n in names), "m")
         for names in layout
@@ -45,8 +45,8 @@ def decisions(
     monitor = OverloadMonitor()
     for tick in range(10 * seconds):
         uses = group_uses(groups, reports, FACTS)
-        if found := monitor.handle(GroupsSeen(100.0 + tick / 10, uses)):
-            return [one.action for one in found]
+        if batch := monitor.handle(GroupsSeen(100.0 + tick / 10, uses)):
+            return [decision.action for decision in batch]
     return []
 
 
@@ -65,7 +65,7 @@ def test_online_kv_decides_whether_a_group_can_split() -> None:
 
 
 def test_batch_kv_that_comes_and_goes_between_two_reports_is_no_demand() -> None:
-    """The leader has given the blocks of an ended batch request back, the other stage not yet."""
+    """The leader has freed the blocks of an ended batch request, the other stage not yet."""
     group = Group("g-w0", 1, GroupPhase.STABLE, (Member("w0", "i"), Member("w1", "i")), "m")
     monitor = OverloadMonitor()
     decided: list[Action] = []
@@ -84,6 +84,6 @@ def test_batch_kv_that_comes_and_goes_between_two_reports_is_no_demand() -> None
         reports = {"w0": EngineReport(load, 1), "w1": EngineReport(lagging, 1)}
         (use,) = group_uses([group], reports, FACTS)
         assert use.used_tokens == 30 * 16
-        found = monitor.handle(GroupsSeen(100.0 + tick / 10, (use,)))
-        decided += [one.action for one in found]
+        decisions = monitor.handle(GroupsSeen(100.0 + tick / 10, (use,)))
+        decided += [decision.action for decision in decisions]
     assert decided[:1] == [Action.SPLIT]

@@ -1,4 +1,4 @@
-"""Only ramps are reported as rising: no flat or falling demand, no steps, no short teeth."""
+"""Only ramps are reported as rising: no flat or falling demand, steps or short teeth."""
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -33,7 +33,7 @@ def load(demand: float) -> ModelLoad:
 
 
 def raised(demand: Demand, seconds: float) -> list[float]:
-    """The times at which demand is reported as rising, of a model with merged groups."""
+    """The times at which the demand of a model with merged groups is reported as rising."""
     trend, times_s = DemandTrend(), []
     for tick in range(round(seconds / TICK_S)):
         now_s = tick * TICK_S
@@ -64,7 +64,9 @@ def correlated(demand: Demand, rng: Random, share: float, time_s: float) -> Dema
 @pytest.mark.parametrize(
     ("share", "time_s", "missed_max"), [(0.02, 1, 0), (0.02, 5, 0), (0.05, 20, 1), (0.05, 5, 6)]
 )
-def test_noise_hides_few_ramps_and_is_none(share: float, time_s: float, missed_max: int) -> None:
+def test_noise_hides_few_ramps_and_is_not_reported(
+    share: float, time_s: float, missed_max: int
+) -> None:
     """Noise of batches of requests that start and end together."""
     missed = 0
     for seed in range(30):
@@ -185,7 +187,7 @@ class Merged:
         members: int = 2,
         capacity: int = 16_000,
     ) -> bool:
-        """Whether demand rises, after reports of a tick."""
+        """Whether demand is reported as rising after the reports of a tick."""
         self.now_s += TICK_S
         names = [f"w{n}" for n in range(members)]
         uses = tuple(MemberUse(n, capacity, round(used), UNDROPPED // members) for n in names)
@@ -198,7 +200,7 @@ class Merged:
         return self.monitor.rising["m"]
 
 
-def test_it_is_reported_before_merges_are_exhausted() -> None:
+def test_the_trend_is_reported_before_merges_are_exhausted() -> None:
     group, first_s = Merged(), dict[str, float]()
     for tick in range(600):
         demand = 1.1 * UNDROPPED + 0.015 * UNDROPPED * tick * TICK_S
@@ -227,7 +229,7 @@ def test_the_trend_goes_on_over_a_change_of_groups() -> None:
     assert seen[-1], "reports of a change-over are left out"
 
 
-def test_it_ends_when_the_groups_split_or_fall_silent() -> None:
+def test_the_trend_ends_when_groups_split_or_fall_silent() -> None:
     for end in ({"members": 1}, {"status": ReportStatus.SILENT}):
         group = Merged()
         rising = [group.see(11_000 + 20 * tick, capacity=40_000) for tick in range(300)]

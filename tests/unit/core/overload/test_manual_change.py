@@ -1,4 +1,4 @@
-"""Which changes can be asked for by naming groups, and how the layers are divided."""
+"""Changes requested by naming groups, and the division of layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_a_member_with_less_memory_runs_fewer_layers() -> None:
     assert counts(stages) == [("w0", 8), ("w1", 4)]
 
 
-def test_a_leaving_worker_merges_with_nobody() -> None:
+def test_a_leaving_worker_does_not_merge() -> None:
     facts = FACTS | {"w1": replace(FACTS["w1"], draining=True)}
     with pytest.raises(InvalidChange, match="w1 is leaving; name other groups"):
         merge_of(ALONE, [], facts)
@@ -56,7 +56,7 @@ def test_a_leaving_worker_merges_with_nobody() -> None:
 
 def test_a_member_that_keeps_a_large_head_runs_fewer_layers() -> None:
     shape = replace(SHAPE, head_bytes=8000, head_cost=8.0)
-    facts = {name: replace(one, shape=shape, arena_bytes=30_000) for name, one in FACTS.items()}
+    facts = {name: replace(fact, shape=shape, arena_bytes=30_000) for name, fact in FACTS.items()}
     (stages,) = merge_of(ALONE[:2], [], facts).targets
     assert counts(stages) == [("w0", 7), ("w1", 5)]
 
@@ -68,7 +68,7 @@ def test_a_merged_group_merges_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "names", "said"),
+    ("groups", "names", "message"),
     [
         (ALONE, ["group-w0", "group-w0"], "named twice"),
         (
@@ -80,10 +80,10 @@ def test_a_merged_group_merges_again() -> None:
         ([ALONE[0], group(("w1", 0, LAYERS), model="n")], [], "different models"),
     ],
 )
-def test_what_cannot_merge_is_one_sentence(
-    groups: Sequence[Group], names: Sequence[str], said: str
+def test_an_impossible_merge_is_a_short_error(
+    groups: Sequence[Group], names: Sequence[str], message: str
 ) -> None:
-    with pytest.raises(InvalidChange, match=said):
+    with pytest.raises(InvalidChange, match=message):
         merge_of(groups, names, FACTS)
 
 
@@ -91,11 +91,11 @@ def test_workers_that_cannot_merge_are_named() -> None:
     fixed = FACTS | {"w1": replace(FACTS["w1"], can_drop=False)}
     with pytest.raises(InvalidChange, match="w1 cannot drop layers: a transport or an engine"):
         merge_of(ALONE, [], fixed)
-    silent = {name: replace(one, shape=None) for name, one in FACTS.items()}
+    silent = {name: replace(fact, shape=None) for name, fact in FACTS.items()}
     with pytest.raises(InvalidChange, match="reports the sizes"):
         merge_of(ALONE, [], silent)
     small = replace(SHAPE, num_layers=2)
-    few = {name: replace(one, shape=small) for name, one in FACTS.items()}
+    few = {name: replace(fact, shape=small) for name, fact in FACTS.items()}
     with pytest.raises(InvalidChange, match="3 members cannot share 2 layers"):
         merge_of(ALONE, [], few)
 
@@ -108,7 +108,7 @@ def test_a_group_splits_into_its_members() -> None:
         assert change.text == "group-w0 splits into 2"
 
 
-def test_what_cannot_split_is_one_sentence() -> None:
+def test_an_impossible_split_is_a_short_error() -> None:
     merged = [group(("w0", 0, 5), ("w1", 5, LAYERS)), group(("w2", 0, 5), ("w3", 5, LAYERS))]
     with pytest.raises(
         InvalidChange, match="several merged groups; name one of group-w0, group-w2"

@@ -88,12 +88,12 @@ def test_three_workers_split_in_two_if_the_largest_has_room_for_all_layers() -> 
         (Stage("w1", 0, 8),),
     )
     # With equal workers, the worker alone needs as much room as after a split into three.
-    found, reason = partial_splits_of(group, facts_of([ARENA] * 3))
-    assert found == () and "as much memory" in reason
+    splits, reason = partial_splits_of(group, facts_of([ARENA] * 3))
+    assert splits == () and "as much memory" in reason
 
 
 def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would_not() -> None:
-    """Without this rule, a member would give layers up whose KV it stores, and fetch others."""
+    """Without this rule a member would drop layers whose KV it stores and fetch others."""
     memories = [MemberMemory(name, ARENA) for name in ("w0", "w1")]
     neighbours = [Stage("w0", 0, 2), Stage("w1", 2, 4)]
     assert split_layers(SHAPE, memories, 0) == (Stage("w0", 0, 4), Stage("w1", 4, 8))
@@ -103,8 +103,8 @@ def test_a_part_keeps_the_layers_of_its_members_where_the_fastest_division_would
 def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
     tight = SHAPE.parameter_bytes(1) // 4 + 100
     facts = facts_of([ARENA, tight, ARENA, tight])
-    found, reason = partial_splits_of(pipeline(4), facts)
-    assert found == () and "do not fit" in reason
+    possible, reason = partial_splits_of(pipeline(4), facts)
+    assert possible == () and "do not fit" in reason
     with pytest.raises(SplitError):
         partial_targets(pipeline(4), facts, 2)
     with pytest.raises(NoPlan, match="do not fit"):
@@ -114,7 +114,7 @@ def test_a_group_without_room_for_its_parameters_in_parts_stays_whole() -> None:
 
 
 class Cluster:
-    """Workers whose groups change at once as decided; `used` is the KV of all requests."""
+    """Workers whose groups change as soon as decided; `used` is the KV of all requests."""
 
     def __init__(self, workers: int, **config: object) -> None:
         self.facts = facts_of([ARENA] * workers)
@@ -138,14 +138,14 @@ class Cluster:
             self.now_s += TICK_S
             reports = self._reports()
             uses = group_uses(self.groups, reports, self.facts)
-            found = self.monitor.handle(GroupsSeen(self.now_s, uses))
+            decisions = self.monitor.handle(GroupsSeen(self.now_s, uses))
             demand = ModelDemand("m", queued=self.queued > 0, queued_tokens=self.queued)
-            found += self.monitor.handle(DemandReported(self.now_s, (demand,)))
+            decisions += self.monitor.handle(DemandReported(self.now_s, (demand,)))
             self.monitor.check_invariants()
-            for decision in found:
+            for decision in decisions:
                 if self.executes:
                     self._change(decision, reports)
-            decided += found
+            decided += decisions
         return decided
 
     def _reports(self) -> dict[str, EngineReport]:
@@ -201,7 +201,7 @@ def test_singles_have_priority_while_the_kv_fits_them() -> None:
 
 
 def test_kv_that_soon_does_not_fit_singles_still_allows_halves() -> None:
-    """While a split into single workers is near, halves wait; then they come at once."""
+    """While a full split is near, halves wait; then they come at once."""
     cluster = Cluster(4)
     cluster.used = 1500
     assert cluster.run(3.0) == []
@@ -245,7 +245,7 @@ def test_halves_merge_again_when_load_returns_and_then_wait_longer() -> None:
     assert decision.parts == (2,)
 
 
-def test_a_partial_split_that_is_prepared_is_called_off_when_load_returns() -> None:
+def test_a_prepared_partial_split_is_cancelled_when_load_returns() -> None:
     cluster = Cluster(4)
     cluster.used, cluster.executes = 2000, False
     (decision,) = cluster.run(8.0)
@@ -255,7 +255,7 @@ def test_a_partial_split_that_is_prepared_is_called_off_when_load_returns() -> N
     assert (called_off.action, called_off.group_ids) == (Action.CALL_OFF, ("group-w0",))
 
 
-def test_a_split_that_takes_too_much_room_is_called_off_below_half_of_the_capacity() -> None:
+def test_an_oversized_split_is_cancelled_below_half_of_the_capacity() -> None:
     """Four parts limit eight workers to 3,000 tokens, and demand subsides below 4,000."""
     cluster = Cluster(8)
     cluster.used, cluster.executes = 2900, False
@@ -273,7 +273,7 @@ def test_a_split_that_takes_too_much_room_is_called_off_below_half_of_the_capaci
     assert decision.parts == (2,), "there is room for the demand in halves"
 
 
-def test_only_splits_that_take_too_much_room_are_called_off_while_demand_is_low() -> None:
+def test_only_oversized_splits_are_cancelled_at_low_demand() -> None:
     cluster = Cluster(4)
     cluster.used = 2000
     cluster.run(8.0)
@@ -286,8 +286,8 @@ def test_only_splits_that_take_too_much_room_are_called_off_while_demand_is_low(
     assert [d.group_ids for d in actions] == [("group-w1",)]
 
 
-def test_a_full_group_beside_a_split_calls_nothing_off_while_demand_is_low() -> None:
-    """Otherwise every group that is full by chance would keep the others merged."""
+def test_a_full_group_cancels_no_split_at_low_demand() -> None:
+    """Otherwise every temporarily full group would keep the others merged."""
     cluster = Cluster(8)
     cluster.groups = [pipeline(4), *(group_of([Stage(f"w{n}", 0, 8)]) for n in range(4, 8))]
     cluster.used, cluster.executes = 5 * 500, False
@@ -297,7 +297,7 @@ def test_a_full_group_beside_a_split_calls_nothing_off_while_demand_is_low() -> 
     assert {d.action for d in cluster.run(4.0)} <= {Action.SPLIT}
 
 
-def test_after_a_partial_split_there_is_nothing_to_call_off() -> None:
+def test_a_completed_partial_split_is_not_cancelled() -> None:
     """The first half has the id of the group that has split."""
     cluster = Cluster(4)
     cluster.used = 2000
@@ -308,7 +308,7 @@ def test_after_a_partial_split_there_is_nothing_to_call_off() -> None:
     assert actions == [Action.MERGE]
 
 
-def test_a_merged_group_says_why_it_does_not_split() -> None:
+def test_a_merged_group_has_a_reason_not_to_split() -> None:
     cluster = Cluster(4)
     cluster.used = 3500
     cluster.run(1.0)
@@ -331,7 +331,7 @@ def test_a_merged_group_says_why_it_does_not_split() -> None:
     assert text.startswith("its KV in use, 1500 tokens, must fall to 1000 tokens (no partial")
 
 
-def test_a_merged_group_says_that_partial_splits_are_off() -> None:
+def test_disabled_partial_splits_are_the_reason_not_to_split() -> None:
     cluster = Cluster(4, partial_splits=False)
     cluster.used = 1500
     cluster.run(1.0)
@@ -344,7 +344,7 @@ def test_a_merged_group_says_that_partial_splits_are_off() -> None:
     assert text.startswith("demand and forecast, ") and text.endswith(f"2000 tokens {off}")
 
 
-def test_a_merged_group_says_for_how_long_a_doubled_dwell_time_delays_its_split() -> None:
+def test_a_doubled_dwell_time_is_the_reason_not_to_split() -> None:
     cluster = Cluster(4)
     cluster.used = 2000
     cluster.run(8.0)
@@ -371,7 +371,7 @@ def test_a_change_of_another_group_delays_splits() -> None:
     }
 
 
-def test_a_group_that_cannot_change_says_why() -> None:
+def test_a_group_that_cannot_change_has_a_reason() -> None:
     cluster = Cluster(4)
     cluster.run(1.0)
     changing = {"group-w0": "group-w0 is changing"}

@@ -63,7 +63,7 @@ def a_leaving_member_leaves() -> None:
 
 
 def requests_wait_for_no_split() -> None:
-    """A split that leaves no room for them is called off, whatever the load."""
+    """A split that leaves no room for waiting requests is cancelled, at any load."""
     for seed in SEEDS:
         rng = Random(seed)
         cluster = Cluster(8)

@@ -1,4 +1,4 @@
-"""Groups of random shapes split partially, whatever their layers and memory."""
+"""Groups of random shapes split partially, for any layers and memory."""
 
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -52,7 +52,7 @@ def random_shape(rng: Random) -> ModelShape:
 
 
 def merged_by_chance(rng: Random, shape: ModelShape, arenas: dict[str, int]) -> list[Stage]:
-    """Stages after merges of two or more groups at a time, ordered as a drop plan does."""
+    """Stages after random merges of two or more groups, ordered as a drop plan does."""
     groups = [[PlanMember(name, 0, shape.num_layers)] for name in arenas]
     while len(groups) > 1:
         rng.shuffle(groups)
@@ -92,7 +92,7 @@ def test_all_groups_of_four_or_more_split_partially_and_most_of_three() -> None:
 
 
 def obstacle_of(group: Group, facts: dict[str, WorkerFacts]) -> str:
-    """What the status says of a group whose KV in use does not fit single workers."""
+    """The status text for a group whose KV in use does not fit single workers."""
     used = 1 + min(worker.kv_blocks_total for worker in facts.values())
     report = EngineReport(Load(1, 0, 0, 0, kv_blocks_total=used), group.epoch)
     monitor = OverloadMonitor()
@@ -101,7 +101,7 @@ def obstacle_of(group: Group, facts: dict[str, WorkerFacts]) -> str:
 
 
 def check_stages(shape: ModelShape, stages: Sequence[Stage], present: Sequence[Stage]) -> None:
-    """They have all layers in order, and each stage those that it had."""
+    """They have all layers in order, and each stage includes its previous ones."""
     assert (stages[0].first_layer, stages[-1].end_layer) == (0, shape.num_layers)
     for left, right in pairwise(stages):
         assert left.end_layer == right.first_layer

@@ -1,4 +1,4 @@
-"""Which requests move between groups, and that they do not move back and forth."""
+"""Requests that move between groups, without moving back and forth."""
 
 from random import Random
 
@@ -55,7 +55,7 @@ def test_a_full_group_hands_over_to_the_emptiest() -> None:
     assert 700 <= move.tokens <= 6000
 
 
-def test_a_group_that_grows_full_hands_over_before_it_preempts() -> None:
+def test_a_nearly_full_group_moves_requests_before_it_preempts() -> None:
     growth = 10 * GROWTH_TOKENS
     groups = [use("a", CAPACITY - growth), use("b", 2000)]
     assert moves(Rebalancer(), groups, 0.0) == []
@@ -72,19 +72,19 @@ def test_a_group_that_grows_full_hands_over_before_it_preempts() -> None:
         use("b", 2000, draining=True),
     ],
 )
-def test_nothing_moves_where_it_cannot_run(other: GroupUse) -> None:
+def test_requests_move_only_to_groups_that_can_run_them(other: GroupUse) -> None:
     groups = [use("a", 9900, waiting_tokens=800), other]
     rebalancer = Rebalancer()
     assert moves(rebalancer, groups, 0.0) == []
     assert not rebalancer.may_help(groups, 5.0, 0.0)
 
 
-def test_a_merged_group_gives_nothing_away() -> None:
+def test_a_merged_group_moves_no_requests() -> None:
     groups = [use("a", 9900, waiting_tokens=800, layout=""), use("b", 2000)]
     assert moves(Rebalancer(), groups, 0.0) == []
 
 
-def test_one_move_at_a_time_then_a_rest() -> None:
+def test_moves_are_sequential_with_a_pause() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000)]
     assert len(moves(rebalancer, groups, 0.0)) == 1
@@ -122,7 +122,7 @@ def test_received_requests_do_not_stay_where_others_wait() -> None:
     assert (move.source_id, move.target_id) == ("b", "a")
 
 
-def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
+def test_a_failed_pair_backs_off_and_another_is_tried() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000), use("c", 3000)]
     assert [move.target_id for move in moves(rebalancer, groups, 0.0)] == ["b"]
@@ -135,7 +135,7 @@ def test_a_pair_whose_move_failed_backs_off_and_another_is_tried() -> None:
 
 
 def test_a_move_that_was_not_tried_causes_no_back_off() -> None:
-    """A memory manager decides before its election, too."""
+    """A memory manager makes decisions before its election, too."""
     rebalancer, groups = Rebalancer(), [use("a", 9900, waiting_tokens=800), use("b", 4000)]
     now_s = 0.0
     for _ in range(5):
@@ -145,7 +145,7 @@ def test_a_move_that_was_not_tried_causes_no_back_off() -> None:
         now_s += REST_S
 
 
-def test_moves_help_until_they_have_not_for_long() -> None:
+def test_moves_are_useful_until_they_fail_for_long() -> None:
     rebalancer = Rebalancer()
     groups = [use("a", 9900, waiting_tokens=800), use("b", 2000)]
     rebalancer.note_groups(groups, 0.0)
@@ -172,7 +172,7 @@ def test_room_for_a_large_request_is_made_where_most_is_free() -> None:
     assert moves(Rebalancer(), groups, 0.0, first_queued_tokens=9000) == []  # no room for so much
 
 
-def test_the_policy_migrate_evens_out() -> None:
+def test_the_policy_migrate_balances_load() -> None:
     groups = [use("a", 8000, running=20), use("b", 1000, running=2), use("c", 1000, running=2)]
     assert moves(Rebalancer(), groups, 0.0) == []
     (move,) = moves(Rebalancer(), groups, 0.0, evenly=True)

@@ -1,4 +1,4 @@
-"""Which workers compute prompts and which decode, and when all do both."""
+"""Assignment of the roles prefill, decode and mixed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -47,6 +47,7 @@ def facts(name: str, wish: Role = M, tokens: int = 2048) -> WorkerFacts:
     return WorkerFacts(
         *(name, "m", 16, 12_500, 10**9, None, ("host",)),
         role=wish,
+        hands_over=True,
         cost_model=COSTS,
         max_batch_tokens=tokens,
     )
@@ -67,6 +68,7 @@ class Leader:
     present: dict[str, Role] = field(default_factory=dict)
     wishes: Mapping[str, Role] = field(default_factory=dict)
     tokens: int = 2048
+    unable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.assigner = RoleAssigner(self.setting)
@@ -81,7 +83,11 @@ class Leader:
         self.now_s += after_s
         uses = [use(name) for name in self.workers] if uses is None else uses
         of_workers = {
-            name: facts(name, self.wishes.get(name, M), self.tokens) for name in self.workers
+            name: replace(
+                facts(name, self.wishes.get(name, M), self.tokens),
+                hands_over=name not in self.unable,
+            )
+            for name in self.workers
         }
         demands = {} if mix is None else {"m": mix}
         due = RolesDue(
@@ -103,7 +109,7 @@ class Leader:
         ("prefill=2,decode=3", RoleSetting(prefill=2, decode=3)),
     ],
 )
-def test_settings(text: str, setting: RoleSetting) -> None:
+def test_role_settings_are_parsed(text: str, setting: RoleSetting) -> None:
     assert RoleSetting.parse(text) == setting
     assert setting.off == (text == "mixed")
 
@@ -111,7 +117,7 @@ def test_settings(text: str, setting: RoleSetting) -> None:
 @pytest.mark.parametrize(
     "text", ["", "prefill", "prefill=1", "prefill=0,decode=1", "decode=1,prefill=1", "AUTO"]
 )
-def test_texts_that_are_no_setting(text: str) -> None:
+def test_invalid_role_settings_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="mixed, auto or prefill=N,decode=M"):
         RoleSetting.parse(text)
 
@@ -126,7 +132,7 @@ def test_fixed_numbers_of_each_and_the_rest_mixed() -> None:
     assert Leader(RoleSetting(prefill=1, decode=3))() == {"w0": P, "w1": D, "w2": D, "w3": D}
 
 
-def test_wishes_come_first_then_the_present_roles() -> None:
+def test_preferences_precede_current_roles() -> None:
     assert Leader(FIXED, wishes={"w0": D, "w3": P})() == {"w3": P, "w0": D}
     assert Leader(FIXED, present={"w2": P, "w1": D})() == {"w2": P, "w1": D}
     assert Leader(FIXED, present={"w2": P, "w1": D}, wishes={"w2": D})() == {"w0": P, "w2": D}
@@ -143,7 +149,7 @@ def test_the_loss_of_a_worker_changes_no_other_role_needlessly() -> None:
     assert leader() == {}
 
 
-def test_too_few_workers_are_divided_in_proportion() -> None:
+def test_too_few_workers_are_divided_proportionally() -> None:
     ids = ["w0", "w1", "w2", "w3"]
     for prefill, decode, expected in ((8, 8, 2), (1, 30, 1), (30, 1, 3), (4, 12, 1)):
         roles = chosen(ids, prefill, decode, {}, {})
@@ -160,7 +166,19 @@ def test_only_single_workers_with_the_same_layout_have_roles() -> None:
     assert leader(uses=[use("w0", kv_layout=""), use("w1")]) == {}
     other = [use("w0", kv_layout="new"), use("w1"), use("w2")]
     assert leader(uses=other) == {"w1": P, "w2": D}
-    assert [group.worker_ids for group in alike(other)] == [("w1",), ("w2",)]
+    known = {name: facts(name) for name in leader.workers}
+    assert [group.worker_ids for group in alike(other, known)] == [("w1",), ("w2",)]
+
+
+def test_workers_that_hand_over_nothing_are_mixed() -> None:
+    """Those without a prefix cache, and those of an older release, also where they are most."""
+    leader = Leader(FIXED, unable=("w0", "w3"))
+    assert leader() == {"w1": P, "w2": D}
+    assert Leader(FIXED, unable=("w0", "w1", "w2"))() == {}
+    old = [use(name, kv_layout="old") for name in ("w0", "w1", "w2")]
+    new = [use(name, kv_layout="new") for name in ("w3", "w4")]
+    upgraded = Leader(FIXED, ("w0", "w1", "w2", "w3", "w4"), unable=("w0", "w1", "w2"))
+    assert upgraded(uses=[*old, *new]) == {"w3": P, "w4": D}
 
 
 def test_a_new_leader_changes_nothing_before_the_workers_report() -> None:
@@ -221,7 +239,7 @@ def test_auto_stays_mixed_if_a_side_could_not_carry_its_load() -> None:
     assert wanted_prefill(replace(need, prompts=LOAD_KEPT_MAX + 0.05), 2, 1) == 0
 
 
-def test_auto_changes_one_worker_at_a_time_and_rests_between() -> None:
+def test_auto_changes_a_single_worker_at_a_time_with_pauses() -> None:
     leader = Leader(AUTO, tuple(f"w{number}" for number in range(8)))
     leader(mix=demand(1000.0, 6000.0))
     assert leader.prefill == 1
@@ -252,8 +270,8 @@ def test_a_new_leader_of_auto_goes_on_with_the_present_roles() -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1])
-def test_a_new_leader_rests_after_it_ends_roles(turns: int) -> None:
-    """Also if the only prefill worker can hand over nothing in that round."""
+def test_a_new_leader_pauses_after_it_ends_roles(turns: int) -> None:
+    """Even if the only prefill worker can hand over nothing in that round."""
     leader, light = Leader(AUTO), demand(2000.0, 5000.0)
     roles = leader(mix=light)
     (gone,) = (name for name, role in roles.items() if role is P)
@@ -287,7 +305,7 @@ def test_every_prefill_worker_can_be_connected_to_every_decode_worker(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_roles_stay_within_bounds_whatever_happens(seed: int) -> None:
+def test_random_events_keep_roles_within_bounds(seed: int) -> None:
     """Both roles or none, single workers only, and no alternation."""
     rng = Random(seed)
     names = tuple(f"w{number}" for number in range(rng.randrange(2, 8)))

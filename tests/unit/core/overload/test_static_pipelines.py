@@ -1,4 +1,4 @@
-"""The policy static-pipeline: every worker is merged once, whatever the demand."""
+"""The policy static-pipeline: every worker is merged once, independent of demand."""
 
 import pytest
 
@@ -113,7 +113,7 @@ def test_a_leaving_member_splits_its_group() -> None:
     assert decision.group_ids == ("ab",)
 
 
-def test_nothing_is_decided_while_a_group_changes() -> None:
+def test_no_decision_is_made_while_a_group_changes() -> None:
     world = World("a", "b")
     world.changing = "b"
     assert world.tick(10) == []
@@ -121,7 +121,7 @@ def test_nothing_is_decided_while_a_group_changes() -> None:
     assert len(world.tick(3)) == 1
 
 
-def test_a_merge_that_does_not_happen_is_decided_again_later() -> None:
+def test_a_failed_merge_is_retried_later() -> None:
     world = World("a", "b")
     assert len(world.tick(3)) == 1
     assert world.tick(RETRY_S - 5) == []

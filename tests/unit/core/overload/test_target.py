@@ -1,4 +1,4 @@
-"""Stages of merged groups, and what they gain."""
+"""Stages of merged groups, and their gain."""
 
 from services.core.groups.layer_map import MemberMemory, ModelShape, capacity_tokens, split_layers
 from services.core.overload.drop_plan import MergeKey, PlanGroup, PlanMember, plan_drop
@@ -17,7 +17,9 @@ def test_each_merge_gets_its_share_and_matches_the_split() -> None:
     targets = targets_of(plan, {"m": SHAPE}, arenas)
     assert len(targets) == len(plan.merges) == 2
     for target, merge in zip(targets, plan.merges, strict=True):
-        rooms = [MemberMemory(one.worker_id, arenas[one.worker_id]) for one in merge.members]
+        rooms = [
+            MemberMemory(member.worker_id, arenas[member.worker_id]) for member in merge.members
+        ]
         before = (2000 - 1070) // 10 + (2500 - 1070) // 10
         assert target.tokens_before == before
         assert target.stages == split_layers(SHAPE, rooms, before + 100)
@@ -25,5 +27,5 @@ def test_each_merge_gets_its_share_and_matches_the_split() -> None:
         assert target.tokens_after > before
 
 
-def test_without_merges() -> None:
+def test_a_plan_without_merges_has_no_targets() -> None:
     assert targets_of(plan_drop([], {}, 1), {}, {}) == ()

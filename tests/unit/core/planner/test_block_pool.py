@@ -17,7 +17,7 @@ def test_random_use_keeps_the_invariants(seed: int) -> None:
         assert pool.free_count == 50 - sum(map(len, owned))
 
 
-def test_too_many_or_a_double_free_is_an_error() -> None:
+def test_overallocation_and_double_free_are_errors() -> None:
     pool = BlockPool(2)
     with pytest.raises(IndexError):
         pool.allocate(3)
@@ -28,7 +28,7 @@ def test_too_many_or_a_double_free_is_an_error() -> None:
     pool.check_invariants()
 
 
-def test_low_ids_go_first() -> None:
+def test_low_ids_are_allocated_first() -> None:
     pool = BlockPool(6)
     assert pool.allocate(4) == (0, 1, 2, 3)
     pool.release((3, 1))
@@ -37,7 +37,7 @@ def test_low_ids_go_first() -> None:
     pool.check_invariants()
 
 
-def test_a_limit_withholds_what_is_free_and_what_falls_free() -> None:
+def test_a_limit_withholds_free_and_freed_blocks() -> None:
     pool = BlockPool(6)
     pool.allocate(5)
     pool.limit(3)
@@ -71,7 +71,7 @@ def test_sizes_are_checked() -> None:
 
 
 def _named(pool: BlockPool, *names: bytes) -> tuple[int, ...]:
-    """Blocks that were used and hold these prefixes now."""
+    """Released blocks that still hold these prefixes."""
     blocks = pool.allocate(len(names))
     for block, name in zip(blocks, names, strict=True):
         pool.cache.register(block, name)
@@ -107,7 +107,7 @@ def test_empty_blocks_are_taken_before_cached_ones_and_the_oldest_of_these_first
     pool.check_invariants()
 
 
-def test_two_blocks_with_one_prefix_have_one_name() -> None:
+def test_blocks_with_the_same_prefix_share_a_name() -> None:
     pool = BlockPool(3)
     first, second = pool.allocate(2)
     for block, name in ((first, b"a"), (second, b"a"), (first, b"b")):
@@ -118,7 +118,7 @@ def test_two_blocks_with_one_prefix_have_one_name() -> None:
     pool.check_invariants()
 
 
-def test_cached_blocks_above_a_limit_go_and_used_ones_move_with_their_names() -> None:
+def test_above_a_limit_cached_blocks_are_dropped_and_used_ones_move() -> None:
     pool = BlockPool(6)
     blocks = _named(pool, *(bytes([number]) for number in range(6)))
     pool.share(blocks[5:])
@@ -144,15 +144,15 @@ def test_random_use_with_shared_prefixes_keeps_the_invariants(seed: int) -> None
     tables: list[tuple[int, ...]] = []
     for number in range(400):
         names = [bytes([rng.randrange(4), depth]) for depth in range(rng.randint(1, 5))]
-        found = tuple(pool.cache.find(names))
-        assert [content[block] for block in found] == names[: len(found)]
+        cached = tuple(pool.cache.find(names))
+        assert [content[block] for block in cached] == names[: len(cached)]
         if rng.random() < 0.5 and pool.free_count >= len(names):
-            pool.share(found)
-            fresh = pool.allocate(len(names) - len(found))
-            content.update(zip(fresh, names[len(found) :], strict=True))
+            pool.share(cached)
+            fresh = pool.allocate(len(names) - len(cached))
+            content.update(zip(fresh, names[len(cached) :], strict=True))
             for block in fresh:
                 pool.cache.register(block, content[block])
-            tables.append((*found, *fresh))
+            tables.append((*cached, *fresh))
         elif tables:
             pool.release(reversed(tables.pop(rng.randrange(len(tables)))))
         if rng.random() < 0.1:

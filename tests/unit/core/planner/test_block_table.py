@@ -1,4 +1,4 @@
-"""Tables of a stage: what a microbatch does to them, adoption, moves to low ids."""
+"""Block tables of a stage: effects of a microbatch, adoption, moves to low ids."""
 
 import random
 
@@ -18,7 +18,7 @@ def test_a_microbatch_releases_before_it_allocates() -> None:
     table.check_invariants()
 
 
-def test_adoption_covers_a_count() -> None:
+def test_adoption_allocates_the_counted_blocks() -> None:
     table = StageTable(BlockPool(4))
     assert table.adopt("a", 2) == (0, 1)
     assert table.adopt("a", 2) == table.adopt("a", 1) == (0, 1)
@@ -50,7 +50,7 @@ def test_moves_go_below_the_limit_highest_first() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_use_with_moves_and_limits(seed: int) -> None:
-    """Each block holds what its owner wrote, wherever it was moved to."""
+    """Each block holds its owner's data, wherever it was moved."""
     rng, table = random.Random(seed), StageTable(BlockPool(30))
     content: dict[int, tuple[str, int]] = {}
     for number in range(300):

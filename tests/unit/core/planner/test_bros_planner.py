@@ -1,4 +1,4 @@
-"""`scheduling: bros`: the packing that BROS prints."""
+"""`scheduling: bros`: batches as packed in the BROS paper."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_the_bound_keeps_prompts_out_and_resets_the_slots() -> None:
     assert planned.slots.limit == 4  # type: ignore[union-attr]
 
 
-def test_an_urgent_prompt_goes_before_decodes_that_can_wait() -> None:
+def test_an_urgent_prompt_precedes_decodes_with_slack() -> None:
     clock = _clock()
     clock.begin("decodes", promised(tpot_s=5.0), output=60)
     clock.arrive("urgent", promised(ttft_s=0.0305), prompt=170)
@@ -51,7 +51,7 @@ def test_an_urgent_prompt_goes_before_decodes_that_can_wait() -> None:
     assert "urgent" in clock.run()
 
 
-def test_what_nobody_can_keep_bounds_nothing() -> None:
+def test_infeasible_targets_do_not_bound_iterations() -> None:
     clock = _clock()
     clock.arrive("late", promised(ttft_s=0.0001, tpot_s=0.0001), prompt=200, output=9)
     clock.arrive("other", promised(tpot_s=5.0), prompt=50, output=9)
@@ -59,7 +59,7 @@ def test_what_nobody_can_keep_bounds_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_any_load_ends(seed: int) -> None:
+def test_random_loads_complete(seed: int) -> None:
     rng = random.Random(seed)
     clock = _clock(
         num_blocks=rng.choice((24, 60, 200)),

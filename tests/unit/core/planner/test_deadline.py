@@ -1,4 +1,4 @@
-"""Order by deadline where not all can: token groups, long answers, moved streams."""
+"""Order by deadline if not all decodes fit: token groups, long outputs, moved streams."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,8 +15,8 @@ def _crowd(clock: Clock, count: int, service: Service) -> None:
         clock.arrive(f"c{number}", service, output=3000)
 
 
-def test_a_group_whose_tokens_need_all_of_its_time_is_not_left_out() -> None:
-    """By the end of its group it is due after the others, but it has four tokens until then."""
+def test_a_token_group_without_slack_is_not_left_out() -> None:
+    """Its group is due after the others, but four of its tokens are still missing."""
     clock = Clock(planner(num_blocks=2500))
     _crowd(clock, 20, promised(tpot_s=0.1))
     clock.arrive("group", promised(tpot_s=0.028, group=4), output=3000)
@@ -29,7 +29,7 @@ def test_a_group_whose_tokens_need_all_of_its_time_is_not_left_out() -> None:
         assert max(b - a for a, b in pairwise(clock.tokens[name])) <= 0.1, name
 
 
-def test_long_answers_without_targets_take_no_turn_of_those_that_have_some() -> None:
+def test_long_outputs_without_targets_take_no_turn_from_others() -> None:
     clock = Clock(planner(max_running=200, num_blocks=4000))
     _crowd(clock, 24, DEFAULT_SERVICE)
     clock.arrive("online", promised(ttft_s=0.5, tpot_s=0.025), output=3000)
@@ -41,7 +41,7 @@ def test_long_answers_without_targets_take_no_turn_of_those_that_have_some() -> 
     assert min(counts) > 0.4 * max(counts) > 100, "they take turns with each other"
 
 
-def test_the_line_counts_from_when_a_request_came_to_its_gateway() -> None:
+def test_waiting_time_counts_from_the_arrival_at_the_gateway() -> None:
     clock = Clock(planner(max_running=1))
     clock.begin("runs", promised(), output=20)
     for name, ttft_s, waited_s in (("late", 5.0, 4.9), ("early", 2.0, 0.0)):
@@ -50,10 +50,10 @@ def test_the_line_counts_from_when_a_request_came_to_its_gateway() -> None:
             name, prompt, Sampling(), Limits(8), clock.now_s, service=service, waited_s=waited_s
         )
         clock.state.handle(RequestArrived(clock.now_s, request))
-    assert [one.seq_id for one in clock.state.waiting] == ["late", "early"]
+    assert [sequence.seq_id for sequence in clock.state.waiting] == ["late", "early"]
 
 
-def test_a_stream_that_comes_from_another_worker_goes_before_new_prompts() -> None:
+def test_a_stream_from_another_worker_precedes_new_prompts() -> None:
     clock = Clock(planner(max_batch_tokens=32, num_blocks=2000))
     request = Request(
         "resumed",
@@ -71,14 +71,14 @@ def test_a_stream_that_comes_from_another_worker_goes_before_new_prompts() -> No
         clock.arrive(f"n{iterations}", promised(0.5), prompt=31, output=1)
         microbatch = clock.state.plan(clock.now_s)
         assert microbatch is not None
-        chunks = {one.seq_id: one for one in microbatch.batch.chunks}
+        chunks = {chunk.seq_id: chunk for chunk in microbatch.batch.chunks}
         assert len(chunks["resumed"].token_ids) >= min(31, 220 - chunks["resumed"].start)
         clock.finish(microbatch)
         iterations += 1
     assert iterations <= 8
 
 
-def test_a_stream_that_is_computed_again_here_keeps_its_promise() -> None:
+def test_a_recomputed_stream_keeps_its_deadlines() -> None:
     clock = Clock(planner())
     clock.arrive("stream", promised(0.5, 0.1, 4), output=40)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A worker that shuts down returns its requests, and other planners run them to the same end."""
+"""A worker that shuts down returns its requests, and other planners complete them."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -48,7 +48,7 @@ def arrive(state: PlannerState, name: str, prompt: int, **fields: object) -> Non
 
 
 def returned(state: PlannerState, room: OtherRoom = AMPLE, now_s: float = 10.0) -> list[str]:
-    """Ids of the requests that return now, in order."""
+    """Ids of the requests that are returned now, in order."""
     ids = []
     for command in state.handle(DrainContinued(now_s, room)):
         assert isinstance(command, RefuseRequest)
@@ -84,7 +84,7 @@ def test_waiting_and_batch_requests_return_at_once_although_no_group_has_room() 
     assert list(state.sequences) == ["runs"]
 
 
-def test_nothing_returns_while_there_is_no_other_group() -> None:
+def test_no_request_returns_without_another_group() -> None:
     state = running("runs")
     arrive(state, "waits", 8)
     assert returned(state, OtherRoom()) == []
@@ -170,7 +170,7 @@ def test_the_pace_is_two_iterations_per_second_and_group(groups: int) -> None:
         assert counts[1:] == [per_s * STEP_S / 10] * 7
 
 
-def test_all_return_within_the_time_even_if_iterations_are_small() -> None:
+def test_all_requests_return_within_the_drain_time() -> None:
     pace, left, now_s = DrainPace(16), candidates(64, 600), 100.0
     while left:
         chosen = pace.choose(left, OtherRoom(10_000, (1_000_000,)), now_s)
@@ -193,7 +193,7 @@ def test_time_without_room_gives_no_credit() -> None:
 
 @dataclass
 class Place:
-    """A worker: its planner, and when it began to drain."""
+    """A worker: its planner, and the start of its drain."""
 
     state: PlannerState
     model: FakeModel
@@ -202,9 +202,8 @@ class Place:
 
 @dataclass
 class Fleet:
-    """Planners, a queue as the scheduler's, and what the gateways have received.
-
-    Raises AssertionError where a client would notice a return, and where moves would not end.
+    """Planners, a queue like the scheduler's, and the events that gateways received. Raises
+    AssertionError where a client would notice a return, and if moves did not end.
     """
 
     rng: random.Random
@@ -331,7 +330,7 @@ def run_fleet(seed: int) -> Fleet:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_request_ends_as_undisturbed_while_workers_come_and_go(seed: int) -> None:
+def test_requests_end_as_undisturbed_while_workers_join_and_leave(seed: int) -> None:
     fleet = run_fleet(seed)
     for name, request in fleet.requests.items():
         assert (fleet.outputs[name], fleet.ended[name]) == expected(request)

@@ -1,4 +1,4 @@
-"""Jumps over plain decodes lead to the state that one iteration after another leads to."""
+"""Fast-forwarding plain decodes reaches the state of iteration-by-iteration execution."""
 
 import random
 
@@ -44,12 +44,12 @@ def random_request(rng: random.Random, number: int, config: IterationConfig) -> 
 
 
 def is_tight(config: IterationConfig) -> bool:
-    """Whether so few tokens fit that hardly anything runs undisturbed."""
+    """Whether so few tokens fit that hardly any request runs undisturbed."""
     return config.num_blocks * config.block_size < 200
 
 
 def step(state: PlannerState) -> list[EmitToken] | None:
-    """One iteration as a worker runs it; None when there is nothing to run."""
+    """Run an iteration as a worker does; None if there is nothing to run."""
     microbatch = state.plan(0.0)
     if microbatch is None:
         return None
@@ -59,12 +59,12 @@ def step(state: PlannerState) -> list[EmitToken] | None:
 
 
 def step_filled(state: PlannerState) -> list[EmitToken] | None:
-    """One iteration as a simulator runs it."""
+    """Run an iteration as a simulator does."""
     return finish_filled(state, FILLER, 0.0) if plan_shape(state, 0.0) is not None else None
 
 
 def picture(state: PlannerState) -> object:
-    """Everything that a later decision can depend on."""
+    """All state that a later decision can depend on."""
     return (
         [(s.seq_id, s.phase, s.computed, s.token_ids, s.blocks) for s in state.sequences.values()],
         [s.seq_id for s in state.running],
@@ -78,7 +78,7 @@ def picture(state: PlannerState) -> object:
 
 @pytest.mark.parametrize("scheduling", JUMPING)
 @pytest.mark.parametrize("seed", range(40))
-def test_a_jump_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
+def test_a_fast_forward_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
     rng = random.Random(seed)
     config = random_config(rng, scheduling)
     stepping, jumping = PlannerState(config), PlannerState(config)
@@ -109,8 +109,10 @@ def test_a_jump_equals_its_steps(seed: int, scheduling: Scheduling) -> None:
     assert jumping.preemptions_total == stepping.preemptions_total
 
 
-@pytest.mark.parametrize("scheduling", [one for one in Scheduling if one not in JUMPING])
-def test_no_jump_where_it_is_decided_anew_which_decodes_run(scheduling: Scheduling) -> None:
+@pytest.mark.parametrize(
+    "scheduling", [scheduling for scheduling in Scheduling if scheduling not in JUMPING]
+)
+def test_no_fast_forward_while_decodes_are_selected_each_iteration(scheduling: Scheduling) -> None:
     state = PlannerState(IterationConfig(4, 100, 8, 8, 10, scheduling=scheduling))
     state.handle(RequestArrived(0.0, Request("a", (0,) * 4, Sampling(), Limits(10), 0.0)))
     step(state)
@@ -125,7 +127,9 @@ def test_no_jump_where_it_is_decided_anew_which_decodes_run(scheduling: Scheduli
         (Service(ServiceClass.BATCH), False),
     ],
 )
-def test_slo_jumps_without_batch_requests_and_tpot_targets(service: Service, jumps: bool) -> None:
+def test_slo_fast_forwards_without_batch_requests_and_tpot_targets(
+    service: Service, jumps: bool
+) -> None:
     state = PlannerState(IterationConfig(4, 100, 64, 8, 10, scheduling=Scheduling.SLO))
     for name, kind in (("plain", Service()), ("other", service)):
         request = Request(name, (0,) * 4, Sampling(), Limits(10), 0.0, service=kind)
@@ -136,7 +140,7 @@ def test_slo_jumps_without_batch_requests_and_tpot_targets(service: Service, jum
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_after_the_fast_forward_something_happens(seed: int) -> None:
+def test_a_fast_forward_ends_at_the_next_event(seed: int) -> None:
     rng = random.Random(seed)
     config = random_config(rng)
     state = PlannerState(config)
@@ -164,12 +168,12 @@ def test_after_the_fast_forward_something_happens(seed: int) -> None:
     assert not state.sequences and state.pool.free_count == config.num_blocks
 
 
-def test_no_fast_forward_where_something_may_happen() -> None:
+def test_no_fast_forward_while_an_event_may_occur() -> None:
     config = IterationConfig(4, 100, 8, 8, 10)
     state = PlannerState(config)
-    assert decodes_ahead(state) == 0, "nobody runs"
+    assert decodes_ahead(state) == 0, "no request runs"
     state.handle(RequestArrived(0.0, Request("a", (0,) * 20, Sampling(), Limits(10), 0.0)))
-    assert decodes_ahead(state) == 0, "somebody can start"
+    assert decodes_ahead(state) == 0, "a request can start"
     assert plan_shape(state, 0.0) is not None
     assert decodes_ahead(state) == 0, "an iteration runs"
     assert finish_filled(state, FILLER, 0.0) == []

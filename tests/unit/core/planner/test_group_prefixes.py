@@ -1,4 +1,4 @@
-"""Prefixes in a group of two: the stage behind the leader caches what the leader says."""
+"""Prefixes in a group of two: the second stage caches what the leader announces."""
 
 from services.core.planner.batch import Microbatch
 from services.core.planner.block_ledger import Follower
@@ -27,7 +27,7 @@ PROMPT = tuple(range(18))
 
 
 class Pair:
-    """A leader with blocks of four tokens, and its one follower, which has the fewer blocks."""
+    """A leader with blocks of four tokens, and its single follower, which has fewer blocks."""
 
     def __init__(self, follower_blocks: int = BLOCKS - 2) -> None:
         config = IterationConfig(4, BLOCKS, 32, 8, 100, prefix_caching=True)
@@ -35,11 +35,11 @@ class Pair:
         self.leader.handle(StagesConfigured((Follower(follower_blocks),)))
         self.follower = StageTable(BlockPool(follower_blocks))
         self.ran: dict[str, int] = {}
-        self.told: list[PrefixCacheUpdate] = []
+        self.updates: list[PrefixCacheUpdate] = []
 
     def ask(self, name: str, prompt: tuple[int, ...], outputs: int = 1) -> None:
-        one = Request(name, prompt, Sampling(temperature=0.0), Limits(outputs), 0.0)
-        self.leader.handle(RequestArrived(0.0, one))
+        request = Request(name, prompt, Sampling(temperature=0.0), Limits(outputs), 0.0)
+        self.leader.handle(RequestArrived(0.0, request))
 
     def plan(self) -> Microbatch | None:
         microbatch = self.leader.plan(0.0)
@@ -48,7 +48,7 @@ class Pair:
 
     def follow(self, microbatch: Microbatch) -> None:
         news = microbatch.prefixes or PrefixCacheUpdate()
-        self.told.append(news)
+        self.updates.append(news)
         self.follower.apply(microbatch.released, block_counts(microbatch), news)
         self.follower.check_invariants()
         for chunk in microbatch.batch.chunks:
@@ -70,7 +70,7 @@ class Pair:
         return True
 
     def run(self, name: str, prompt: tuple[int, ...], outputs: int = 1) -> int:
-        """Run a request alone; returns how many tokens of it ran."""
+        """Run a single request; returns the number of its tokens that ran."""
         self.ask(name, prompt, outputs)
         while self.step():
             pass
@@ -92,12 +92,12 @@ def test_every_stage_begins_with_the_prefix_that_the_leader_found() -> None:
     assert pair.leader.load().kv_blocks_free == BLOCKS - 2
 
 
-def test_the_leader_says_what_is_forgotten_before_any_stage_is_full() -> None:
+def test_the_leader_announces_evictions_before_any_stage_is_full() -> None:
     pair = Pair()
     for number in range(8):
         pair.run(f"r{number}", tuple(range(number * 20, number * 20 + 18)))
         assert pair.follower.pool.cache.idle_count <= pair.leader.pool.cache.idle_count
-    assert any(news.evicted for news in pair.told)
+    assert any(news.evicted for news in pair.updates)
     assert pair.leader.preemptions_total == 0
     assert pair.run("again", tuple(range(140, 158))) == 2
     assert pair.run("r0 again", PROMPT) == 18
@@ -122,14 +122,14 @@ def test_a_capacity_that_shrinks_ends_all_names_at_every_stage() -> None:
     pair.leader.handle(ReleasedTaken())
     pair.follower.pool.limit(8)
     assert pair.run("b", PROMPT) == 18
-    assert any(news.forget for news in pair.told)
+    assert any(news.forget for news in pair.updates)
     assert pair.run("c", PROMPT) == 2
     pair.leader.handle(PoolLimited(8))
     assert pair.run("d", PROMPT) == 18
 
 
 def test_nothing_is_cached_until_a_stage_has_all_its_blocks_again() -> None:
-    """It forgets what lies in the blocks that it empties, and the leader cannot know which."""
+    """A stage forgets the content of emptied blocks, and the leader cannot know which."""
     pair = Pair()
     pair.run("a", PROMPT)
     pair.ask("high", PROMPT[:9], 4)
@@ -158,14 +158,14 @@ def test_nothing_is_shared_while_kv_moves() -> None:
     assert pair.run("c", PROMPT) == 18
 
 
-def test_a_request_of_which_only_the_leader_knows_starts_again() -> None:
-    """Its microbatch was lost: other stages have not heard with which blocks it begins."""
+def test_a_request_known_only_to_the_leader_restarts() -> None:
+    """Its microbatch was lost: other stages do not know with which blocks it starts."""
     pair = Pair()
     pair.run("a", PROMPT)
     pair.ask("b", PROMPT)
     assert pair.plan() is not None
     pair.leader.handle(FlightDiscarded())
-    assert [one.seq_id for one in pair.leader.waiting] == ["b"]
+    assert [sequence.seq_id for sequence in pair.leader.waiting] == ["b"]
     pair.leader.check_invariants()
     while pair.step():
         pass

@@ -1,4 +1,4 @@
-"""Which online decodes run when not all of them fit, beside the plain rule taken one by one."""
+"""Online decodes that run if not all fit, compared with a greedy reference rule."""
 
 import random
 from math import inf
@@ -45,37 +45,37 @@ def decode(random_: random.Random, number: int) -> Sequence:
     group = random_.choice((1, 4)) if tpot_s is not None else 1
     service = Service(ServiceClass.INTERACTIVE, 1.0, tpot_s, group)
     prompt = tuple(range(1, random_.choice((3, 20, 300))))
-    one = Sequence(
+    sequence = Sequence(
         Request(f"r{number}", prompt, Sampling(), Limits(8), 0.0, service=service), number, 0.0
     )
-    one.computed = len(prompt) - 1
-    one.token_s = NOW_S - random_.random()
-    one.due_s = inf if tpot_s is None else NOW_S + random_.choice((-0.01, 0.005, 0.02, 0.06))
-    one.group_left = random_.randint(1, group)
-    return one
+    sequence.computed = len(prompt) - 1
+    sequence.token_s = NOW_S - random_.random()
+    sequence.due_s = inf if tpot_s is None else NOW_S + random_.choice((-0.01, 0.005, 0.02, 0.06))
+    sequence.group_left = random_.randint(1, group)
+    return sequence
 
 
 def one_by_one(
     decodes: list[Sequence], harvester: Harvester, spent: Spent, limit_s: float, iteration_s: float
 ) -> list[Sequence]:
-    """The most urgent first: each that fits, and each that cannot wait, while tokens are left."""
+    """The most urgent first: each that fits, and each overdue one, while tokens are left."""
     chosen: list[Sequence] = []
 
-    def residual_s(one: Sequence) -> float:
-        return deadline.residual_or_implied_s(one, NOW_S, iteration_s)
+    def residual_s(sequence: Sequence) -> float:
+        return deadline.residual_or_implied_s(sequence, NOW_S, iteration_s)
 
-    for one in sorted(decodes, key=residual_s):
-        prefix_tokens = sum(other.computed for other in [*chosen, one])
+    for decode_ in sorted(decodes, key=residual_s):
+        prefix_tokens = sum(other.computed for other in [*chosen, decode_])
         in_time = spent.decodes_s(len(chosen) + 1, prefix_tokens) <= limit_s
         fits = in_time and len(chosen) < harvester.slots.limit
         if len(chosen) < spent.tokens_left and (
-            fits or not chosen or residual_s(one) < iteration_s
+            fits or not chosen or residual_s(decode_) < iteration_s
         ):
-            chosen.append(one)
-    return [one for one in decodes if one in chosen]
+            chosen.append(decode_)
+    return [decode_ for decode_ in decodes if decode_ in chosen]
 
 
-def test_the_most_urgent_that_fit_and_those_that_cannot_wait_run() -> None:
+def test_the_most_urgent_fitting_and_all_overdue_decodes_run() -> None:
     left_out = skipped = 0
     for seed in range(SEEDS):
         random_ = random.Random(seed)
@@ -88,11 +88,11 @@ def test_the_most_urgent_that_fit_and_those_that_cannot_wait_run() -> None:
         spent = Spent(bounds.cost_model, bounds.max_batch_tokens)
         limit_s = random_.choice((0.005, 0.013, 0.02, 0.04))
         iteration_s = feedback.budget.iteration_s
-        found = harvester.most_urgent(decodes, spent, limit_s, NOW_S)
-        assert found == one_by_one(decodes, harvester, spent, limit_s, iteration_s), seed
-        left_out += len(found) < len(decodes)
+        chosen = harvester.most_urgent(decodes, spent, limit_s, NOW_S)
+        assert chosen == one_by_one(decodes, harvester, spent, limit_s, iteration_s), seed
+        left_out += len(chosen) < len(decodes)
         order = sorted(
-            decodes, key=lambda one: deadline.residual_or_implied_s(one, NOW_S, iteration_s)
+            decodes, key=lambda decode_: deadline.residual_or_implied_s(decode_, NOW_S, iteration_s)
         )
-        skipped += found != [one for one in decodes if one in order[: len(found)]]
+        skipped += chosen != [decode_ for decode_ in decodes if decode_ in order[: len(chosen)]]
     assert left_out > SEEDS / 2 and skipped > 3, "the cases are not those that this is for"

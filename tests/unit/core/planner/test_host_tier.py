@@ -1,4 +1,4 @@
-"""Host copies of KV: no sequence reads the KV of other tokens, whatever happens to a copy."""
+"""Host copies of KV: no sequence reads wrong KV, even if a copy is damaged or lost."""
 
 import os
 import random
@@ -76,7 +76,7 @@ def test_another_owner_has_no_hits() -> None:
     world.end()
 
 
-def test_nothing_is_recalled_that_is_computed_faster() -> None:
+def test_no_block_is_recalled_if_computing_is_faster() -> None:
     fast = CostModel(alpha=0.0, beta=1e-6, gamma=0.0, lam=0.0)
     world = recallable(cost_model=fast)
     world.ask(PROMPT)
@@ -85,7 +85,7 @@ def test_nothing_is_recalled_that_is_computed_faster() -> None:
     world.end()
 
 
-def test_other_work_runs_while_a_recall_is_under_way() -> None:
+def test_other_work_runs_during_a_recall() -> None:
     world = recallable()
     waiting = world.ask(PROMPT, output=2)
     other = world.ask((40, 41, 42), output=4)
@@ -95,7 +95,7 @@ def test_other_work_runs_while_a_recall_is_under_way() -> None:
     world.end()
 
 
-def test_a_recall_that_does_not_end_is_given_up() -> None:
+def test_a_hanging_recall_times_out() -> None:
     world = recallable()
     name = world.ask(PROMPT)
     assert not world.iterate() and world.jobs
@@ -106,7 +106,7 @@ def test_a_recall_that_does_not_end_is_given_up() -> None:
     world.end()
 
 
-def test_a_long_recall_has_the_time_that_it_takes() -> None:
+def test_a_slow_recall_within_its_link_time_completes() -> None:
     world = recallable(cost_model=replace(SLOW, beta=0.1))
     world.host.settings = host_settings(link_bytes_per_s=BLOCK_BYTES / 0.3)
     name = world.ask(PROMPT)
@@ -118,7 +118,7 @@ def test_a_long_recall_has_the_time_that_it_takes() -> None:
     world.end()
 
 
-def test_a_damaged_copy_is_computed_again_and_forgotten() -> None:
+def test_a_damaged_copy_is_recomputed_and_forgotten() -> None:
     world = recallable()
     slots = list(world.host.cache.find(hashes_of(world, PROMPT)))
     world.damage(slots[3])
@@ -155,7 +155,7 @@ def test_no_recall_begins_while_an_iteration_writes() -> None:
     world.end()
 
 
-def test_an_aborted_request_frees_what_was_recalled_for_it() -> None:
+def test_an_aborted_request_frees_its_recalled_blocks() -> None:
     world = recallable()
     name = world.ask(PROMPT)
     world.iterate()
@@ -302,7 +302,7 @@ def test_blocks_that_are_being_recalled_move_with_their_kv() -> None:
 
 
 @pytest.mark.parametrize("lane_share", [0.01, 0.1, 1.0])
-def test_an_idle_worker_looks_no_more_often_than_it_saves(lane_share: float) -> None:
+def test_polls_of_an_idle_worker_are_bounded_by_its_saves(lane_share: float) -> None:
     world = HostWorld(num_blocks=60, host=host_settings(lane_share=lane_share))
     for number in range(5):
         world.ask(tuple((13 * number + place) % 50 for place in range(40)))
@@ -332,7 +332,7 @@ def test_without_prefetch_nothing_runs_during_a_recall() -> None:
     world.end()
 
 
-def test_a_recall_that_hangs_stalls_other_work_for_a_time_only() -> None:
+def test_a_hanging_recall_stalls_other_work_for_a_limited_time() -> None:
     world = recallable(host=host_settings(prefetch=False))
     world.ask((40, 41, 42), output=4)
     world.iterate()

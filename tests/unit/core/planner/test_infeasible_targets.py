@@ -1,4 +1,4 @@
-"""A target that no request can meet is reported once, with both numbers."""
+"""An infeasible target is reported once, with both numbers."""
 
 from services.core.cost.model import CostModel
 from services.core.planner.infeasible_targets import REPORTED_MAX, InfeasibleTargets
@@ -12,7 +12,7 @@ def promise(ttft_s: float | None, tpot_s: float | None) -> Service:
     return Service(ServiceClass.INTERACTIVE, ttft_s, tpot_s)
 
 
-def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
+def test_each_class_and_value_is_reported_once_with_both_numbers() -> None:
     targets = InfeasibleTargets()
     (warning,) = targets.unreported(promise(0.5, 0.005), MODEL)
     assert "tpot_ms is 5 ms for a request of the class interactive" in str(warning)
@@ -25,14 +25,14 @@ def test_each_class_and_value_is_told_once_with_both_numbers() -> None:
     assert [target.service_class for target in targets.unreported(other, MODEL)] == ["standard"]
 
 
-def test_what_can_be_kept_is_not_told() -> None:
+def test_feasible_targets_are_not_reported() -> None:
     targets = InfeasibleTargets()
     assert targets.unreported(DEFAULT_SERVICE, MODEL) == []
     assert targets.unreported(promise(0.012, 0.012), MODEL) == []
     assert InfeasibleTargets().unreported(promise(0.001, 0.001), None) == []
 
 
-def test_a_client_with_ever_new_targets_does_not_fill_the_log() -> None:
+def test_a_client_with_varying_targets_does_not_flood_the_log() -> None:
     targets = InfeasibleTargets()
     warnings = [
         target

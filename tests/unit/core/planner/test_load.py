@@ -1,4 +1,4 @@
-"""What a planner tells of its load, by class."""
+"""Reported load of a planner, by class."""
 
 import random
 from dataclasses import replace
@@ -22,7 +22,7 @@ def of_batch(load: Load) -> tuple[int, int, int]:
     return load.batch_running, load.batch_waiting, load.kv_blocks_batch
 
 
-def test_requests_of_the_class_batch_are_counted_apart() -> None:
+def test_batch_requests_are_counted_separately() -> None:
     state = make_state(max_batch_tokens=64)
     arrive(state, "online", 8)
     assert of_batch(state.load()) == (0, 0, 0)
@@ -36,7 +36,7 @@ def test_requests_of_the_class_batch_are_counted_apart() -> None:
     assert of_batch(state.load()) == (1, 0, 2)
 
 
-def test_one_that_moves_counts_where_it_runs() -> None:
+def test_a_moved_request_counts_at_its_worker() -> None:
     state, other = make_state(), make_state()
     arrive(other, "moves", 20, service=BATCH)
     assert state.handle(SequenceAdopted(other.export("moves"))) == []
@@ -47,7 +47,7 @@ def test_one_that_moves_counts_where_it_runs() -> None:
 
 
 def test_a_sequence_that_comes_without_kv_frees_its_earlier_blocks_here() -> None:
-    """This stage ran it for another leader, which has to start it again."""
+    """This stage ran it for another leader, which has to restart it."""
     state, other = make_state(), make_state()
     arrive(other, "moves", 20, service=BATCH)
     state.table.adopt("moves", 5)
@@ -57,7 +57,7 @@ def test_a_sequence_that_comes_without_kv_frees_its_earlier_blocks_here() -> Non
     assert state.load().kv_blocks_free == state.config.num_blocks
 
 
-def test_what_is_still_to_be_prefilled_is_told() -> None:
+def test_pending_prefill_tokens_are_reported() -> None:
     state = make_state(max_batch_tokens=32)
     arrive(state, "first", 20)
     arrive(state, "second", 30)

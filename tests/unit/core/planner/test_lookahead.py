@@ -1,4 +1,4 @@
-"""Formation of a round against brute force, and even dealing of decodes."""
+"""Formation of a round, compared with brute force, and even distribution of decodes."""
 
 import random
 from collections import deque
@@ -30,7 +30,7 @@ WORST_RATIO = 1.2
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to deal `total` tokens to `parts` microbatches, some of which get none."""
+    """All ways to distribute `total` tokens over `parts` microbatches, including empty ones."""
     if parts == 1:
         yield (total,)
         return
@@ -40,7 +40,7 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_round(pieces: list[Piece[str]], model: CostModel, parts_max: int) -> float:
-    """The cheapest round of two stages, over every chunking of every request in order."""
+    """The cheapest round of two stages over every chunking of every request in order."""
     best = float("inf")
     for parts in range(1, parts_max + 1):
         for dealt in product(*(compositions(piece.tokens, parts) for piece in pieces)):
@@ -64,7 +64,7 @@ def random_pieces(rng: random.Random, requests: int, tokens_max: int) -> list[Pi
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_close_to_the_best_round(name: str) -> None:
+def test_rounds_are_close_to_optimal(name: str) -> None:
     model, worst = MODELS[name], 1.0
     for seed in range(60):
         rng = random.Random(seed)
@@ -109,7 +109,7 @@ def test_parts_cost_the_same_where_tokens_do_not(stages: int) -> None:
 
 
 def test_a_part_is_full_or_costs_as_much_as_the_largest() -> None:
-    """The second prompt costs more a token, so that the first one fills the budget of its parts."""
+    """The second prompt costs more per token, so that the first fills the budget of its parts."""
     pieces = [Piece("long", 0, 4000), Piece("longer", 6000, 4000)]
     formed = form_round(pieces, 2, A100, tokens_min=128, tokens_max=512, base=0.03)
     costs = [batch_cost(A100, part) for part in formed]
@@ -120,7 +120,7 @@ def test_a_part_is_full_or_costs_as_much_as_the_largest() -> None:
     assert len(formed) <= 8000 / 512 * 1.25
 
 
-def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> None:
+def test_few_tokens_are_not_split_needlessly() -> None:
     pieces = [Piece("a", 0, 40), Piece("b", 0, 60)]
     assert form_round(pieces, 2, TOKEN_COSTS, tokens_min=51, tokens_max=4096) == [pieces]
     assert len(form_round(pieces, 2, TOKEN_COSTS, tokens_min=50, tokens_max=4096)) == 2
@@ -130,7 +130,7 @@ def test_few_tokens_stay_together_and_many_parts_are_no_end_in_themselves() -> N
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_model_without_fixed_costs_does_not_cut_a_round_without_end(stages: int) -> None:
+def test_a_model_without_fixed_costs_bounds_the_number_of_parts(stages: int) -> None:
     for pieces in ([Piece(n, 0, 1000) for n in range(32)], [Piece(n, 0, 40) for n in range(800)]):
         formed = form_round(pieces, stages, LINEAR, tokens_min=1, tokens_max=2048)
         assert 8 * stages < len(formed) <= STAGE_PARTS_MAX * stages
@@ -138,14 +138,14 @@ def test_a_model_without_fixed_costs_does_not_cut_a_round_without_end(stages: in
     assert len(needed) == 300, "the token budget requires more parts"
 
 
-def test_a_round_in_lockstep() -> None:
+def test_cost_of_a_round_in_lockstep() -> None:
     assert round_cost([]) == 0
     assert round_cost([3.0]) == 6.0
     assert round_cost([1.0, 2.0, 1.0]) == 1.0 + (2.0 + 2.0) + 1.0
     assert round_cost([1.0, 2.0, 1.0], stages=3) == 1.0 + 2.0 * 3 + 1.0
 
 
-def test_a_chunk_adds_what_it_does_not_share() -> None:
+def test_the_cost_of_a_chunk_excludes_shared_costs() -> None:
     chunks = [(0, 5), (7, 1), (3, 4)]
     alone = sum(marginal(QUADRATIC, *chunk) for chunk in chunks)
     assert alone + QUADRATIC.lam == pytest.approx(QUADRATIC.batch_s(chunks))
@@ -156,7 +156,7 @@ def test_a_chunk_adds_what_it_does_not_share() -> None:
 @pytest.mark.parametrize("sequences", [1, 2, 3, 7, 8, 100])
 def test_decodes_are_dealt_evenly_and_stay_so(stages: int, sequences: int) -> None:
     ready = list(range(sequences))
-    cost = {one: 1.0 for one in ready}
+    cost = {sequence: 1.0 for sequence in ready}
     in_flight: deque[list[int]] = deque()
     sizes: list[int] = []
     last_turn = dict.fromkeys(ready, 0)
@@ -168,14 +168,14 @@ def test_decodes_are_dealt_evenly_and_stay_so(stages: int, sequences: int) -> No
                 ready.remove(gone)
                 del last_turn[gone]
         count = decodes_to_run(
-            [cost[one] for one in ready],
-            [sum(cost[one] for one in plan) for plan in in_flight],
+            [cost[sequence] for sequence in ready],
+            [sum(cost[sequence] for sequence in plan) for plan in in_flight],
             stages,
         )
         in_flight.append([ready.pop(0) for _ in range(count)])
-        for one in in_flight[-1]:
-            assert turn - last_turn[one] <= 2 * stages, "it waits too long"
-            last_turn[one] = turn
+        for sequence in in_flight[-1]:
+            assert turn - last_turn[sequence] <= 2 * stages, "it waits too long"
+            last_turn[sequence] = turn
         sizes.append(count)
     settled = sizes[-stages:]
     assert sum(settled) == len(last_turn), "in every round, each decodes once"

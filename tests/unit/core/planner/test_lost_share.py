@@ -1,4 +1,4 @@
-"""What a leader keeps, and gives back, after a loss has divided its group."""
+"""Requests that a leader keeps and returns after a loss has divided its group."""
 
 from dataclasses import replace
 
@@ -24,19 +24,19 @@ def request(
 ) -> Request:
     service = Service(ServiceClass.BATCH if batch else ServiceClass.STANDARD)
     prompt, limits = (5,) * tokens, Limits(4)
-    one = Request(f"r{number:02}", prompt, Sampling(), limits, float(number), service=service)
-    return replace(one, resumable=resumable)
+    made = Request(f"r{number:02}", prompt, Sampling(), limits, float(number), service=service)
+    return replace(made, resumable=resumable)
 
 
 def planner_with(requests: list[Request], config: IterationConfig = CONFIG) -> PlannerState:
     state = PlannerState(config)
-    for one in requests:
-        state.handle(RequestArrived(one.arrival_s, one))
+    for request_ in requests:
+        state.handle(RequestArrived(request_.arrival_s, request_))
     return state
 
 
 def divided(state: PlannerState, members: int) -> list[str]:
-    """The names of the sequences that it gives back."""
+    """The names of the sequences that the leader returns."""
     names = []
     for command in state.handle(GroupDivided(members)):
         assert isinstance(command, RefuseRequest)
@@ -58,31 +58,31 @@ def test_long_requests_count_for_more() -> None:
     assert divided(state, 3) == [f"r{number:02}" for number in range(1, 6)]
 
 
-def test_requests_whose_gateway_does_not_go_on_stay_and_count() -> None:
+def test_non_resumable_requests_stay_and_count() -> None:
     state = planner_with([request(number, resumable=number < 4) for number in range(6)])
     assert divided(state, 3) == ["r00", "r01", "r02", "r03"]
     state = planner_with([request(number, resumable=number < 4) for number in range(6)])
     assert divided(state, 2) == ["r01", "r02", "r03"]
 
 
-def test_requests_that_have_kv_stay() -> None:
+def test_requests_with_kv_stay() -> None:
     state = planner_with([request(number) for number in range(2)])
     assert state.plan(9.0) is not None
-    for one in [request(number) for number in range(2, 8)]:
-        state.handle(RequestArrived(one.arrival_s, one))
+    for request_ in [request(number) for number in range(2, 8)]:
+        state.handle(RequestArrived(request_.arrival_s, request_))
     assert divided(state, 3) == ["r04", "r05", "r06", "r07"]
 
 
 @pytest.mark.parametrize(
-    ("scheduling", "found"),
+    ("scheduling", "excess"),
     [(Scheduling.FCFS, ["r02", "r03", "r04", "r05"]), (Scheduling.PRIORITY, ["r02", "r04"])],
 )
-def test_batch_work_that_makes_way_stays(scheduling: Scheduling, found: list[str]) -> None:
+def test_yielding_batch_work_stays(scheduling: Scheduling, excess: list[str]) -> None:
     requests = [request(number, batch=number % 2 == 1) for number in range(6)]
-    assert divided(planner_with(requests, replace(CONFIG, scheduling=scheduling)), 3) == found
+    assert divided(planner_with(requests, replace(CONFIG, scheduling=scheduling)), 3) == excess
 
 
-def test_an_operator_can_have_all_of_them_stay() -> None:
+def test_sharing_lost_requests_can_be_disabled() -> None:
     requests = [request(number) for number in range(6)]
     state = planner_with(requests, replace(CONFIG, spread_after_loss=False))
     assert divided(state, 3) == []
@@ -96,13 +96,15 @@ def test_a_share_is_kept_by_age_and_no_more_than_one_beyond_it(
     ones: list[tuple[int, bool]], members: int
 ) -> None:
     requests = [request(at, tokens, resumable=may) for at, (tokens, may) in enumerate(ones)]
-    sequences = [Sequence(one, at + 1, one.arrival_s) for at, one in enumerate(requests)]
-    found = excess_lost_sequences(reversed(sequences), members, batch_yields=False)
-    kept = [one for one in sequences if one not in found]
-    total, left = (sum(len(one.token_ids) for one in some) for some in (sequences, kept))
-    assert all(one.request.resumable for one in found)
-    movable = [one for one in kept if one.request.resumable]
-    assert [*movable, *found] == [one for one in sequences if one.request.resumable]
-    assert not found or left * members >= total
+    sequences = [
+        Sequence(request, at + 1, request.arrival_s) for at, request in enumerate(requests)
+    ]
+    excess = excess_lost_sequences(reversed(sequences), members, batch_yields=False)
+    kept = [sequence for sequence in sequences if sequence not in excess]
+    total, left = (sum(len(sequence.token_ids) for sequence in some) for some in (sequences, kept))
+    assert all(sequence.request.resumable for sequence in excess)
+    movable = [sequence for sequence in kept if sequence.request.resumable]
+    assert [*movable, *excess] == [sequence for sequence in sequences if sequence.request.resumable]
+    assert not excess or left * members >= total
     if movable:
         assert (left - len(movable[-1].token_ids)) * members < total

@@ -1,4 +1,4 @@
-"""Packing beside deadlines: turns that batch work takes, adaptive slots, victims by slack."""
+"""Packing with deadlines: turns of batch work, adaptive slots, victims by slack."""
 
 from itertools import pairwise
 
@@ -23,10 +23,10 @@ def _beside(packing: bool, tpot_s: float = 0.2) -> Clock:
 
 def _shares(clock: Clock, iterations: int = 20) -> dict[str, int]:
     ran = [clock.run() for _ in range(iterations)]
-    return {name: sum(name in one for one in ran) for name in clock.tokens}
+    return {name: sum(name in tokens for tokens in ran) for name in clock.tokens}
 
 
-def test_a_batch_decode_takes_the_turn_of_one_whose_deadline_holds_without_it() -> None:
+def test_a_batch_decode_takes_the_turn_of_a_decode_with_slack() -> None:
     without = _shares(_beside(packing=False))
     clock = _beside(packing=True)
     packed = _shares(clock)
@@ -38,19 +38,19 @@ def test_a_batch_decode_takes_the_turn_of_one_whose_deadline_holds_without_it() 
         assert max(gaps) <= (0.0221 if name == "tight" else 0.2), name
 
 
-def test_nobody_gives_a_turn_without_time_to_spare() -> None:
+def test_no_decode_yields_its_turn_without_slack() -> None:
     assert _shares(_beside(packing=True, tpot_s=0.024)) == _shares(
         _beside(packing=False, tpot_s=0.024)
     )
 
 
-def test_a_request_that_is_promised_nothing_keeps_its_turn() -> None:
+def test_a_request_without_targets_keeps_its_turn() -> None:
     clock = Clock(planner(packing=True, harvest=1.0))
     clock.begin("filler", BATCH, output=60)
     clock.arrive("tight", promised(tpot_s=0.013), output=60)
     clock.begin("untargeted", promised(), output=60)
     ran = [clock.run() for _ in range(20)]
-    assert all("untargeted" in one for one in ran)
+    assert all("untargeted" in tokens for tokens in ran)
 
 
 def test_slots_double_until_a_deadline_binds_and_fall_back_to_their_base() -> None:
@@ -94,14 +94,14 @@ def test_batch_work_alone_has_no_slots() -> None:
 
 
 def _until_blocks_are_lost(clock: Clock) -> list[str]:
-    """Run until a sequence has lost its blocks; returns those that wait then."""
+    """Run until a sequence has lost its blocks; returns the waiting sequences."""
     while not clock.state.preemptions_total:
         clock.run()
-    return [one.seq_id for one in clock.state.waiting]
+    return [sequence.seq_id for sequence in clock.state.waiting]
 
 
 @pytest.mark.parametrize(("rule", "victim"), [("newest", "urgent"), ("slack", "patient")])
-def test_the_victim_when_an_online_one_needs_a_block(rule: str, victim: str) -> None:
+def test_the_victim_when_an_online_request_needs_a_block(rule: str, victim: str) -> None:
     clock = Clock(planner(num_blocks=10, victims=VictimRule(rule)))
     clock.arrive("oldest", promised(tpot_s=9.0), prompt=11, output=12)
     clock.arrive("patient", promised(tpot_s=1.0), prompt=11, output=12)
@@ -113,7 +113,7 @@ def test_the_victim_when_an_online_one_needs_a_block(rule: str, victim: str) -> 
     assert all(len(tokens) == 12 for tokens in clock.tokens.values())
 
 
-def test_batch_work_loses_its_blocks_before_any_online_one() -> None:
+def test_batch_work_loses_its_blocks_before_online_requests() -> None:
     clock = Clock(planner(num_blocks=10, victims=VictimRule.SLACK))
     clock.arrive("oldest", promised(tpot_s=9.0), prompt=11, output=12)
     clock.arrive("patient", promised(tpot_s=1.0), prompt=11, output=12)

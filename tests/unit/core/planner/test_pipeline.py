@@ -55,7 +55,7 @@ def finish(state: PlannerState, microbatch: Microbatch) -> list:
 
 
 def started(state: PlannerState, *names: str, prompt: int = 3, output: int = 50) -> PlannerState:
-    """Requests that decode, none of which is in flight."""
+    """Requests that decode, none of them in flight."""
     for name in names:
         arrive(state, name, prompt, output)
     flying = deque()
@@ -78,7 +78,7 @@ def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
     state = started(make_state(stages=3), *"abcdefg")
     first, second, third = state.plan(0.0), state.plan(0.0), state.plan(0.0)
     assert not state.has_slot
-    sizes = sorted(len(one.batch.chunks) for one in (first, second, third))
+    sizes = sorted(len(microbatch.batch.chunks) for microbatch in (first, second, third))
     assert sizes == [2, 2, 3]
     assert sorted(names_of(first) + names_of(second) + names_of(third)) == list("abcdefg")
     for _ in range(20):
@@ -90,7 +90,7 @@ def test_decodes_fill_every_stage_and_a_sample_is_waited_for() -> None:
 
 @pytest.mark.parametrize("decodes", [0, 3 * PROMPT_TOKENS_MIN])
 def test_without_fixed_costs_prompts_are_not_cut_into_single_tokens(decodes: int) -> None:
-    """Nor beside more decodes than the least size of a microbatch."""
+    """Nor beside more decodes than the minimum size of a microbatch."""
     free = CostModel(0.0, beta=1e-3, gamma=0.0, lam=0.0, decode=Coefficients(0.0, 1e-6, 0.0))
     bounds = {"max_batch_tokens": 256, "max_running": 64, "num_blocks": 2000}
     state = make_state(cost_model=free, min_microbatch_tokens=None, **bounds)
@@ -98,7 +98,7 @@ def test_without_fixed_costs_prompts_are_not_cut_into_single_tokens(decodes: int
     started(state, *(f"decode-{number}" for number in range(decodes)))
     arrive(state, "long", 64, 1)
     chunks = [*state.plan(0.0).batch.chunks, *state.plan(0.0).batch.chunks]
-    assert [len(one.token_ids) for one in chunks if one.seq_id == "long"] == [16, 16]
+    assert [len(chunk.token_ids) for chunk in chunks if chunk.seq_id == "long"] == [16, 16]
     assert len(chunks) == decodes + 2
 
 
@@ -121,7 +121,7 @@ def test_chunks_of_a_prompt_follow_each_other_in_flight() -> None:
     assert [token.index for token in finish(state, third)] == [0]
 
 
-def test_an_abort_in_flight_frees_at_once_and_its_sample_is_ignored() -> None:
+def test_an_abort_in_flight_frees_blocks_at_once_and_its_sample_is_ignored() -> None:
     state = started(make_state(), "a", "b")
     first, second = state.plan(0.0), state.plan(0.0)
     free = state.pool.free_count
@@ -146,7 +146,7 @@ def test_a_late_sample_of_a_preempted_request_counts_and_is_waited_for() -> None
     finish(state, second)
     plans = [state.plan(0.0), state.plan(0.0)]
     assert name in plans[0].released
-    chunk = next(c for one in plans for c in one.batch.chunks if c.seq_id == name)
+    chunk = next(c for plan in plans for c in plan.batch.chunks if c.seq_id == name)
     assert chunk.start == 0
     assert chunk.sample is None or chunk.sample.index == before + 1
 
@@ -195,7 +195,7 @@ def test_the_smallest_stage_limits_what_starts() -> None:
 
 
 def test_promised_blocks_are_given_before_new_requests_start() -> None:
-    """A group of two takes over a sequence of the second's; its KV has to move to the first."""
+    """A group of two takes over a sequence of the second; its KV has to move to the first."""
     source = make_state(stages=1)
     started(source, "moved", prompt=30)
     source.handle(SequenceHeld("moved"))
@@ -224,7 +224,7 @@ def test_promised_blocks_are_given_before_new_requests_start() -> None:
 
 
 def test_a_sequence_that_never_ran_has_no_blocks_when_a_configuration_ends() -> None:
-    """Another leader counts what `table` has then, and is told that such a sequence has none."""
+    """The next leader counts the blocks in `table`, of which such a sequence has none."""
     state = started(make_state(num_blocks=40), "a")
     arrive(state, "b", 40, 2)
     arrive(state, "c", 12, 2)
@@ -292,7 +292,7 @@ def test_ages_compare_across_workers() -> None:
     assert [seq.seq_id for seq in young.waiting] == list("acbd")
 
 
-def test_what_is_in_flight_or_too_large_is_not_handed_over() -> None:
+def test_sequences_in_flight_or_too_large_are_not_handed_over() -> None:
     state = started(make_state(), "a", prompt=40)
     state.plan(0.0)
     with pytest.raises(ValueError, match="in flight"):
@@ -348,8 +348,8 @@ def test_lookahead_leaves_smaller_bubbles_than_token_counts(
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_measure_the_bubbles_that_there_are(stages: int) -> None:
-    """All bubbles, except a later stage's before its first microbatch and after its last one."""
+def test_stages_measure_all_bubbles(stages: int) -> None:
+    """Except those of a later stage before its first and after its last microbatch."""
     state = make_state(
         stages,
         block_size=16,
@@ -362,11 +362,13 @@ def test_stages_measure_the_bubbles_that_there_are(stages: int) -> None:
     early, late = burst(0)[:6], burst(1)[:6]
     pipeline.run(early + [(at_s + 200, f"late-{name}", *rest) for at_s, name, *rest in late], 500.0)
     times, measured = pipeline.times, pipeline.stage_times
-    busy_s = sum(one.pipeline_busy_s for one in measured)
+    busy_s = sum(stage.pipeline_busy_s for stage in measured)
     left_out_s = sum(
         stage[0][0] - times[0][0][0] + times[-1][-1][1] - stage[-1][1] for stage in times[1:]
     )
     share = bubble_share(times)
     bubble_s = busy_s * share / (1 - share)
-    assert sum(one.pipeline_bubble_s for one in measured) == pytest.approx(bubble_s - left_out_s)
+    assert sum(stage.pipeline_bubble_s for stage in measured) == pytest.approx(
+        bubble_s - left_out_s
+    )
     assert bubble_s > 10 * left_out_s > 0

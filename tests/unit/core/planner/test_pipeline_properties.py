@@ -46,7 +46,7 @@ from services.core.queue_order import Scheduling
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.microbatches import block_counts
-from tests.support.told_sampler import ToldSampler, row_of, rows_of
+from tests.support.spec_sampler import SpecSampler, row_of, rows_of
 
 BLOCK_SIZE = 2
 BLOCKS = 14
@@ -76,11 +76,11 @@ def expected_output(request: Request) -> list[int]:
 
 @dataclass
 class Stage:
-    """A stage's table and what is in its blocks."""
+    """A stage's table and the content of its blocks."""
 
     table: StageTable
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
-    sampler: ToldSampler = field(default_factory=ToldSampler)
+    sampler: SpecSampler = field(default_factory=SpecSampler)
 
     def write(self, blocks: tuple[int, ...], start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):
@@ -153,7 +153,7 @@ class Group:
             end = chunk.start + len(chunk.token_ids)
             request = self.world.requests[chunk.seq_id]
             tokens = [*request.prompt_ids, *expected_output(request)][:end]
-            assert stage.read(tables[chunk.seq_id], end) == tokens, "K/V of somebody else"
+            assert stage.read(tables[chunk.seq_id], end) == tokens, "K/V of another sequence"
 
     def step(self, index: int) -> bool:
         """A follower takes the next message of its lane."""
@@ -202,11 +202,11 @@ class Group:
     # --- hand-over and configurations
 
     def flush(self) -> None:
-        """Let the stages hear of what was freed, in sequence."""
+        """Deliver the freed blocks to the stages, in order."""
         self.send(("release", self.state.handle(ReleasedTaken())[0].seq_ids))
 
     def discard(self) -> None:
-        """Whatever is on its way is lost."""
+        """Lose everything in flight."""
         if self.state.stages == 1:
             self.state.handle(IterationDropped(0.0))
         else:
@@ -236,9 +236,9 @@ class Group:
             pool = stage.table.pool
             followers.append(Follower(pool.usable, stage.table.block_count, was))
         self.foreign = [
-            one
-            for one in self.foreign
-            if one[0] < stages and one[1] in self.followers[one[0] - 1].table
+            transfer
+            for transfer in self.foreign
+            if transfer[0] < stages and transfer[1] in self.followers[transfer[0] - 1].table
         ]
         self.lanes = [deque() for _ in self.followers]
         self.state.handle(StagesConfigured(tuple(followers)))
@@ -267,7 +267,7 @@ class Group:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Place a held sequence everywhere and go on with it, or compute it again."""
+        """Place a held sequence everywhere and resume it, or recompute it."""
         if all([self.place(sequence, stage) for stage in range(self.state.stages)]):
             self.state.handle(SequenceResumed(sequence.seq_id))
         else:
@@ -297,7 +297,7 @@ class Group:
             other.settle(adopted)
 
     def orders_under_way(self) -> bool:
-        """Whether something other than microbatches is in a lane."""
+        """Whether a lane contains anything other than microbatches."""
         return any(isinstance(message, tuple) for lane in self.lanes for message in lane)
 
     def enlarge(self, stage: int) -> None:
@@ -306,7 +306,7 @@ class Group:
         self.state.handle(CapacityReported(stage, pool.num_blocks))
 
     def come_to_rest(self) -> None:
-        """Run to the end: nobody is stuck, everything is free."""
+        """Run to the end: no sequence is stuck, all blocks are free."""
         while self.foreign:
             self.forget_foreign()
         for _ in range(4000):
@@ -320,9 +320,9 @@ class Group:
                 self.step(index)
             self.finish()
         self.drain()
-        assert not self.state.sequences, "somebody is stuck"
+        assert not self.state.sequences, "a sequence is stuck"
         if self.lanes:
-            self.plan()  # an empty microbatch, which tells the stages what is free
+            self.plan()  # an empty microbatch, which reports freed blocks to the stages
             self.drain()
         self.check()
         for stage in (self.own, *self.followers):
@@ -355,7 +355,7 @@ class Group:
 
 
 class World:
-    """Two groups and what the clients have received."""
+    """Two groups and the events that the clients have received."""
 
     def __init__(
         self,
@@ -441,8 +441,8 @@ class World:
         group = self.groups[which]
         self.serve(group, operation, value)
         self.reorganise(group, self.groups[1 - which], operation, value)
-        for one in self.groups:
-            one.check()
+        for each_group in self.groups:
+            each_group.check()
 
     def serve(self, group: Group, operation: str, value: int) -> None:
         match operation:
@@ -512,7 +512,7 @@ OPERATION = st.tuples(st.sampled_from(USUAL * 3 + RARE), st.integers(0, 1), st.i
 )
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(operations=st.lists(OPERATION, min_size=20, max_size=120))
-def test_tokens_blocks_and_counts_agree_in_any_order(
+def test_random_events_keep_tokens_blocks_and_counts(
     formation: BatchFormation,
     model: CostModel | None,
     min_tokens: int,
@@ -535,7 +535,7 @@ def test_tokens_blocks_and_counts_agree_in_any_order(
 )
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(operations=st.lists(OPERATION, min_size=20, max_size=120))
-def test_they_agree_under_deadlines(
+def test_random_events_with_deadlines_keep_tokens_blocks_and_counts(
     formation: BatchFormation,
     model: CostModel | None,
     changes: dict[str, Any],
@@ -549,7 +549,7 @@ def test_they_agree_under_deadlines(
 
 
 def test_a_block_that_stages_may_lack_is_not_counted_after_a_configuration() -> None:
-    """A sequence grew for a microbatch that was lost; its leader goes on with the same stage."""
+    """A sequence grew for a lost microbatch; its leader continues with the same stage."""
     world = World(BatchFormation.TOKEN_COUNT, None, 1)
     arrivals = [("arrive", 0, 0)] * 4 + [("arrive", 0, 40), ("configure", 0, 1)]
     flight = [("plan", 0, 0), ("step", 0, 0), ("finish", 0, 0), ("plan", 0, 0), ("discard", 0, 0)]

@@ -1,4 +1,4 @@
-"""Which sequence waits where, and which one gives its blocks or its place up, by `scheduling`."""
+"""Order of waiting sequences and of preemption victims, by `scheduling`."""
 
 import random
 
@@ -60,7 +60,7 @@ def run(state: PlannerState) -> list[str]:
 
 
 def names(state: PlannerState) -> list[str]:
-    return [one.seq_id for one in state.waiting]
+    return [sequence.seq_id for sequence in state.waiting]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_requests_wait_by_arrival_or_by_class_and_rank(
 @pytest.mark.parametrize(
     ("scheduling", "victim"), [(Scheduling.FCFS, "online"), (Scheduling.PRIORITY, "batch")]
 )
-def test_batch_gives_its_blocks_before_a_newer_online_sequence(
+def test_a_batch_sequence_yields_blocks_before_a_newer_online_one(
     scheduling: Scheduling, victim: str
 ) -> None:
     state = planner(5, 4, scheduling)
@@ -127,7 +127,7 @@ def test_an_online_request_takes_the_place_of_a_batch_sequence() -> None:
     assert run(state) == ["online", "standard"], "online sequences yield nothing to one another"
 
 
-def test_what_yielded_goes_on_from_the_blocks_that_nobody_needed() -> None:
+def test_yielded_work_resumes_from_unused_blocks() -> None:
     state = planner(10, 8, prefix_caching=True)
     arrive(state, "batch", BATCH, prompt=28)
     run(state)
@@ -139,7 +139,7 @@ def test_what_yielded_goes_on_from_the_blocks_that_nobody_needed() -> None:
     assert (chunk.seq_id, chunk.start) == ("batch", 24), "4 blocks were needed, 3 were free"
 
 
-def test_prompts_of_online_requests_come_before_those_of_batch_that_have_begun() -> None:
+def test_online_prompts_precede_started_batch_prompts() -> None:
     state = planner(64, 8)
     arrive(state, "batch", BATCH, prompt=60)
     assert run(state) == ["batch"]
@@ -150,7 +150,7 @@ def test_prompts_of_online_requests_come_before_those_of_batch_that_have_begun()
     assert tokens == {"online": 30, "batch": 2}
 
 
-def test_no_batch_request_starts_while_an_online_one_waits() -> None:
+def test_no_batch_request_starts_while_an_online_request_waits() -> None:
     state = planner(10, 8)
     arrive(state, "running", INTERACTIVE, prompt=24)
     run(state)
@@ -160,7 +160,7 @@ def test_no_batch_request_starts_while_an_online_one_waits() -> None:
     assert names(state) == ["long", "short"]
 
 
-def test_batch_that_yields_is_no_demand() -> None:
+def test_yielding_batch_work_is_no_demand() -> None:
     loads = {}
     for scheduling in Scheduling:
         state = planner(10, 8, scheduling)
@@ -173,7 +173,7 @@ def test_batch_that_yields_is_no_demand() -> None:
     assert (after.kv_blocks_wanted, after.kv_blocks_yielding, after.waiting_demand) == (0, 5, 0)
 
 
-def test_batch_makes_room_for_a_restore_and_moves_to_no_other_group() -> None:
+def test_batch_work_yields_to_a_restore_and_does_not_move() -> None:
     state = planner(10, 8)
     arrive(state, "b1", BATCH, prompt=8)
     arrive(state, "online", DEFAULT_SERVICE, prompt=8)
@@ -189,7 +189,7 @@ def test_batch_makes_room_for_a_restore_and_moves_to_no_other_group() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: int) -> None:
+def test_no_online_sequence_loses_blocks_before_batch_sequences(seed: int) -> None:
     rng = random.Random(seed)
     state = planner(rng.choice((8, 14, 30)), rng.choice((2, 5)), prefix_caching=rng.random() < 0.5)
     services = (BATCH, DEFAULT_SERVICE, INTERACTIVE)
@@ -201,24 +201,26 @@ def test_no_online_sequence_loses_blocks_while_a_batch_sequence_has_some(seed: i
             arrive(state, f"r{number}", rng.choice(services), prompt, rng.randint(1, 12), number)
         if not state.sequences:
             continue
-        before = {name for name, one in state.sequences.items() if one.phase is Phase.RUNNING}
+        before = {
+            name for name, sequence in state.sequences.items() if sequence.phase is Phase.RUNNING
+        }
         waited = tuple(state.waiting)
         run(state)
-        waited = tuple(one for one in waited if one.phase is Phase.WAITING)
+        waited = tuple(sequence for sequence in waited if sequence.phase is Phase.WAITING)
         lost = {
-            one.seq_id
-            for one in state.waiting
-            if one.seq_id in before and one.request.service.online
+            sequence.seq_id
+            for sequence in state.waiting
+            if sequence.seq_id in before and sequence.request.service.online
         }
-        left = [one for one in state.running if not one.request.service.online]
+        left = [sequence for sequence in state.running if not sequence.request.service.online]
         assert not (lost and left)
-        started = [one for one in left if one.seq_id not in before]
-        assert not (started and any(one.request.service.online for one in waited))
+        started = [sequence for sequence in left if sequence.seq_id not in before]
+        assert not (started and any(sequence.request.service.online for sequence in waited))
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
-def test_more_online_sequences_than_places_wait_for_one_another(scheduling: Scheduling) -> None:
-    """After a split a leader may have more than start by themselves, once their KV is here."""
+def test_online_sequences_beyond_the_limit_wait_for_each_other(scheduling: Scheduling) -> None:
+    """After a split a leader may have more than may start, once their KV is here."""
     state = planner(400, 4, scheduling)
     held = [f"m{number}" for number in range(5)]
     for number, name in enumerate(held):
@@ -234,11 +236,11 @@ def test_more_online_sequences_than_places_wait_for_one_another(scheduling: Sche
         state.handle(SequenceResumed(name))
     arrive(state, "new", INTERACTIVE)
     ran = [run(state) for _ in range(8)]
-    assert "new" not in ran[0] and any("new" in one for one in ran)
+    assert "new" not in ran[0] and any("new" in names for names in ran)
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
-def test_blocks_beyond_the_limit_of_the_pool_are_no_room(scheduling: Scheduling) -> None:
+def test_blocks_beyond_the_pool_limit_are_not_available(scheduling: Scheduling) -> None:
     state = planner(20, 8, scheduling)
     for number in range(6):
         arrive(state, f"b{number}", BATCH, output=20)

@@ -1,4 +1,4 @@
-"""Batch work that is interrupted between layers gives the tokens that it gives undisturbed."""
+"""Batch work that is interrupted between layers produces the same tokens."""
 
 import random
 from dataclasses import replace
@@ -48,7 +48,7 @@ def make(**changes: object) -> PlannerState:
 
 
 def suspended(state: PlannerState) -> Microbatch:
-    """A microbatch of two batch requests, which is suspended now."""
+    """A suspended microbatch of two batch requests."""
     rng = random.Random(0)
     for name in ("b0", "b1"):
         state.handle(RequestArrived(0.0, offline(name, 6, 4, rng)))
@@ -73,12 +73,14 @@ def suspended(state: PlannerState) -> Microbatch:
         (Preempt.DEADLINE, [0.05], 9.0, True),
     ],
 )
-def test_the_verdict(policy: Preempt, slacks: list[float], elapsed_s: float, answer: bool) -> None:
+def test_preemption_verdict_by_deadline(
+    policy: Preempt, slacks: list[float], elapsed_s: float, answer: bool
+) -> None:
     waiting = [OnlineRequest(10, slack_s) for slack_s in slacks]
     assert should_preempt(policy, LONG, elapsed_s, waiting, COST) is answer
 
 
-def test_predictions_are_corrected() -> None:
+def test_predicted_times_are_corrected_by_overruns() -> None:
     """The iteration takes 2 s, the request 0.2 s."""
     budget = Budget(mixed_scale=2.0)
     for slack_s, uncorrected, corrected in ((1.05, True, True), (2.1, False, True)):
@@ -91,7 +93,7 @@ def test_predictions_are_corrected() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "answer"), [(Scheduling.SLO, True), (Scheduling.CONSERVE, False)]
 )
-def test_they_are_corrected_by_what_iterations_took(scheduling: Scheduling, answer: bool) -> None:
+def test_predictions_follow_measured_iteration_times(scheduling: Scheduling, answer: bool) -> None:
     """Each takes three times as long as the model says; `conserve` believes the model."""
     state = make(
         preempt=Preempt.DEADLINE,
@@ -111,8 +113,8 @@ def test_they_are_corrected_by_what_iterations_took(scheduling: Scheduling, answ
     assert state.should_preempt(microbatch.batch, 0.0, [OnlineRequest(10, 1.0)]) is answer
 
 
-def test_an_iteration_that_takes_longer_gives_way_in_time_once_it_is_asked_again() -> None:
-    """It should take 1 s; the request takes 0.1 s, and had 1.5 s when the iteration began."""
+def test_a_slow_iteration_yields_in_time_once_polled_again() -> None:
+    """Predicted: 1 s; the request takes 0.1 s, and had 1.5 s when the iteration started."""
     answers = {}
     for elapsed_s in (0.0, 0.5, 1.0, 1.25, 1.35):
         waiting = [OnlineRequest(10, 1.5 - elapsed_s)]
@@ -147,13 +149,13 @@ def test_only_pure_batch_work_is_preemptible() -> None:
         assert mixed is not None and len(mixed.batch.chunks) == 2 and not mixed.preemptible
 
 
-def test_it_goes_on_once_nothing_online_can_run() -> None:
+def test_a_suspended_iteration_resumes_once_no_online_request_can_run() -> None:
     state = make()
     first = suspended(state)
     assert state.load().running == 2
     state.handle(RequestArrived(0.0, make_request("o", 3, 1, random.Random(1))))
     online = state.plan(0.0)
-    assert online is not None and [one.seq_id for one in online.batch.chunks] == ["o"]
+    assert online is not None and [chunk.seq_id for chunk in online.batch.chunks] == ["o"]
     state.handle(IterationFinished(0.0, {"o": 1}))
     again = state.plan(0.0)
     assert again is not None and (again.resumes, again.batch) == (first.number, first.batch)
@@ -167,7 +169,7 @@ def test_it_goes_on_once_nothing_online_can_run() -> None:
     assert state.sequence_table.discarded_tokens_total == 0
 
 
-def test_it_goes_on_if_what_is_online_has_no_room() -> None:
+def test_a_suspended_iteration_resumes_if_online_requests_have_no_room() -> None:
     state = make(num_blocks=6)
     first = suspended(state)
     state.handle(RequestArrived(0.0, make_request("o", 20, 1, random.Random(1))))
@@ -175,8 +177,8 @@ def test_it_goes_on_if_what_is_online_has_no_room() -> None:
     assert again is not None and again.resumes == first.number
 
 
-def test_its_places_and_blocks_are_there_for_one_that_starts() -> None:
-    """By priority, batch work makes way for it, also while it is suspended."""
+def test_a_starting_request_takes_places_and_blocks_of_a_suspended_iteration() -> None:
+    """By priority, batch work yields to it, also while it is suspended."""
     for bounds in ({"num_blocks": 6}, {"max_running": 2}):
         state = make(scheduling=Scheduling.PRIORITY, **bounds)
         suspended(state)
@@ -198,7 +200,7 @@ def test_its_places_and_blocks_are_there_for_one_that_starts() -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_touches_its_blocks_or_sequences_ends_it(event: object) -> None:
+def test_changes_to_its_blocks_or_sequences_end_a_suspended_iteration(event: object) -> None:
     state = make()
     tokens = suspended(state).batch.tokens
     state.handle(event)  # type: ignore[arg-type]
@@ -208,7 +210,7 @@ def test_what_touches_its_blocks_or_sequences_ends_it(event: object) -> None:
     assert all(not sequence.computed for sequence in state.sequences.values())
 
 
-def test_an_abort_of_another_one_does_not() -> None:
+def test_an_abort_of_another_request_keeps_a_suspended_iteration() -> None:
     state = make()
     suspended(state)
     state.handle(RequestArrived(0.0, make_request("o", 3, 1, random.Random(1))))
@@ -217,7 +219,7 @@ def test_an_abort_of_another_one_does_not() -> None:
     assert state.sequence_table.suspended is not None
 
 
-def test_a_change_of_groups_ends_it() -> None:
+def test_a_change_of_groups_ends_a_suspended_iteration() -> None:
     state = make()
     suspended(state)
     state.handle(ConfigurationEnded())
@@ -228,22 +230,22 @@ def test_a_change_of_groups_ends_it() -> None:
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO])
-def test_no_batch_prompt_joins_that_of_the_one_who_interrupted(scheduling: Scheduling) -> None:
-    """Or it would wait for the rest of an iteration that is as long."""
+def test_no_batch_prompt_joins_the_interrupting_request(scheduling: Scheduling) -> None:
+    """Otherwise it would wait for the rest of an iteration of the same length."""
     state = make(scheduling=scheduling, max_batch_tokens=64, num_blocks=64)
     suspended(state)
     rng = random.Random(3)
     state.handle(RequestArrived(0.0, offline("b2", 20, 2, rng)))
     state.handle(RequestArrived(0.0, make_request("o", 3, 3, rng)))
     first = state.plan(0.0)
-    assert first is not None and [one.seq_id for one in first.batch.chunks] == ["o"]
+    assert first is not None and [chunk.seq_id for chunk in first.batch.chunks] == ["o"]
     state.handle(IterationFinished(0.0, {"o": 1}))
     second = state.plan(0.0)
-    assert second is not None and [one.seq_id for one in second.batch.chunks] == ["o", "b2"]
+    assert second is not None and [chunk.seq_id for chunk in second.batch.chunks] == ["o", "b2"]
     state.check_invariants()
 
 
-def test_a_merge_ends_it_and_a_group_of_two_interrupts_nothing() -> None:
+def test_a_merge_ends_a_suspended_iteration() -> None:
     """Its tokens are discarded, and the pipeline runs them from the start."""
     state = make()
     tokens = suspended(state).batch.tokens
@@ -259,7 +261,7 @@ def test_a_merge_ends_it_and_a_group_of_two_interrupts_nothing() -> None:
     assert (load.preempted_iterations_total, load.resumed_iterations_total) == (1, 0)
 
 
-def test_its_blocks_are_there_for_one_that_grows() -> None:
+def test_a_growing_request_takes_blocks_of_a_suspended_iteration() -> None:
     """Six blocks: four are suspended with batch work, the online request grows to five."""
     rng = random.Random(2)
     state = make(num_blocks=6)
@@ -278,7 +280,7 @@ def test_its_blocks_are_there_for_one_that_grows() -> None:
 
 
 class LayeredModel(FakeModel):
-    """Writes what would be K/V when a microbatch begins, and reads it when it ends."""
+    """Writes the stand-in for K/V when a microbatch starts, and reads it when it ends."""
 
     def begin(self, batch: Batch) -> None:
         chunks = tuple(chunk._replace(sample=None) for chunk in batch.chunks)
@@ -357,7 +359,7 @@ def _disturb(state: PlannerState, rng: random.Random, aborted: set[str]) -> None
             state.handle(StagesConfigured(()))
 
 
-def test_interruptions_are_counted_for_people() -> None:
+def test_interruptions_are_counted_in_metrics() -> None:
     state = make()
     suspended(state)
     load = state.load()

@@ -24,7 +24,7 @@ def test_decodes_wait_while_prompts_run() -> None:
     assert len(clock.tokens["old"]) == 2, "three iterations without it"
 
 
-def test_first_come_first_served_whatever_the_class() -> None:
+def test_requests_start_in_arrival_order_for_all_classes() -> None:
     clock = _clock(max_running=1)
     clock.arrive("batch", BATCH, output=3)
     clock.arrive("online", DEFAULT_SERVICE, output=3)
@@ -41,7 +41,7 @@ def test_a_prompt_longer_than_an_iteration_runs_in_pieces_without_decodes() -> N
     assert ran[3] == {"old": 1, "long": 1, "short": 1}
 
 
-def test_one_that_lost_its_blocks_is_a_prompt_again() -> None:
+def test_a_preempted_decode_is_a_prompt_again() -> None:
     clock = _clock(num_blocks=8)
     clock.arrive("first", DEFAULT_SERVICE, prompt=12, output=20)
     clock.begin("second", DEFAULT_SERVICE, prompt=12, output=20)
@@ -54,7 +54,7 @@ def test_one_that_lost_its_blocks_is_a_prompt_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_load_ends(seed: int) -> None:
+def test_random_loads_complete(seed: int) -> None:
     rng = random.Random(seed)
     clock = _clock(
         num_blocks=rng.choice((24, 60, 200)),

@@ -1,4 +1,4 @@
-"""Prefixes that are cached: the right blocks are shared, and nobody is worse off for it."""
+"""Cached prefixes: correct blocks are shared, and no request is worse off."""
 
 import random
 from dataclasses import replace
@@ -29,7 +29,7 @@ VOCABULARY = 50
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """What follows these tokens."""
+    """The token after these tokens."""
     return (sum((place + 1) * token for place, token in enumerate(tokens)) + 7) % VOCABULARY
 
 
@@ -39,7 +39,7 @@ def request(name: str, prompt: tuple[int, ...], max_tokens: int = 1, salt: str =
 
 
 class Engine:
-    """A planner, and a model whose KV says which tokens of which tenant it stands for."""
+    """A planner, and a model whose KV records its tokens and tenant."""
 
     def __init__(self, num_blocks: int = 64, prefix_caching: bool = True, **changes: int) -> None:
         bounds = {"max_batch_tokens": 64, "max_running": 8, "max_waiting": 100} | changes
@@ -53,15 +53,15 @@ class Engine:
         self._salts: dict[str, str] = {}
         self._kv: dict[tuple[int, int], int] = {}
 
-    def ask(self, one: Request) -> None:
-        self.tokens[one.request_id] = list(one.prompt_ids)
-        self.outputs[one.request_id] = []
-        self._salts[one.request_id] = one.cache_salt
-        self.state.handle(RequestArrived(0.0, one))
+    def ask(self, request_: Request) -> None:
+        self.tokens[request_.request_id] = list(request_.prompt_ids)
+        self.outputs[request_.request_id] = []
+        self._salts[request_.request_id] = request_.cache_salt
+        self.state.handle(RequestArrived(0.0, request_))
         self.state.check_invariants()
 
     def step(self, drop: bool = False) -> bool:
-        """Run an iteration, or give it up half-way; False if there is none."""
+        """Run an iteration, or drop it half-way; False if there is none."""
         microbatch = self.state.plan(0.0)
         self.state.check_invariants()
         if microbatch is None:
@@ -76,9 +76,9 @@ class Engine:
         return True
 
     def run(self, *requests: Request) -> None:
-        """Run these to their ends."""
-        for one in requests:
-            self.ask(one)
+        """Run these requests to their ends."""
+        for request_ in requests:
+            self.ask(request_)
         while self.step():
             pass
 
@@ -111,7 +111,7 @@ def prompt_of(length: int, start: int = 0) -> tuple[int, ...]:
     return tuple(range(start, start + length))
 
 
-def test_what_was_computed_is_not_computed_again() -> None:
+def test_cached_blocks_are_not_recomputed() -> None:
     engine = Engine()
     engine.run(request("a", prompt_of(18), 3))
     ran = engine.ran
@@ -132,7 +132,7 @@ def test_the_last_token_of_a_prompt_always_runs() -> None:
     assert engine.outputs["c"] == engine.outputs["a"]
 
 
-def test_the_output_is_part_of_the_next_turns_prefix() -> None:
+def test_output_is_part_of_the_prefix_of_the_next_turn() -> None:
     engine = Engine()
     engine.run(request("a", prompt_of(10), 7))
     engine.run(request("b", (*engine.tokens["a"], *prompt_of(6))))
@@ -162,21 +162,21 @@ def test_tenants_share_nothing() -> None:
     assert engine.cached["d"] == 16
 
 
-def test_a_prompt_whose_log_probabilities_are_told_runs_wholly() -> None:
+def test_a_prompt_with_log_probabilities_is_not_cached() -> None:
     engine = Engine()
     engine.run(request("a", prompt_of(18)))
-    told = replace(request("b", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
-    engine.ask(told)
+    with_logprobs = replace(request("b", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
+    engine.ask(with_logprobs)
     microbatch = engine.state.plan(0.0)
     assert microbatch is not None and microbatch.batch.tokens == 18
 
 
-def test_prompts_that_run_wholly_are_no_misses_of_the_cache() -> None:
+def test_uncached_prompts_are_not_counted_as_misses() -> None:
     engine = Engine()
     engine.run(request("a", prompt_of(18)), request("b", prompt_of(18)))
     before = engine.state.load()
-    told = replace(request("c", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
-    engine.run(told)
+    with_logprobs = replace(request("c", prompt_of(18)), logprobs=LogprobOptions(prompt=0))
+    engine.run(with_logprobs)
     after = engine.state.load()
     assert after.prefix_queries_total == before.prefix_queries_total == 36
     assert after.prefix_hits_total == before.prefix_hits_total
@@ -185,7 +185,7 @@ def test_prompts_that_run_wholly_are_no_misses_of_the_cache() -> None:
 
 
 class Lookups(dict[bytes, int]):
-    """Blocks by name, which counts how often one is looked for."""
+    """Blocks by name; counts the lookups."""
 
     count = 0
 
@@ -195,7 +195,7 @@ class Lookups(dict[bytes, int]):
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["in use", "idle"])
-def test_the_wait_for_room_costs_the_same_however_long_the_cached_prefix_is(running: bool) -> None:
+def test_waiting_cost_does_not_grow_with_the_cached_prefix(running: bool) -> None:
     counts = []
     for blocks in (20, 200):
         engine = Engine(num_blocks=2 * blocks + 20, max_batch_tokens=4000)
@@ -221,7 +221,7 @@ def test_the_wait_for_room_costs_the_same_however_long_the_cached_prefix_is(runn
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_request_that_is_admitted_by_shared_blocks_has_room(seed: int) -> None:
-    """Blocks of one prefix belong to several requests, and come into use and out of it."""
+    """Blocks of a prefix belong to several requests, and are acquired and released."""
     rng = random.Random(seed)
     engine = Engine(num_blocks=16, max_batch_tokens=rng.choice([8, 32]))
     table, shared = engine.state.sequence_table, 0
@@ -241,7 +241,7 @@ def test_a_request_that_is_admitted_by_shared_blocks_has_room(seed: int) -> None
     assert shared > 0
 
 
-def test_a_dropped_iteration_names_nothing() -> None:
+def test_a_dropped_iteration_caches_no_block() -> None:
     engine = Engine()
     engine.ask(request("a", prompt_of(18)))
     engine.step(drop=True)
@@ -252,7 +252,7 @@ def test_a_dropped_iteration_names_nothing() -> None:
     assert engine.cached["c"] == 16
 
 
-def test_cached_blocks_go_before_any_running_request_loses_its_own() -> None:
+def test_cached_blocks_are_evicted_before_running_requests_are_preempted() -> None:
     engine = Engine(num_blocks=8)
     engine.run(request("a", prompt_of(16)))
     engine.run(request("b", prompt_of(10, start=20), 20), request("c", prompt_of(2), 6))
@@ -269,11 +269,11 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     without, cached = engines
     assert cached.outputs == without.outputs
     assert cached.ran <= without.ran - 8
-    assert cached.cached == {"a": 0, "b": 0}, "what is found again is not told as a hit"
+    assert cached.cached == {"a": 0, "b": 0}, "recomputed prefixes are not reported as hits"
 
 
-def test_other_layers_end_all_sharing() -> None:
-    """Blocks that two have stay theirs, and count for each; no prefix is known any more."""
+def test_a_change_of_layers_clears_the_cache() -> None:
+    """Blocks that two requests share stay theirs and count for each; no prefix stays known."""
     engine = Engine()
     engine.ask(request("a", prompt_of(18), 4))
     engine.step()
@@ -299,21 +299,21 @@ def test_other_layers_end_all_sharing() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_tokens_do_not_depend_on_what_is_cached(seed: int) -> None:
-    """Preemptions, aborts and dropped iterations, with prompts that go on from earlier ones."""
+    """Preemptions, aborts and dropped iterations, with prompts that continue earlier ones."""
     rng = random.Random(seed)
     num_blocks = rng.choice([8, 12, 30])
     engine = Engine(num_blocks, max_batch_tokens=rng.choice([8, 32]))
     capacity, wanted = num_blocks * BLOCK_SIZE, {}
     for number in range(40):
-        told = list(engine.tokens.values())
-        begin = tuple(rng.choice(told)) if told and rng.random() < 0.7 else ()
+        outputs = list(engine.tokens.values())
+        begin = tuple(rng.choice(outputs)) if outputs and rng.random() < 0.7 else ()
         prompt = (*begin[: rng.randint(0, len(begin))], rng.randrange(VOCABULARY))
         prompt += tuple(rng.randrange(2) for _ in range(rng.randint(0, 9)))
         prompt = prompt[-capacity // 2 :]
         most = rng.randint(1, min(12, capacity - len(prompt)))
-        one = request(f"r{number}", prompt, most, rng.choice(["", "", "tenant"]))
-        wanted[one.request_id] = one
-        engine.ask(one)
+        request_ = request(f"r{number}", prompt, most, rng.choice(["", "", "tenant"]))
+        wanted[request_.request_id] = request_
+        engine.ask(request_)
         for _ in range(rng.randint(0, 6)):
             engine.step(drop=rng.random() < 0.1)
         if rng.random() < 0.1:
@@ -324,9 +324,9 @@ def test_tokens_do_not_depend_on_what_is_cached(seed: int) -> None:
     engine.run()
     assert engine.state.pool.free_count == num_blocks
     assert engine.state.load().prefix_hits_total > 0 or num_blocks == 8
-    for name, one in wanted.items():
-        tokens = one.prompt_ids
-        for _ in range(one.limits.max_tokens):
+    for name, request_ in wanted.items():
+        tokens = request_.prompt_ids
+        for _ in range(request_.limits.max_tokens):
             tokens += (next_token(tokens),)
         assert tuple(engine.tokens[name]) == tokens
 
@@ -342,10 +342,10 @@ def test_hits_are_those_of_an_independent_count(seed: int) -> None:
         begin = rng.choice(ran)[1] if ran and rng.random() < 0.8 else ()
         prompt = begin[: rng.randint(0, len(begin))]
         prompt += tuple(rng.randrange(3) for _ in range(rng.randint(1, 20)))
-        one = request(f"r{number}", prompt, rng.randint(1, 6), rng.choice(["", "tenant"]))
+        request_ = request(f"r{number}", prompt, rng.randint(1, 6), rng.choice(["", "tenant"]))
         best = 0
         for salt, tokens in ran:
-            if salt == one.cache_salt:
+            if salt == request_.cache_salt:
                 common = 0
                 while (
                     common < min(len(tokens), len(prompt) - 1) and tokens[common] == prompt[common]
@@ -353,7 +353,7 @@ def test_hits_are_those_of_an_independent_count(seed: int) -> None:
                     common += 1
                 best = max(best, common // BLOCK_SIZE * BLOCK_SIZE)
         hits += best
-        engine.run(one)
-        assert engine.cached[one.request_id] == best
-        ran.append((one.cache_salt, tuple(engine.tokens[one.request_id][:-1])))
+        engine.run(request_)
+        assert engine.cached[request_.request_id] == best
+        ran.append((request_.cache_salt, tuple(engine.tokens[request_.request_id][:-1])))
     assert engine.state.load().prefix_hits_total == hits > 0

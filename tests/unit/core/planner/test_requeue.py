@@ -1,4 +1,4 @@
-"""Requests that wait at a worker and have not begun are given back; no others are."""
+"""Requests that wait at a worker without having started are returned; no others are."""
 
 import random
 from dataclasses import replace
@@ -41,23 +41,23 @@ def arrive(state: PlannerState, name: str, prompt: int, now_s: float, **fields: 
 
 
 def returned(state: PlannerState, now_s: float) -> list[str]:
-    found = []
+    returned_ids = []
     for command in state.handle(RequeueChecked(now_s)):
         assert isinstance(command, RefuseRequest) and command.returned and command.retryable
-        found.append(command.request_id)
+        returned_ids.append(command.request_id)
     state.check_invariants()
-    return found
+    return returned_ids
 
 
 def full() -> PlannerState:
-    """A planner with one running request; no other prompt of more than some tokens fits."""
+    """A planner with one running request; no other prompt of more than a few tokens fits."""
     state = make_state(max_batch_tokens=64)
     arrive(state, "runs", 56, 0.0, returnable=True)
     state.plan(0.0)
     return state
 
 
-def test_requests_that_wait_long_without_room_go_back_in_order() -> None:
+def test_requests_that_wait_long_without_room_return_in_order() -> None:
     state = full()
     for name in ("first", "second"):
         arrive(state, name, 20, 1.0, returnable=True)
@@ -71,13 +71,13 @@ def test_requests_that_wait_long_without_room_go_back_in_order() -> None:
     assert list(state.sequences) == ["runs", "stays"] and state.requeue_due_s is None
 
 
-def test_no_request_goes_back_while_one_can_start() -> None:
+def test_no_request_returns_while_another_can_start() -> None:
     state = full()
     arrive(state, "short", 2, 1.0, returnable=True)
     assert state.requeue_due_s is None
 
 
-def test_a_request_that_has_begun_stays_even_if_it_lost_its_blocks() -> None:
+def test_a_started_request_stays_even_without_its_blocks() -> None:
     state = full()
     state.handle(IterationFinished(0.1, {"runs": 1}))
     state.handle(SequencePreempted("runs"))
@@ -93,7 +93,7 @@ def test_an_adopted_request_stays() -> None:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_held_request_goes_back_afterwards_whether_somebody_looked_or_not(read: bool) -> None:
+def test_a_held_request_returns_afterwards(read: bool) -> None:
     state = full()
     arrive(state, "held", 20, 1.0, returnable=True)
     state.handle(SequenceHeld("held"))
@@ -119,7 +119,7 @@ def test_a_request_with_tokens_stays_even_if_it_was_reset() -> None:
 BATCH_WORK = Service(ServiceClass.BATCH)
 
 
-def test_batch_work_that_deadlines_leave_no_time_goes_back_as_from_a_shelf() -> None:
+def test_batch_work_without_time_returns_like_parked_work() -> None:
     """There is room for it, but the fill level admits none."""
     model = CostModel(alpha=0.0, beta=1e-3, gamma=0.0, lam=1e-3)
     state = make_state(
@@ -137,14 +137,14 @@ def test_batch_work_that_deadlines_leave_no_time_goes_back_as_from_a_shelf() -> 
     assert state.requeue_due_s == 2.0 + 5.0
 
 
-def test_where_batch_work_does_not_yield_none_goes_back_with_room() -> None:
+def test_without_yielding_no_batch_work_returns_with_room() -> None:
     state = make_state(scheduling=Scheduling.FCFS, shelf_max_s=5.0, num_blocks=64)
     arrive(state, "b", 8, 1.0, service=BATCH_WORK, returnable=True)
     assert state.requeue_due_s is None and returned(state, 100.0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_under_load_every_request_runs_once_or_goes_back_without_a_token(seed: int) -> None:
+def test_under_load_every_request_runs_once_or_returns_without_a_token(seed: int) -> None:
     rng = random.Random(seed)
     state = make_state(num_blocks=rng.choice([10, 16]), max_batch_tokens=rng.choice([8, 16]))
     model, outputs, back = FakeModel(state.config), {}, set[str]()
@@ -164,14 +164,18 @@ def test_under_load_every_request_runs_once_or_goes_back_without_a_token(seed: i
             state.handle(RequestArrived(now_s, arriving.pop()))
         due_s = state.requeue_due_s
         if due_s is not None and due_s <= now_s:
-            found = returned(state, now_s)
-            assert found and not back & set(found) and not outputs.keys() & set(found)
-            back.update(found)
+            returned_ids = returned(state, now_s)
+            assert (
+                returned_ids
+                and not back & set(returned_ids)
+                and not outputs.keys() & set(returned_ids)
+            )
+            back.update(returned_ids)
 
     while arriving:
         state.handle(RequestArrived(now_s, arriving.pop()))
         drive(state, model, outputs, between)
-    assert back | outputs.keys() == {one.request_id for one in requests}
+    assert back | outputs.keys() == {request.request_id for request in requests}
     assert not back & outputs.keys() and back <= {r.request_id for r in requests if r.returnable}
     for request in requests:
         if request.request_id in outputs:

@@ -1,4 +1,4 @@
-"""A sequence's next chunk: that of a decode is made in a shorter way, and is the same."""
+"""The next chunk of a sequence: the fast path for decodes equals the general one."""
 
 import pytest
 
@@ -13,20 +13,20 @@ PROMPT = (5, 6, 7)
     "sampling",
     [Sampling(temperature=0.0), Sampling(frequency_penalty=0.5), Sampling(repetition_penalty=1.1)],
 )
-def test_a_decode_is_the_chunk_of_the_token_that_remains(
+def test_a_decode_is_the_chunk_of_the_last_token(
     sampling: Sampling, logprobs: LogprobOptions
 ) -> None:
     request = Request("r", PROMPT, sampling, Limits(9), 0.0, logprobs=logprobs)
-    one, other = Sequence(request, 1, 0.0), Sequence(request, 1, 0.0)
-    for sequence in (one, other):
+    first, second = Sequence(request, 1, 0.0), Sequence(request, 1, 0.0)
+    for sequence in (first, second):
         assert sequence.next_chunk(len(PROMPT), (3,)).sample is not None
         sequence.computed = len(PROMPT)
     for place in range(6):
-        for sequence in (one, other):
+        for sequence in (first, second):
             sequence.append(40 + place)
             if place == 3:
                 sequence.reset_sampler()
-        assert one.next_decode((3, 4)) == other.next_chunk(1, (3, 4))
-        assert one.sampler_outputs == other.sampler_outputs == one.output_count
-        for sequence in (one, other):
+        assert first.next_decode((3, 4)) == second.next_chunk(1, (3, 4))
+        assert first.sampler_outputs == second.sampler_outputs == first.output_count
+        for sequence in (first, second):
             sequence.computed += 1

@@ -1,4 +1,4 @@
-"""Each start of a request has a name of its own, and one sequence answers a request."""
+"""Each start of a request has its own sequence name, and a single sequence answers a request."""
 
 import random
 
@@ -10,7 +10,7 @@ from services.core.request import FinishReason
 
 
 class Engine(AnsweringSequences):
-    """The names at one engine, which makes those of sequences that begin there."""
+    """The sequence names of an engine, which creates those of sequences that start there."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -22,12 +22,12 @@ class Engine(AnsweringSequences):
         return name
 
 
-def told(names: AnsweringSequences, *commands: Command) -> list[Command]:
+def forwarded(names: AnsweringSequences, *commands: Command) -> list[Command]:
     return [command for command in commands if names.filter_command(command)]
 
 
 @pytest.mark.parametrize("request_id", ["r", "a#b", "#", "r#w0.1"])
-def test_a_name_tells_the_request_whatever_its_id(request_id: str) -> None:
+def test_a_sequence_name_identifies_any_request_id(request_id: str) -> None:
     names = SequenceIdSource("w0")
     first, second = names.new_id(request_id), names.new_id(request_id)
     assert first != second
@@ -35,7 +35,7 @@ def test_a_name_tells_the_request_whatever_its_id(request_id: str) -> None:
     assert SequenceIdSource("w1").new_id(request_id) not in (first, second)
 
 
-def test_the_names_process_cannot_be_mistaken_for_a_part_of_the_id() -> None:
+def test_the_process_in_a_name_is_unambiguous() -> None:
     with pytest.raises(ValueError, match="#"):
         SequenceIdSource("w#0")
 
@@ -43,19 +43,19 @@ def test_the_names_process_cannot_be_mistaken_for_a_part_of_the_id() -> None:
 def test_only_the_current_sequence_of_a_request_answers_and_its_end_is_final() -> None:
     names = Engine("w0")
     first = names.start("r")
-    assert told(names, EmitToken(first, 0, 7, None)) == [EmitToken(first, 0, 7, None)]
+    assert forwarded(names, EmitToken(first, 0, 7, None)) == [EmitToken(first, 0, 7, None)]
     second = names.start("r")
-    assert told(names, EmitToken(first, 1, 8, None)) == []
+    assert forwarded(names, EmitToken(first, 1, 8, None)) == []
     names.end(first)
     last = EmitToken(second, 0, 7, FinishReason.STOP)
     after = EmitToken(second, 1, 8, None)
-    assert told(names, last, after) == [last]
+    assert forwarded(names, last, after) == [last]
     assert names.seq_id_of("r") == ""
     third = names.start("r")
     refusal = RefuseRequest(third, "no room")
-    assert told(names, refusal) == [refusal]
+    assert forwarded(names, refusal) == [refusal]
     assert names.seq_id_of("r") == ""
-    assert told(names, MoveBlocks(())) == [MoveBlocks(())], "that is for no client"
+    assert forwarded(names, MoveBlocks(())) == [MoveBlocks(())], "that is for no client"
 
 
 def test_an_adopted_sequence_is_known_until_another_one_begins() -> None:
@@ -68,8 +68,8 @@ def test_an_adopted_sequence_is_known_until_another_one_begins() -> None:
     assert not here.was_adopted(name) and not here.was_adopted(begun)
 
 
-def test_of_any_history_one_sequence_answers_a_request() -> None:
-    """Compared with a list of what has happened to each request."""
+def test_random_histories_have_a_single_answering_sequence() -> None:
+    """Compared with a log of each request's events."""
     rng = random.Random(5)
     names, model, others = Engine("w0"), dict[str, str](), Engine("w1")
     for _ in range(2000):
@@ -85,7 +85,7 @@ def test_of_any_history_one_sequence_answers_a_request() -> None:
             case "late":
                 names.end(others.start(request_id))
             case "keep":
-                model = {name: one for name, one in model.items() if rng.random() < 0.7}
+                model = {name: asked for name, asked in model.items() if rng.random() < 0.7}
                 names.keep_only(model.values())
-        for one in "abc":
-            assert names.seq_id_of(one) == model.get(one, "")
+        for asked in "abc":
+            assert names.seq_id_of(asked) == model.get(asked, "")

@@ -64,6 +64,8 @@ def test_a_tail_is_lost_when_the_fills_meet() -> None:
         device.run()
     sequence = device.state.sequences[batch]
     assert (sequence.blocks, sequence.computed) == (2, 8) and tails.shared_total == 1
+    load = device.state.load
+    assert load.shared_tails_total == 1 and load.lost_tail_tokens_total == tails.lost_tokens_total
     while device.state.sequences:
         device.run()
     assert device.outputs[batch] == expected(device.requests[batch])[0]
@@ -157,7 +159,7 @@ def _arrive(device: Device) -> None:
 @pytest.mark.parametrize("scheduling", SCHEDULINGS)
 @pytest.mark.parametrize("work", PreemptedWork)
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mixed_load_ends_with_the_tokens_of_each_request(
+def test_random_mixed_loads_preserve_tokens(
     seed: int, work: PreemptedWork, scheduling: Scheduling
 ) -> None:
     _mixed_load(seed, scheduling, work)
@@ -183,7 +185,7 @@ def _turning_nothing(_tails: SharedTails) -> tuple[()]:
 @pytest.mark.parametrize(
     ("rule", "broken"), [("colliding", _never_colliding), ("take_turns", _turning_nothing)]
 )
-def test_a_slot_that_is_overwritten_too_early_is_noticed(
+def test_a_slot_overwritten_too_early_is_detected(
     monkeypatch: pytest.MonkeyPatch, rule: str, broken: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(SharedTails, rule, broken)

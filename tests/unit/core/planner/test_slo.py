@@ -1,4 +1,4 @@
-"""`scheduling: slo`: deadlines bound iterations, and batch work fills what they leave."""
+"""`scheduling: slo`: deadlines bound iterations, and batch work fills the remaining time."""
 
 import random
 from dataclasses import replace
@@ -45,7 +45,7 @@ def promised(ttft_s: float | None = None, tpot_s: float | None = None, group: in
 
 
 class Clock:
-    """Runs iterations that take `slow` times what the model says, and counts tokens by request."""
+    """Runs iterations that take `slow` times the predicted time, and counts tokens by request."""
 
     def __init__(self, state: PlannerState, slow: float = 1.0) -> None:
         self.state = state
@@ -67,7 +67,7 @@ class Clock:
 
     def run(self) -> dict[str, int]:
         """Run an iteration; returns the tokens that ran of each request."""
-        before = {one.seq_id: one.computed for one in self.state.running}
+        before = {sequence.seq_id: sequence.computed for sequence in self.state.running}
         microbatch = self.state.plan(self.now_s)
         if microbatch is None:
             return {}
@@ -82,7 +82,7 @@ class Clock:
         return {chunk.seq_id: len(chunk.token_ids) for chunk in chunks}
 
     def finish(self, microbatch: Microbatch) -> None:
-        """Its time passes, and its tokens come."""
+        """Advance by the iteration's time and deliver its tokens."""
         chunks = microbatch.batch.chunks
         self.now_s += self.slow * MODEL.batch_s((c.start, len(c.token_ids)) for c in chunks)
         sampled = {chunk.seq_id: 6 for chunk in chunks if chunk.sample is not None}
@@ -96,17 +96,17 @@ class Clock:
         self.state.check_invariants()
 
     def _check_bound(self, plan: Plan) -> None:
-        """Batch work beside online work keeps every residual time that can be kept."""
+        """Batch work beside online work keeps every feasible residual time."""
         feedback, model = self.state._feedback, self.state.config.cost_model
-        joined = any(not one.online for one in plan.sequences())
+        joined = any(not sequence.online for sequence in plan.sequences())
         if feedback is None or model is None or not plan.harvested or not joined:
             return
         budget = feedback.budget
         scale = min(budget.decode_scale, budget.mixed_scale)
-        for one in plan.decodes:
-            remaining_s = deadline.residual_s(one, self.now_s, budget.iteration_s)
-            late = remaining_s < budget.decode_scale * model.chunk_s(one.computed, 1)
-            if one.request.service.online and not late:
+        for sequence in plan.decodes:
+            remaining_s = deadline.residual_s(sequence, self.now_s, budget.iteration_s)
+            late = remaining_s < budget.decode_scale * model.chunk_s(sequence.computed, 1)
+            if sequence.request.service.online and not late:
                 assert plan.predicted_s <= budget.margin * remaining_s / scale * (1 + 1e-9)
 
 
@@ -170,7 +170,7 @@ def test_the_prompt_that_is_due_first_starts_first() -> None:
         ("sooner", promised(ttft_s=1.0)),
     ):
         clock.arrive(name, service)
-    assert [one.seq_id for one in clock.state.waiting] == [
+    assert [sequence.seq_id for sequence in clock.state.waiting] == [
         "sooner",
         "later",
         "untargeted",
@@ -178,7 +178,7 @@ def test_the_prompt_that_is_due_first_starts_first() -> None:
     ]
 
 
-def test_a_begun_prompt_goes_before_one_that_overtakes_and_is_due_later() -> None:
+def test_a_started_prompt_precedes_an_overtaking_prompt_due_later() -> None:
     clock = Clock(planner(num_blocks=100, max_batch_tokens=64))
     clock.begin("begun", promised(ttft_s=5.0), prompt=300)
     # Due before the begun prompt, but longer than the free blocks hold.
@@ -189,7 +189,7 @@ def test_a_begun_prompt_goes_before_one_that_overtakes_and_is_due_later() -> Non
     assert clock.run() == {"sooner": 40, "begun": 24}
 
 
-def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
+def test_decodes_that_do_not_fit_wait_for_a_bounded_time() -> None:
     clock = Clock(planner())
     for number in range(20):
         clock.arrive(f"r{number}", promised(tpot_s=0.5, group=1), output=12)
@@ -202,7 +202,7 @@ def test_decodes_that_do_not_fit_wait_and_are_not_left_out_for_ever() -> None:
     assert all(len(tokens) == 12 for tokens in clock.tokens.values())
 
 
-def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() -> None:
+def test_overdue_decodes_run_together_beyond_the_bound() -> None:
     clock = Clock(planner())
     for name in ("a", "b", "c"):
         clock.arrive(name, promised(tpot_s=0.0125), output=12)
@@ -211,7 +211,7 @@ def test_decodes_that_cannot_wait_run_together_though_they_exceed_the_bound() ->
     assert clock.run().keys() == {"a", "b", "c"}
 
 
-def test_a_group_of_tokens_shares_a_deadline() -> None:
+def test_tokens_of_a_group_share_a_deadline() -> None:
     clock = Clock(planner(harvest=1.0))
     clock.begin("online", promised(tpot_s=0.02, group=4), output=40)
     sequence = clock.state.sequences["online"]
@@ -236,7 +236,7 @@ def test_without_online_work_half_of_the_least_first_token_target_bounds_batch_w
     assert 0.08 < clock.now_s - before_s <= 0.1
 
 
-def test_a_slow_device_corrects_the_model_and_a_replay_learns_the_same() -> None:
+def test_a_slow_device_corrects_the_model_deterministically() -> None:
     clocks = [Clock(planner(harvest=1.0), slow=1.6) for _ in range(2)]
     late = 0
     for clock in clocks:
@@ -295,7 +295,7 @@ def test_without_a_cost_model_batch_work_fills_the_token_budget() -> None:
 
 
 @pytest.mark.parametrize("seed", range(48))
-def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
+def test_random_loads_complete_and_online_work_is_first(seed: int) -> None:
     rng = random.Random(seed)
     state = planner(
         num_blocks=rng.choice((24, 60, 200)),
@@ -312,7 +312,7 @@ def test_any_load_ends_and_online_work_goes_first(seed: int) -> None:
 
 
 def run_to_the_end(clock: Clock, rng: random.Random) -> None:
-    """A random load of both kinds: every token of every request comes."""
+    """A random load of both kinds: every token of every request arrives."""
     state = clock.state
     wanted: dict[str, int] = {}
     quiet = 0
@@ -340,12 +340,14 @@ def _check(state: PlannerState, plan: Plan, ran: dict[str, int]) -> None:
     if state.config.scheduling is not Scheduling.SLO:
         return
     everybody = plan.sequences()
-    harvester = [one for one in everybody if not one.request.service.online]
+    harvester = [sequence for sequence in everybody if not sequence.request.service.online]
     if len(harvester) in (0, len(everybody)):
         return
     left = state.config.max_batch_tokens - sum(ran.values())
-    waiting = [one for one in state.waiting if one.request.service.online]
-    assert not (waiting and left), f"{[one.seq_id for one in waiting]} wait beside batch work"
+    waiting = [sequence for sequence in state.waiting if sequence.request.service.online]
+    assert not (waiting and left), (
+        f"{[sequence.seq_id for sequence in waiting]} wait beside batch work"
+    )
 
 
 def test_an_online_request_runs_while_batch_work_holds_every_block() -> None:
@@ -366,7 +368,7 @@ def test_priority_and_fcfs_keep_no_deadlines() -> None:
         assert clock.run()["batch"] == 255
 
 
-def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> None:
+def test_conserve_trusts_the_model_and_fills_all_time() -> None:
     clock = Clock(planner(scheduling=Scheduling.CONSERVE, harvest=0.1), slow=2.0)
     clock.begin("online", promised(tpot_s=0.03), output=40)
     clock.arrive("filler", BATCH, prompt=1500)
@@ -377,7 +379,7 @@ def test_conserve_as_printed_believes_the_model_and_fills_all_of_the_time() -> N
     assert feedback is not None and feedback.harvest.share == feedback.budget.margin == 1.0
 
 
-def test_conserve_as_printed_leaves_no_decode_out() -> None:
+def test_conserve_leaves_no_decode_out() -> None:
     clock = Clock(planner(scheduling=Scheduling.CONSERVE))
     for number in range(20):
         clock.arrive(f"r{number}", promised(tpot_s=0.5), output=12)
@@ -386,8 +388,8 @@ def test_conserve_as_printed_leaves_no_decode_out() -> None:
     assert len(clock.run()) == 21
 
 
-def test_a_backlog_that_waits_leaves_no_online_decode_out() -> None:
-    """What mixed iterations took says nothing about one without prompts."""
+def test_a_waiting_backlog_leaves_no_online_decode_out() -> None:
+    """Times of mixed iterations do not predict an iteration without prompts."""
     clock = Clock(planner(harvest=0.0))
     for number in range(8):
         clock.arrive(f"o{number}", promised(tpot_s=0.03), output=200)
@@ -407,10 +409,10 @@ def test_the_fill_level_rises_again_when_nothing_fits() -> None:
     clock.arrive("filler", BATCH, prompt=200)
     assert "filler" not in clock.run()
     ran = [clock.run() for _ in range(60)]
-    assert any("filler" in one for one in ran)
+    assert any("filler" in sequence for sequence in ran)
 
 
-def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> None:
+def test_a_nearly_finished_batch_prompt_does_not_delay_others() -> None:
     clock = Clock(planner(harvest=1.0, num_blocks=9000))
     clock.arrive("long", BATCH, prompt=30_000)
     while clock.state.sequences["long"].computed < 15_000:
@@ -420,7 +422,7 @@ def test_a_batch_prompt_that_has_come_too_far_does_not_keep_others_waiting() -> 
     clock.arrive("short", BATCH, prompt=40, output=2)
     ran = [clock.run() for _ in range(20)]
     assert clock.state.sequences["long"].computed == stands, "its next chunk never fits"
-    assert any("short" in one for one in ran)
+    assert any("short" in sequence for sequence in ran)
 
 
 def test_a_long_batch_prompt_ends_beside_online_work() -> None:

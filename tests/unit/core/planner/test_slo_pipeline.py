@@ -53,7 +53,7 @@ def gaps_s(times: list[float]) -> list[float]:
 
 
 class Twins:
-    """The same events for a planner by arrival and one by deadline."""
+    """The same events for a planner by arrival and for one by deadline."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -100,8 +100,8 @@ class Twins:
     def finish(self) -> None:
         if self.flying:
             microbatch = self.flying.pop(0)
-            chunks = [one for one in microbatch.batch.chunks if one.sample]
-            sampled = {one.seq_id: self.rng.randrange(5) for one in chunks}
+            chunks = [chunk for chunk in microbatch.batch.chunks if chunk.sample]
+            sampled = {chunk.seq_id: self.rng.randrange(5) for chunk in chunks}
             self.handle(IterationFinished(self.now_s, sampled, microbatch.number))
 
     def step(self) -> None:
@@ -119,7 +119,7 @@ class Twins:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_without_targets_and_batch_work_all_is_as_without_deadlines(seed: int) -> None:
+def test_slo_equals_fcfs_without_targets_and_batch_work(seed: int) -> None:
     twins = Twins(random.Random(seed))
     for step in range(600):
         if twins.rng.random() < 0.1:
@@ -129,7 +129,7 @@ def test_without_targets_and_batch_work_all_is_as_without_deadlines(seed: int) -
 
 
 def test_a_deadline_bounds_what_batch_work_adds_to_a_microbatch() -> None:
-    """By arrival, prompts of batch work make tokens come late; by deadline they do not."""
+    """By arrival, prompts of batch work make tokens late; by deadline they do not."""
     worst: dict[Scheduling, float] = {}
     prompts: dict[Scheduling, int] = {}
     for scheduling in (Scheduling.FCFS, Scheduling.SLO):
@@ -140,7 +140,7 @@ def test_a_deadline_bounds_what_batch_work_adds_to_a_microbatch() -> None:
         lane.run([*arrivals, *((0.5, f"b{number}", 400, 4) for number in range(300))], until_s=3.0)
         times = [lane.token_times_s[f"o{number}"] for number in range(8)]
         lane.state.check_invariants()
-        worst[scheduling] = max(max(gaps_s([t for t in one if t > 0.5])) for one in times)
+        worst[scheduling] = max(max(gaps_s([t for t in time if t > 0.5])) for time in times)
         prompts[scheduling] = sum(name in lane.token_times_s for name in lane.services) - 8
     assert worst[Scheduling.FCFS] > 0.05
     assert worst[Scheduling.SLO] <= 0.03 + 1e-9
@@ -148,7 +148,7 @@ def test_a_deadline_bounds_what_batch_work_adds_to_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize("harvest", [0.0, 0.5])
-def test_the_fill_level_holds_for_microbatches(harvest: float) -> None:
+def test_the_fill_level_applies_to_microbatches(harvest: float) -> None:
     state = make(harvest=harvest)
     arrive(state, "o", 20, 50, service=online(tpot_s=0.04))
     first = state.plan(0.0)
@@ -186,8 +186,8 @@ def test_an_online_request_does_not_wait_for_batch_work_that_has_not_begun() -> 
     assert waited_s <= 2.5 * MODEL.chunk_s(0, 512), "two are in flight"
 
 
-def test_decodes_that_do_not_fit_go_by_deadline() -> None:
-    """Forty decodes cost 50 ms; the ones with a target of 30 ms are not late for the others."""
+def test_decodes_that_do_not_fit_are_ordered_by_deadline() -> None:
+    """Forty decodes cost 50 ms; those with a target of 30 ms are not delayed by the others."""
     lane = pipeline()
     lane.services = {f"slow{number}": online(tpot_s=2.0) for number in range(40)}
     lane.services |= {f"fast{number}": online(tpot_s=0.03) for number in range(4)}
@@ -199,7 +199,7 @@ def test_decodes_that_do_not_fit_go_by_deadline() -> None:
     assert max(map(max, slow)) <= 2.0
 
 
-def test_online_prompts_are_cut_to_the_bound_where_they_are_promised_less() -> None:
+def test_online_prompts_are_cut_to_the_bound() -> None:
     state = make(online_chunk_tokens=64)
     arrive(state, "o", 20, 50, service=online(tpot_s=0.03))
     first = state.plan(0.0)
@@ -215,8 +215,8 @@ def test_online_prompts_are_cut_to_the_bound_where_they_are_promised_less() -> N
 
 
 @pytest.mark.parametrize("tpot_s", [0.03, 0.2])
-def test_beside_many_decodes_they_get_what_they_are_promised(tpot_s: float) -> None:
-    """Forty decodes cost more than a chunk: the promise comes on top of them."""
+def test_online_prompts_get_their_promised_tokens_beside_many_decodes(tpot_s: float) -> None:
+    """Forty decodes cost more than a chunk: the promised tokens are added."""
     state = make(online_chunk_tokens=64)
     for number in range(40):
         arrive(state, f"o{number}", 20, 200, service=online(tpot_s=tpot_s))
@@ -226,8 +226,8 @@ def test_beside_many_decodes_they_get_what_they_are_promised(tpot_s: float) -> N
             arrive(state, "long", 2000, 4, at_s=now_s, service=online(ttft_s=2.0))
         while state.has_slot and (microbatch := state.plan(now_s)) is not None:
             flying.append(microbatch)
-            prompt = [one for one in microbatch.batch.chunks if one.seq_id == "long"]
-            decodes = microbatch.batch.tokens - sum(len(one.token_ids) for one in prompt)
+            prompt = [chunk for chunk in microbatch.batch.chunks if chunk.seq_id == "long"]
+            decodes = microbatch.batch.tokens - sum(len(chunk.token_ids) for chunk in prompt)
             if prompt:
                 assert decodes >= 15 and 60 <= len(prompt[0].token_ids) < 512
                 return
@@ -236,7 +236,7 @@ def test_beside_many_decodes_they_get_what_they_are_promised(tpot_s: float) -> N
     pytest.fail("the prompt never ran")
 
 
-def test_predictions_follow_what_microbatches_take() -> None:
+def test_predictions_follow_measured_microbatch_times() -> None:
     lane = pipeline()
     lane.model = MODEL.slowed(1.5)
     lane.services = {f"o{number}": online(tpot_s=0.05) for number in range(6)}
@@ -247,8 +247,8 @@ def test_predictions_follow_what_microbatches_take() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"num_blocks": 80}, {"max_running": 2}])
-def test_batch_work_makes_way_for_an_online_request(bounds: dict[str, int]) -> None:
-    """It holds all blocks, or all places; some of it is in flight."""
+def test_batch_work_yields_to_an_online_request(bounds: dict[str, int]) -> None:
+    """Batch work holds all blocks, or all places; some of it is in flight."""
     lane = pipeline(**bounds)
     lane.services = {f"b{number}": BATCH for number in range(4)}
     lane.services["o"] = online(ttft_s=1.0)
@@ -261,8 +261,8 @@ def test_batch_work_makes_way_for_an_online_request(bounds: dict[str, int]) -> N
 
 
 @pytest.mark.parametrize("scale", [1, 4])
-def test_batch_work_runs_in_what_a_merge_adds(scale: int) -> None:
-    """Online requests that would crowd one worker leave most of what the group holds."""
+def test_batch_work_uses_the_memory_that_a_merge_adds(scale: int) -> None:
+    """Online requests that would fill one worker leave most of the group's memory."""
     lane = pipeline(num_blocks=100)
     lane.state.table.pool.grow(100 * scale)
     lane.state.handle(StagesConfigured((Follower(100 * scale),)))
@@ -279,20 +279,20 @@ def test_batch_work_runs_in_what_a_merge_adds(scale: int) -> None:
 
 
 def test_slots_adapt_in_a_pipeline() -> None:
-    """They double while no deadline binds; as long as one does, only the base of them run."""
+    """They double while no deadline binds; while one does, only their base runs."""
     state = make(adaptive_slots=True, max_running=8)
     names = [f"r{number}" for number in range(16)]
     for name in names:
         arrive(state, name, 8, 90, service=online())
 
     def decodes(now_s: float) -> int:
-        """How many decodes the larger of two microbatches has."""
+        """The number of decodes in the larger of two microbatches."""
         most = 0
         for microbatch in [state.plan(now_s) for _ in range(2)]:
             if microbatch is None:
                 continue
             chunks = microbatch.batch.chunks
-            most = max(most, sum(len(one.token_ids) == 1 for one in chunks))
+            most = max(most, sum(len(chunk.token_ids) == 1 for chunk in chunks))
             finish(state, microbatch, now_s)
         state.check_invariants()
         return most

@@ -28,7 +28,7 @@ STOP = 13
 
 
 class FakeModel:
-    """Keeps token ids where a real model keeps K/V, and refuses to attend to anything wrong."""
+    """Keeps token ids in place of K/V, and refuses to attend to wrong entries."""
 
     def __init__(self, config: IterationConfig) -> None:
         self.block_size = config.block_size
@@ -36,7 +36,7 @@ class FakeModel:
         self.terms: dict[str, SampleTerms] = {}
 
     def turn(self, turns: Iterable[TailTurn]) -> None:
-        """Reverse the entries of tail blocks, from their first slots to their last ones."""
+        """Reverse the entries of tail blocks, from first to last slot."""
         for block, filled in turns:
             entries = [self.slots[block, slot] for slot in range(filled)]
             for slot, entry in enumerate(entries):
@@ -65,7 +65,7 @@ class FakeModel:
         return chunk.block_ids[block], slot
 
     def _read(self, batch: Batch, chunk: Chunk, end: int) -> list[int]:
-        """The tokens before `end`; in full blocks they may have any order, as for attention."""
+        """The tokens before `end`; in full blocks any order is allowed, as for attention."""
         size, entries = self.block_size, []
         for block in chunk.block_ids[: end // size]:
             entries += sorted(self.slots[block, slot] for slot in range(size))
@@ -105,9 +105,8 @@ def make_state(**changes) -> PlannerState:
 
 
 def drive(state: PlannerState, model: FakeModel, outputs: dict, between=lambda _: None) -> None:
-    """Run to the end, collecting the output of every request and checking indices.
-
-    `between` is called while a batch runs; it may return another that runs instead.
+    """Run to the end, collect the output of every request and check indices. `between` is called
+    while a batch runs; it may return another batch that runs instead.
     """
     while (microbatch := state.plan(0.0)) is not None:
         state.check_invariants()
@@ -162,8 +161,8 @@ def test_output_does_not_depend_on_the_schedule(seed: int, scheduling: Schedulin
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_output_goes_on_as_if_another_worker_had_not_begun_it(seed: int) -> None:
-    """Requests are cut at any token and go on at a second planner, which runs others, too."""
+def test_output_of_a_resumed_request_equals_an_undisturbed_one(seed: int) -> None:
+    """Requests are cut at any token and resume at a second planner, which runs others, too."""
     rng = random.Random(seed)
     state = make_state(num_blocks=rng.choice([10, 16, 40]))
     model, outputs, requests = FakeModel(state.config), {}, []
@@ -217,7 +216,9 @@ def test_overflow_preempts_the_newest_and_the_oldest_advances() -> None:
 
 
 @pytest.mark.parametrize("overtaken_max", [0, 3])
-def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(overtaken_max: int) -> None:
+def test_short_requests_overtake_a_large_request_a_bounded_number_of_times(
+    overtaken_max: int,
+) -> None:
     state, rng = make_state(max_batch_tokens=64, overtaken_max=overtaken_max), random.Random(1)
     state.handle(RequestArrived(0.0, make_request("runs", 40, 16, rng)))
     model, outputs, started = FakeModel(state.config), {}, []
@@ -228,7 +229,7 @@ def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(overtake
             state.handle(RequestArrived(1.0, make_request("large", 30, 2, rng)))
             for name in shorts:
                 state.handle(RequestArrived(2.0, make_request(name, 2, 1, rng)))
-        started.extend(one.seq_id for one in batch.chunks if one.start == 0)
+        started.extend(chunk.seq_id for chunk in batch.chunks if chunk.start == 0)
 
     drive(state, model, outputs, between)
     assert started.index("large") == 1 + overtaken_max, "so many short ones before it, no more"
@@ -286,7 +287,7 @@ def test_a_dropped_iteration_runs_again(seed: int) -> None:
     assert state.pool.free_count == state.config.num_blocks
 
 
-def test_what_can_never_run_is_refused() -> None:
+def test_a_request_that_can_never_run_is_refused() -> None:
     state, rng = make_state(max_waiting=2), random.Random(0)
     (refusal,) = state.handle(RequestArrived(0.0, make_request("big", 40, 25, rng)))
     assert isinstance(refusal, RefuseRequest) and "65 tokens" in refusal.message
@@ -319,8 +320,8 @@ def test_bounds_are_checked() -> None:
         make_state(max_running=17)
 
 
-def test_a_sequence_that_cannot_go_on_is_refused_and_leaves_nothing() -> None:
-    """One request gets no token at its first position, another one in the middle."""
+def test_a_sequence_that_cannot_continue_is_refused_and_freed() -> None:
+    """A request gets no token at its first position, another one in the middle."""
     state, rng = make_state(), random.Random(0)
     for name in ("first", "later", "fine"):
         state.handle(RequestArrived(0.0, make_request(name, 5, 6, rng)))
@@ -358,19 +359,19 @@ def test_sampling_terms_are_sent_once_and_again_after_a_preemption() -> None:
     sampling = Sampling(repetition_penalty=1.2)
     request = replace(make_request("a", 5, 6, rng), sampling=sampling)
     state.handle(RequestArrived(0.0, request))
-    told = []
+    specs = []
     for iteration in range(6):
         if iteration == 3:
             state.handle(SequencePreempted("a"))
         microbatch = state.plan(0.0)
         (chunk,) = microbatch.batch.chunks
-        told.append((chunk.sample.terms, chunk.sample.output_ids))
+        specs.append((chunk.sample.terms, chunk.sample.output_ids))
         state.handle(IterationFinished(0.0, {"a": 10 + iteration}, microbatch.number))
 
     def terms(*output_ids: int) -> SampleTerms:
         return SampleTerms(sampling, request.prompt_ids, output_ids)
 
-    assert told == [
+    assert specs == [
         (terms(), ()),
         (None, (10,)),
         (None, (11,)),

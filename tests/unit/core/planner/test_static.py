@@ -15,7 +15,7 @@ def _clock(**changes: object) -> Clock:
     return Clock(planner(execution=Execution.STATIC, **changes))
 
 
-def test_the_next_batch_starts_when_the_last_request_of_this_one_has_ended() -> None:
+def test_the_next_batch_starts_after_the_last_request_of_the_current() -> None:
     clock = _clock(max_running=2)
     clock.arrive("short", BATCH, prompt=20, output=2)
     clock.arrive("long", BATCH, prompt=20, output=5)
@@ -57,7 +57,7 @@ def test_an_online_request_waits_for_the_batch() -> None:
 
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PRIORITY])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_load_ends(seed: int, scheduling: Scheduling) -> None:
+def test_random_loads_complete(seed: int, scheduling: Scheduling) -> None:
     rng = random.Random(seed)
     clock = _clock(
         scheduling=scheduling,

@@ -1,4 +1,4 @@
-"""Batch work that online requests have interrupted goes on, whatever the load, with its tokens."""
+"""Batch work interrupted by online requests completes with its tokens, at any load."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ MODEL = CostModel(alpha=0.0, beta=1e-4, gamma=0.011, lam=0.01)
 
 
 class Device:
-    """Runs what the planner plans in the time of `MODEL`, and checks all tokens."""
+    """Runs the planner's work in the time of `MODEL`, and checks all tokens."""
 
     def __init__(self, rng: random.Random, **changes: Any) -> None:
         bounds: dict[str, Any] = {
@@ -66,14 +66,14 @@ class Device:
         self.model.turn(microbatch.turns)
         if microbatch.resumes is None:
             self.model.begin(microbatch.batch)
-            whole_s = MODEL.batch_s((one.start, len(one.token_ids)) for one in chunks)
+            whole_s = MODEL.batch_s((chunk.start, len(chunk.token_ids)) for chunk in chunks)
             self.remaining_s[microbatch.number] = whole_s
         else:
             self.remaining_s[microbatch.number] = self.remaining_s.pop(microbatch.resumes)
         return microbatch
 
     def interrupt(self, microbatch: Microbatch, part: float) -> None:
-        """End the microbatch after `part` of what is left of it."""
+        """End the microbatch after `part` of its remainder."""
         assert microbatch.preemptible
         ran_s = part * self.remaining_s[microbatch.number]
         self.now_s += ran_s
@@ -92,7 +92,7 @@ class Device:
         self.state.check_invariants()
 
     def step(self, interrupted: float) -> None:
-        """Run the next microbatch, or interrupt it with this probability if it can be."""
+        """Run the next microbatch, or interrupt it with this probability if possible."""
         microbatch = self.plan()
         if microbatch is None:
             assert not self.state.sequences, "work is left, and nothing runs"
@@ -144,11 +144,12 @@ def online(ttft_s: float | None = None, tpot_s: float | None = None) -> Service:
     return Service(ServiceClass.INTERACTIVE, ttft_s, tpot_s)
 
 
-@pytest.mark.parametrize("scheduling", [one for one in Scheduling if one is not Scheduling.BROS])
+@pytest.mark.parametrize(
+    "scheduling", [scheduling for scheduling in Scheduling if scheduling is not Scheduling.BROS]
+)
 def test_a_steady_load_does_not_stop_suspended_work(scheduling: Scheduling) -> None:
-    """One online request after the other, of which always one can run.
-
-    BROS as printed cuts no prompt, so a long one never runs beside such a load.
+    """A stream of online requests of which one can always run. BROS as published cuts no prompt, so
+    a long one never runs beside such a load.
     """
     device = Device(random.Random(0), scheduling=scheduling)
     name = device.suspend(part=0.2)
@@ -169,7 +170,7 @@ def test_a_steady_load_does_not_stop_suspended_work(scheduling: Scheduling) -> N
     assert device.outputs[name] == expected(device.requests[name])[0]
 
 
-def test_what_is_nearly_done_goes_on_beside_online_decodes() -> None:
+def test_nearly_finished_work_resumes_beside_online_decodes() -> None:
     device = Device(random.Random(1))
     name = device.suspend(output=1, part=0.9)
     device.arrive(online(tpot_s=0.03), 4, 20)
@@ -180,7 +181,7 @@ def test_what_is_nearly_done_goes_on_beside_online_decodes() -> None:
     assert device.run().resumes is None
 
 
-def test_without_a_part_of_the_time_it_waits_for_a_quiet_time() -> None:
+def test_suspended_work_without_a_share_waits_for_idle_time() -> None:
     device = Device(random.Random(1), harvest=0.0)
     device.suspend(part=0.9)
     name = device.arrive(online(), 4, 80)
@@ -190,7 +191,7 @@ def test_without_a_part_of_the_time_it_waits_for_a_quiet_time() -> None:
     assert device.state.sequence_table.discarded_tokens_total == 0
 
 
-def test_more_than_is_left_is_not_fitted_in() -> None:
+def test_suspended_work_that_does_not_fit_is_not_resumed() -> None:
     device = Device(random.Random(1))
     device.suspend(part=0.1)
     device.arrive(online(tpot_s=0.03), 4, 20)
@@ -198,7 +199,7 @@ def test_more_than_is_left_is_not_fitted_in() -> None:
     assert [device.run().resumes for _ in range(2)] == [None, None]
 
 
-def test_a_resumed_iteration_tells_nothing_about_the_device() -> None:
+def test_a_resumed_iteration_is_not_a_cost_sample() -> None:
     device = Device(random.Random(2))
     device.suspend(part=0.9)
     feedback = device.state._feedback
@@ -218,7 +219,7 @@ def test_a_resumed_iteration_tells_nothing_about_the_device() -> None:
         (Preempt.ALWAYS, PreemptedWork.DISCARD, 1389),  # half of the gap of 0.3 s
     ],
 )
-def test_how_long_batch_work_may_run_alone(
+def test_the_duration_of_pure_batch_iterations_is_bounded(
     preempt: Preempt, work: PreemptedWork, tokens: int
 ) -> None:
     device = Device(
@@ -238,8 +239,8 @@ def test_how_long_batch_work_may_run_alone(
     assert device.run().batch.tokens == pytest.approx(tokens, rel=0.03)
 
 
-def test_one_that_cannot_be_interrupted_is_short() -> None:
-    """One microbatch is suspended at a time: while one is, an arrival waits for the next."""
+def test_an_uninterruptible_iteration_is_short() -> None:
+    """Only one microbatch is suspended at a time: meanwhile an arrival waits for the next."""
     device = Device(random.Random(3), num_blocks=4000, max_batch_tokens=4096)
     device.arrive(online(ttft_s=0.2), 4, 1)
     device.run()
@@ -252,8 +253,8 @@ def test_one_that_cannot_be_interrupted_is_short() -> None:
     assert planner.harvester.batch_only_limit_s(device.now_s) == 0.1
 
 
-def test_discarded_work_comes_to_an_end_between_frequent_arrivals() -> None:
-    """Each interrupts what runs; an iteration of two seconds would never end between them."""
+def test_discarded_work_completes_between_frequent_arrivals() -> None:
+    """Each arrival interrupts; an iteration of two seconds would never end between them."""
     device = Device(
         random.Random(4),
         num_blocks=8000,
@@ -282,9 +283,7 @@ def test_discarded_work_comes_to_an_end_between_frequent_arrivals() -> None:
 
 @pytest.mark.parametrize("work", PreemptedWork)
 @pytest.mark.parametrize("seed", range(25))
-def test_any_stream_of_events_ends_with_the_tokens_of_each_request(
-    seed: int, work: PreemptedWork
-) -> None:
+def test_random_events_preserve_tokens(seed: int, work: PreemptedWork) -> None:
     """Arrivals, interruptions, aborts and demands for blocks, in any order and at any time."""
     rng = random.Random(seed)
     device = Device(

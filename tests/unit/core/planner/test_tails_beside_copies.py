@@ -1,4 +1,4 @@
-"""Shared tails beside host copies and shipments: every token reads the KV of its own prefix."""
+"""Shared tails with host copies and shipments: every token reads the KV of its own prefix."""
 
 import os
 from itertools import product
@@ -79,7 +79,7 @@ class SharingWorld(RandomWorld):
             self.handle(BlocksShared(name, self.rng.choice(running).seq_id))
 
     def ship(self) -> None:
-        """A running request goes on at another worker."""
+        """A running request continues at another worker."""
         running = [seq for seq in self.state.running if seq.phase is Phase.RUNNING]
         if running:
             self.pins.append(name := self._new_pin())

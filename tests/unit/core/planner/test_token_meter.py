@@ -1,4 +1,4 @@
-"""Processed and recomputed tokens against a count of every position that ran."""
+"""Processed and recomputed tokens, compared with a count of every executed position."""
 
 import random
 from dataclasses import replace
@@ -27,10 +27,10 @@ BATCH = Service(ServiceClass.BATCH)
 
 
 class Ledger:
-    """Which positions of each request have run or were found; what ran anew and what again."""
+    """Positions of each request that ran or were cached, and those that were recomputed."""
 
     def __init__(self, requests: list[Request]) -> None:
-        self.requests = {one.request_id: one for one in requests}
+        self.requests = {request.request_id: request for request in requests}
         self.seen: dict[str, set[int]] = {name: set() for name in self.requests}
         self.processed = {True: 0, False: 0}
         self.recomputed = {True: 0, False: 0}
@@ -63,7 +63,7 @@ class Ledger:
 
 
 def mixed_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
-    """Requests of both classes; half of them begin as an earlier one."""
+    """Requests of both classes; half of them start like an earlier one."""
     requests: list[Request] = []
     for number in range(count):
         made = make_request(f"r{number}", rng.randint(1, longest), rng.randint(1, longest), rng)
@@ -94,14 +94,14 @@ def test_every_token_that_ran_is_counted_once(seed: int, caching: bool) -> None:
             state.handle(SequencePreempted(rng.choice(state.running).seq_id))
         running = ledger.step(state, model, drop=rng.random() < 0.1)
         assert state.load().tokens == ledger.counts()
-    outputs = sum(one.limits.max_tokens for one in requests)
-    prompts = sum(len(one.prompt_ids) for one in requests)
+    outputs = sum(request.limits.max_tokens for request in requests)
+    prompts = sum(len(request.prompt_ids) for request in requests)
     assert sum(ledger.processed.values()) <= prompts + outputs
     assert caching or sum(ledger.processed.values()) == prompts + outputs
     assert ledger.recomputed[True] and ledger.recomputed[False]
 
 
-def test_what_another_leader_has_computed_is_not_processed_again() -> None:
+def test_tokens_computed_by_another_leader_are_not_counted_again() -> None:
     first, second = make_state(max_batch_tokens=8), make_state(max_batch_tokens=8)
     request = replace(make_request("r", 20, 4, random.Random(1)), service=BATCH)
     ledger, model = Ledger([request]), FakeModel(first.config)

@@ -1,4 +1,4 @@
-"""Hashes of blocks name prompts by their beginnings."""
+"""Block hashes identify prompts by their prefixes."""
 
 from services.core.prefix.block_hash import (
     HASH_BYTES,
@@ -19,19 +19,19 @@ def _hashes(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
     return list(block_hashes(root, tokens, 4))
 
 
-def test_prompts_that_begin_alike_share_the_hashes_of_their_first_blocks() -> None:
+def test_prompts_with_a_common_prefix_share_hashes() -> None:
     first, second = _hashes([1, 2, 3, 4, 5, 6, 7, 8]), _hashes([1, 2, 3, 4, 5, 6, 7, 9])
     assert first[0] == second[0]
     assert first[1] != second[1]
-    assert {len(one) for one in first} == {HASH_BYTES}
+    assert {len(digest) for digest in first} == {HASH_BYTES}
 
 
-def test_a_block_that_is_not_full_has_no_hash() -> None:
+def test_a_partial_block_has_no_hash() -> None:
     assert _hashes([1, 2, 3]) == []
     assert _hashes([1, 2, 3, 4, 5, 6, 7]) == _hashes([1, 2, 3, 4])
 
 
-def test_the_same_tokens_after_others_have_another_hash() -> None:
+def test_a_hash_depends_on_the_preceding_tokens() -> None:
     assert len(set(_hashes([7] * 16))) == 4
 
 
@@ -57,7 +57,7 @@ def test_an_owner_has_a_salt_that_no_other_and_no_anonymous_client_has() -> None
     salts = [tenant_salt("ann", ""), tenant_salt("bob", ""), tenant_salt("ann", "s")]
     salts += [tenant_salt("", ""), tenant_salt("", "s"), tenant_salt("", "ann")]
     salts += [tenant_salt(owner, salt) for owner in ("", "bob") for salt in salts if salt]
-    assert len(set(salts)) == len(salts), "a salt that somebody asks for is that of somebody else"
+    assert len(set(salts)) == len(salts), "a requested salt equals that of another owner"
     assert tenant_salt("ann", "s" * 128) == tenant_salt("ann", "s" * 128)
     assert len(tenant_salt("ann" * 100, "s" * 128)) < 64
 
@@ -80,11 +80,11 @@ def test_long_prompts_have_a_bounded_number_of_thin_hashes_and_share_them_with_s
     assert short.hashes[step - 1 :: step] == long.hashes[: THIN_MAX // step]
 
 
-def test_an_adapter_has_salts_of_its_own_and_none_changes_no_salt() -> None:
+def test_an_adapter_has_its_own_salts_and_its_absence_changes_none() -> None:
     digests = ("", "0" * 64, "1" * 64)
     owners, wanted = ("", "ann", "0" * 64), ("", "s", "1" * 64)
     salts = [tenant_salt(o, w, d) for o in owners for w in wanted for d in digests]
     assert len(set(salts)) == len(salts)
-    # As before there were adapters.
+    # As before adapters were introduced.
     assert tenant_salt("", "", "") == ""
     assert tenant_salt("ann", "s", "") == tenant_salt("ann", "s") == ANN_S

@@ -1,24 +1,24 @@
-"""What caches have dropped, as a scheduler is told of it."""
+"""Evicted prefixes as reported to a scheduler."""
 
 from services.core.planner.block_pool import BlockPool
 from services.core.prefix.block_hash import thin_hash
 from services.core.prefix.cached_blocks import EVICTED_MAX, EvictedPrefixes
 
 
-def test_a_reader_gets_what_is_new_to_it() -> None:
+def test_a_reader_gets_only_new_evictions() -> None:
     dropped = EvictedPrefixes()
     assert dropped.since(0) == ()
-    for one in (5, 6, 7):
-        dropped.note(one)
+    for digest in (5, 6, 7):
+        dropped.note(digest)
     assert dropped.since(0) == (5, 6, 7)
     assert dropped.since(2) == (7,)
     assert dropped.since(dropped.total) == ()
 
 
-def test_of_many_the_newest_are_remembered() -> None:
+def test_only_the_newest_evictions_are_kept() -> None:
     dropped = EvictedPrefixes()
-    for one in range(3 * EVICTED_MAX):
-        dropped.note(one)
+    for number in range(3 * EVICTED_MAX):
+        dropped.note(number)
     assert dropped.since(0) == tuple(range(2 * EVICTED_MAX, 3 * EVICTED_MAX))
 
 
@@ -26,7 +26,7 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
+def test_only_blocks_known_to_a_scheduler_are_reported() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
     for number, block in enumerate(blocks):
@@ -38,7 +38,7 @@ def test_only_blocks_that_a_scheduler_may_know_are_told() -> None:
     assert pool.cache.evictions.since(0) == (thin_hash(name_of(0)), thin_hash(name_of(2)))
 
 
-def test_a_block_that_moves_is_told_when_it_is_dropped() -> None:
+def test_a_moved_block_is_reported_when_it_is_dropped() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.cache.register(block, name_of(9), reported=True)

@@ -1,4 +1,4 @@
-"""A quota is kept by several gateways together, whatever way the traffic takes."""
+"""A quota holds across several gateways for any distribution of traffic."""
 
 from collections.abc import Sequence
 from random import Random
@@ -44,7 +44,7 @@ def size(rng: Random) -> int:
 
 
 def fleet(limits: QuotaLimits, way: Parts, overload: float, seed: int) -> tuple[Fleet, Rates]:
-    """The fleet, and rates that ask `overload` times the limit."""
+    """The gateways, and request rates of `overload` times the limit."""
     made = Fleet(limits, Random(seed), size if limits is TOKENS else None)
     per_s = 600 / 60 if limits is REQUESTS else 200_000 / 60 / 425
     rates = parts(way, per_s * overload)
@@ -63,7 +63,9 @@ def limit_of(limits: QuotaLimits) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("limits", [REQUESTS, TOKENS], ids=["requests", "tokens"])
 @pytest.mark.parametrize("overload", [1.6, 5])
-def test_a_quota_is_kept_over_any_minute(way: str, limits: QuotaLimits, overload: float) -> None:
+def test_use_in_any_minute_stays_within_the_quota(
+    way: str, limits: QuotaLimits, overload: float
+) -> None:
     for seed in SEEDS:
         made, _ = fleet(limits, WAYS[way], overload, seed)
         made.run(END_S)
@@ -73,7 +75,7 @@ def test_a_quota_is_kept_over_any_minute(way: str, limits: QuotaLimits, overload
 
 
 @pytest.mark.parametrize("limits", [REQUESTS, TOKENS], ids=["requests", "tokens"])
-def test_gateways_die_and_join(limits: QuotaLimits) -> None:
+def test_quota_holds_while_gateways_die_and_join(limits: QuotaLimits) -> None:
     """A dead gateway's share is missing until its silence is noticed; it is never given twice."""
     for seed in SEEDS:
         way: Parts = {name: [(0, 1 / 3)] for name in "abc"}
@@ -88,7 +90,7 @@ def test_gateways_die_and_join(limits: QuotaLimits) -> None:
         assert least >= 0.9 * limit, "two have the whole quota"
 
 
-def test_all_but_one_die() -> None:
+def test_quota_is_restored_to_the_last_gateway() -> None:
     for seed in SEEDS:
         way: Parts = {"a": [(0, 0.5), (80, 1)], "b": [(0, 0.5)]}
         made, _ = fleet(REQUESTS, way, 5, seed)
@@ -131,7 +133,7 @@ def test_a_newcomer_is_served_while_the_others_take_everything() -> None:
     assert len(made.used) > before + 300, "and takes little from them"
 
 
-def test_a_quota_is_only_of_its_owner() -> None:
+def test_quotas_of_owners_are_independent() -> None:
     state = QuotaState()
     limits = QuotaLimits(requests_per_minute=6)
     outcomes = {
@@ -142,7 +144,7 @@ def test_a_quota_is_only_of_its_owner() -> None:
 
 
 class Pair:
-    """Two gateways that count places, and tell each other every second."""
+    """Two gateways that count places and exchange reports every second."""
 
     def __init__(self, places: int) -> None:
         self.limits = QuotaLimits(concurrent=places)
@@ -153,7 +155,7 @@ class Pair:
         self._exchange()
 
     def second(self, asked: dict[str, float]) -> None:
-        """Requests come, as likely as `asked` says, and go."""
+        """Requests arrive with the probability `asked`, and others end."""
         for _ in range(20):
             self.now_s += 0.05
             for name in self.states:
@@ -170,11 +172,11 @@ class Pair:
 
     def _exchange(self) -> None:
         for name, other in ("ab", "ba"):
-            told = QuotaReport(int(self.now_s), self.states[other].report(self.now_s))
-            self.states[name].receive({other: told}, self.now_s)
+            report = QuotaReport(int(self.now_s), self.states[other].report(self.now_s))
+            self.states[name].receive({other: report}, self.now_s)
 
 
-def test_places_are_shared_and_free_ones_are_found() -> None:
+def test_concurrent_places_are_shared_between_gateways() -> None:
     """Requests at once exceed the limit only by those that gateways have not heard of yet; an owner
     that comes to one gateway has all places there.
     """
@@ -190,7 +192,7 @@ def test_places_are_shared_and_free_ones_are_found() -> None:
     assert max(busy[30:]) == 8 and pair.running["b"] == 0
 
 
-def test_owners_that_ask_nothing_are_forgotten() -> None:
+def test_idle_owners_are_forgotten() -> None:
     state = QuotaState()
     for n in range(100):
         state.use(f"owner-{n}", REQUESTS, 0.0).enter(0.0)
@@ -251,7 +253,7 @@ class Gateways:
                 self.running.remove((use, reserved))
 
     def most(self) -> int:
-        """Most tokens in a minute."""
+        """The maximum number of tokens in a minute."""
         return max(
             sum(tokens for other_s, tokens in self.used if time_s - 60 < other_s <= time_s)
             for time_s in range(int(self.now_s) + 1)
@@ -261,8 +263,8 @@ class Gateways:
 @pytest.mark.parametrize("places", ["a", "ab", "abcd"])
 @pytest.mark.parametrize("turn_s", [1, 10])
 @pytest.mark.parametrize("speed", [100, 5000])
-def test_floods_of_long_outputs_at_several_gateways(places: str, turn_s: int, speed: int) -> None:
-    """At some gateways at a time, then at others."""
+def test_floods_of_long_outputs_stay_within_the_quota(places: str, turn_s: int, speed: int) -> None:
+    """At some gateways first, then at others."""
     gateways, length = Gateways("abcd", 60_000), 5000
     for second in range(60):
         gateways.exchange()

@@ -1,4 +1,4 @@
-"""Requests with adapters go only to groups that take their adapter, and hold no others up."""
+"""Requests with adapters run only at groups that take their adapter, and block no others."""
 
 import os
 from random import Random
@@ -41,9 +41,9 @@ def ready(of: Adapter, running: int = 0, load_s: float = 2.0) -> LoadedAdapter:
 def serving(*uses: AdapterUse, rank_max: int = 16, **settings: Any) -> Scheduler:
     """A group for each of `uses`: w0, w1, …"""
     scheduler = Scheduler(**settings)
-    for number, one in enumerate(uses):
+    for number, use in enumerate(uses):
         scheduler.join(f"w{number}", adapter_rank_max=rank_max)
-        scheduler.report(f"w{number}", adapter_use=one)
+        scheduler.report(f"w{number}", adapter_use=use)
     return scheduler
 
 
@@ -101,7 +101,7 @@ def test_the_worker_with_the_adapter_runs_it() -> None:
     assert placed(scheduler.ask("r3", adapter=C)).worker_id == first
 
 
-def test_it_waits_as_long_as_a_load_takes_before_another_worker_loads_it() -> None:
+def test_a_request_waits_for_a_load_time_before_a_second_load() -> None:
     scheduler = serving(use(ready(A, running=1, load_s=2.0)), use(free=1))
     scheduler.report("w0", free=1, adapter_use=use(ready(A, running=1)))
     assert not assigned(scheduler.ask("r0", adapter=A))
@@ -111,7 +111,7 @@ def test_it_waits_as_long_as_a_load_takes_before_another_worker_loads_it() -> No
 
 
 @pytest.mark.parametrize(("load_s", "worker"), [(0.001, "w1"), (1e6, "w0")])
-def test_a_busy_worker_with_the_adapter_competes_with_an_idle_one_that_loads_it(
+def test_a_busy_worker_with_the_adapter_competes_with_an_idle_worker(
     load_s: float, worker: str
 ) -> None:
     scheduler = serving(use(), use(), ttft=TOKEN_COSTS)
@@ -121,7 +121,7 @@ def test_a_busy_worker_with_the_adapter_competes_with_an_idle_one_that_loads_it(
     assert placed(scheduler.ask("r0", adapter=A)).worker_id == worker
 
 
-def test_only_an_idle_adapter_gives_its_slot_away() -> None:
+def test_only_an_idle_adapter_is_evicted() -> None:
     scheduler = serving(use(ready(A, running=1), ready(B)))
     assert placed(scheduler.ask("r0", adapter=C)).worker_id == "w0"
     # The slot of B is reserved, and A is in use.
@@ -141,7 +141,7 @@ def test_a_reservation_that_expires_frees_the_slot() -> None:
     assert assigned(scheduler.report(now_s=later, adapter_use=use(free=1))) == ["r1"]
 
 
-def test_adapters_that_cannot_be_placed_hold_nobody_up() -> None:
+def test_unplaceable_adapters_block_no_other_request() -> None:
     scheduler = serving(use(ready(A, running=1)), overtaken_max=0, queue_limit=100)
     # More than the choice of the next request examines.
     for number in range(40):
@@ -168,7 +168,7 @@ def test_an_overtaken_adapter_holds_only_groups_that_take_it() -> None:
     assert assigned(scheduler.report("full", adapter_use=use(free=1))) == ["large"]
 
 
-def test_a_request_that_may_crash_an_engine_needs_its_adapter_too() -> None:
+def test_an_isolated_request_needs_its_adapter() -> None:
     scheduler = Scheduler()
     scheduler.serve("old")
     scheduler.join("new", adapter_rank_max=16)
@@ -178,7 +178,7 @@ def test_a_request_that_may_crash_an_engine_needs_its_adapter_too() -> None:
 
 
 class Workers:
-    """Workers with slots that run what they get for a while, as a seed says."""
+    """Workers with slots that run their requests for a random time."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -221,13 +221,13 @@ class Workers:
         running = list(self.running[worker].values())
         of = self.loaded[worker].values()
         loaded = tuple(ready(a, running.count(a), load_s=0.5) for a in of)
-        told = AdapterUse(loaded, self.slots[worker] - len(loaded))
+        use = AdapterUse(loaded, self.slots[worker] - len(loaded))
         free, received = 100 - 8 * len(running), tuple(self.running[worker])
         count = len(running)
         event: LoadReported = load(
             worker,
             now_s=self.now_s,
-            adapter_use=told,
+            adapter_use=use,
             free=free,
             received=received,
             running=count,
@@ -257,7 +257,7 @@ def test_each_request_starts_where_its_adapter_has_a_slot(seed: int) -> None:
     assert workers.started == workers.asked.keys()
 
 
-def test_a_rare_adapter_is_not_starved_by_one_in_steady_use() -> None:
+def test_a_rare_adapter_is_not_starved_by_a_busy_adapter() -> None:
     workers = Workers(1)
     workers.slots["w1"] = 0
     workers.slots["w0"] = 1

@@ -1,4 +1,4 @@
-"""Bounds of buckets: near the least padding, as many as batches wait, and the paper's bisection."""
+"""Bounds of buckets: near-minimal padding, number of batches, bisection of the paper."""
 
 from itertools import accumulate
 from math import inf
@@ -55,7 +55,7 @@ def mixed_lengths(rng: Random, number: int) -> list[int]:
 
 
 def zipf_lengths(rng: Random, number: int) -> list[int]:
-    """Prompts and answers by Zipf's law with exponent 1.1, as BurstGPT's authors model them."""
+    """Prompt and output lengths by Zipf's law with exponent 1.1, as in the BurstGPT paper."""
     ranks = range(1, 4097)
     weights = [rank**-1.1 for rank in ranks]
     parts = [rng.choices(ranks, weights, k=number) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_equal_lengths_share_a_bucket_however_many_wait() -> None:
 
 
 def test_mass_in_the_upper_half_is_split() -> None:
-    """The paper's rule leaves requests of 2,100 to 4,000 tokens together for ever."""
+    """The rule of the paper never separates requests of 2,100 and 4,000 tokens."""
     lengths = [2100] * 50 + [4000] * 50
     assert adaptive_bounds(sorted(lengths), 20_000) == (2100, 4000)
     bounds = (4096,)
@@ -120,7 +120,7 @@ def test_mass_in_the_upper_half_is_split() -> None:
     assert bounds == (4096,)
 
 
-def test_the_papers_bisection_splits_once_per_pass_where_more_than_half_are_shorter() -> None:
+def test_the_bisection_of_the_paper_splits_once_per_pass() -> None:
     lengths = [3500] * 10 + [100] * 30 + [900] * 2
     first = bisected_bounds((), lengths, 7_000, 4095)
     assert first == (2047, 4095)
@@ -131,7 +131,7 @@ def test_the_papers_bisection_splits_once_per_pass_where_more_than_half_are_shor
     assert bisected_bounds(third, lengths, 10**6, 4095) == (4095,), "less than a batch waits"
 
 
-def test_the_papers_bisection_is_bounded_here() -> None:
+def test_the_bisection_of_the_paper_is_bounded() -> None:
     bounds: tuple[int, ...] = ()
     for _ in range(40):
         bounds = bisected_bounds(bounds, [1] * 50 + [2, 5, 9, 17, 40, 100], 1.0, 2**20)
@@ -139,7 +139,7 @@ def test_the_papers_bisection_is_bounded_here() -> None:
     assert len(bounds) == BUCKETS_MAX
 
 
-def test_a_batch_has_as_many_requests_as_fit_in_order() -> None:
+def test_a_batch_takes_fitting_requests_in_order() -> None:
     assert batch_size([5, 5, 5], 10) == 2
     assert batch_size([50, 1, 1], 10) == 0
     assert batch_size([1, 2], inf) == 2

@@ -1,4 +1,4 @@
-"""Batch requests start bucket by bucket, none starves, and without buckets nothing changes."""
+"""Batch requests start by bucket, none starves, and without buckets nothing changes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -33,7 +33,7 @@ MODES = (Bucketing.ON, Bucketing.PAPER)
 
 
 class Line:
-    """A worker with `BLOCKS` blocks, and requests that wait for it; the order of their starts."""
+    """A worker with `BLOCKS` blocks, and requests that wait for it; records the order of starts."""
 
     def __init__(self, rules: ClassRules, overtaken_max: int = OVERTAKEN_MAX) -> None:
         self.state = SchedulerState(10_000, 1e6, rules=rules, overtaken_max=overtaken_max)
@@ -68,7 +68,7 @@ class Line:
         self.take(self.state.handle(Withdrawn(0.0, name)))
 
     def room(self, free: int) -> list[str]:
-        """The worker reports so many free blocks; returns what starts."""
+        """Report this number of free blocks; returns the requests that start."""
         self.number += 1
         before = len(self.started)
         # What runs is batch work, which could give all of its blocks away.
@@ -110,13 +110,13 @@ def drain(requests: Line, blocks: int = 20) -> list[int]:
 
 
 def runs(lengths: list[int]) -> int:
-    """How often the next request is of the other kind."""
-    return sum(one != other for one, other in pairwise(lengths))
+    """The number of changes between the two kinds in the sequence."""
+    return sum(length != other for length, other in pairwise(lengths))
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.PRIORITY, Scheduling.FCFS])
 @pytest.mark.parametrize("mode", MODES)
-def test_requests_alike_start_one_after_another(mode: Bucketing, scheduling: Scheduling) -> None:
+def test_similar_requests_start_consecutively(mode: Bucketing, scheduling: Scheduling) -> None:
     mixed = [16, 300] * 100
     # Without overtaking, which groups the short ones while a long one does not fit.
     plain = line(Bucketing.OFF, scheduling=scheduling, overtaken_max=0)
@@ -143,7 +143,7 @@ def test_in_a_bucket_the_oldest_goes_first_then_the_order_decides() -> None:
         assert [requests.lengths[name] for name in requests.room(BLOCKS)] == expected
 
 
-def test_the_bucket_whose_head_is_oldest_starts_as_much_as_fits_into_the_memory() -> None:
+def test_the_bucket_with_the_oldest_head_fills_the_memory() -> None:
     requests = line()
     for tokens in [280, *[20] * 9] * 20:
         requests.ask(tokens)
@@ -180,7 +180,7 @@ def test_online_and_resumed_requests_are_in_no_bucket() -> None:
 @pytest.mark.parametrize("order", list(BucketSort))
 @pytest.mark.parametrize("seed", range(4))
 def test_no_request_starves(seed: int, order: BucketSort, mode: Bucketing) -> None:
-    """Few others start before a request beyond those that waited when it came."""
+    """Few others start before a request, beyond those that waited at its arrival."""
     rng = Random(f"{seed} {order}")
     requests = line(mode, order)
     ahead: dict[str, int] = {}
@@ -215,7 +215,7 @@ def test_no_request_starves(seed: int, order: BucketSort, mode: Bucketing) -> No
 
 
 @pytest.mark.parametrize("order", list(BucketSort))
-def test_a_request_of_the_wrong_length_starts_although_others_never_end(order: BucketSort) -> None:
+def test_a_request_of_a_rare_length_starts_despite_steady_arrivals(order: BucketSort) -> None:
     requests = line(order=order)
     for _ in range(100):
         requests.ask(20)
@@ -233,7 +233,7 @@ def test_a_request_of_the_wrong_length_starts_although_others_never_end(order: B
 
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.SLO])
 @pytest.mark.parametrize("seed", range(6))
-def test_off_is_the_order_without_buckets(seed: int, scheduling: Scheduling) -> None:
+def test_off_keeps_the_order_without_buckets(seed: int, scheduling: Scheduling) -> None:
     events = random_events(seed, services=True)
     plain = decide(ClassRules(scheduling), events)
     for order in BucketSort:
@@ -249,11 +249,16 @@ def test_invariants_hold_with_any_policy(
 ) -> None:
     rules = ClassRules(scheduling, buckets=mode, batch_order=BucketSort.SJF)
     answers = decide(rules, random_events(seed, services=True), lateness=1.0)
-    starts = [one for commands in answers for one in commands if isinstance(one, SendAssignment)]
+    starts = [
+        command
+        for commands in answers
+        for command in commands
+        if isinstance(command, SendAssignment)
+    ]
     assert len(starts) > 20
 
 
-def test_the_snapshot_has_the_buckets() -> None:
+def test_the_snapshot_lists_the_buckets() -> None:
     requests = line()
     for tokens in [20] * 60 + [300] * 40:
         requests.ask(tokens)

@@ -46,7 +46,7 @@ def test_a_retry_within_the_window_uses_its_booking() -> None:
     assert calendar.ended == {BookingEnd.USED: 1} and len(calendar) == 0
 
 
-def test_a_client_that_comes_early_keeps_its_booking() -> None:
+def test_an_early_client_keeps_its_booking() -> None:
     calendar = Calendar()
     booking = booked(calendar, 0.0, 1, earliest_s=5.0)
     assert booked(calendar, 0.5, 1, earliest_s=6.0) is booking
@@ -85,7 +85,7 @@ def test_a_released_booking_returns_its_time_at_once() -> None:
     assert booked(calendar, 0.0, 6).due_s == 1.0
 
 
-def test_requests_like_one_with_a_booking_are_its_retries_at_first() -> None:
+def test_requests_similar_to_a_booked_one_count_as_its_retries() -> None:
     calendar = Calendar()
     booked(calendar, 0.0, 1)
     assert not calendar.is_retry("a", (2,))
@@ -124,7 +124,7 @@ def test_a_full_calendar_makes_no_booking() -> None:
     assert calendar.book(0.3, "a", (-1,), 1, math.inf, RATE) is None
 
 
-def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
+def test_the_shape_falls_back_to_known_fields() -> None:
     ask = Ask("r", "m", 30, 7, prefix=ThinHashes(8, (1, 2)))
     assert shape_of(ask) == (30, 7, 2)
     assert shape_of(Ask("r", "m", 30, 7)) == (30, 7)
@@ -132,14 +132,14 @@ def test_the_shape_is_the_fingerprint_or_what_else_is_known() -> None:
 
 
 def refuse(calendar: Calendar, now_s: float, name: int, owner: str = "a") -> Booking | None:
-    """A request that has no booking that is due: counted, then refused."""
+    """Count and refuse a request without a due booking."""
     calendar.is_retry(owner, (name,))
     return calendar.book(now_s, owner, (name,), 100, now_s, RATE)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None:
-    """Of many identical requests, as many are served per second as of different ones."""
+def test_identical_requests_get_different_return_times(seed: int) -> None:
+    """As many identical requests are served per second as different ones."""
     rng = random.Random(seed)
     calendar, returns = Calendar(), list[float]()
     for number in range(60):
@@ -161,7 +161,7 @@ def test_requests_that_are_alike_return_at_times_of_their_own(seed: int) -> None
     assert max(per_s.values()) <= 10
 
 
-def test_of_bookings_that_are_alike_the_first_is_released() -> None:
+def test_the_first_of_identical_bookings_is_released() -> None:
     calendar = Calendar()
     bookings = {refuse(calendar, 0.0, 1) for _ in range(30)}
     first, *others = sorted(booking.due_s for booking in bookings if booking is not None)
@@ -180,8 +180,8 @@ def test_of_bookings_that_are_alike_the_first_is_released() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_refusals_and_retries(seed: int) -> None:
-    """No request has two bookings, no slot more time than it has, no owner that of another."""
+def test_random_refusals_and_retries_keep_the_invariants(seed: int) -> None:
+    """No request has two bookings, no slot is overbooked, no owner uses the booking of another."""
     rng = random.Random(seed)
     calendar, now_s = Calendar(), rng.uniform(0, 1000)
     # The last booking of each client.
@@ -238,7 +238,7 @@ def test_owners_share_the_slots_equally(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_owner_that_comes_late_has_its_share(seed: int) -> None:
+def test_a_late_owner_gets_its_share(seed: int) -> None:
     """An owner that has booked all time delays another no longer than equal shares would."""
     rng = random.Random(seed)
     calendar, due = Calendar(), defaultdict[str, list[float]](list)
@@ -286,8 +286,8 @@ def test_a_single_owner_has_all_slots() -> None:
     assert max(due) <= 900 / 9 + 5
 
 
-def test_many_refusals_cost_little() -> None:
-    """A refusal costs a small part of handling its ask, however full the calendar is."""
+def test_cost_of_many_refusals_is_bounded() -> None:
+    """A refusal costs a small part of handling its ask, even with a full calendar."""
     calendar = Calendar()
     began_s = time.perf_counter()
     for name in range(20_000):

@@ -1,4 +1,4 @@
-"""Random streams of requests of all classes: who is next, who ends, what classes leave alone."""
+"""Random streams of requests of all classes: order, completion, independence of other classes."""
 
 from collections import Counter
 from dataclasses import replace
@@ -38,7 +38,7 @@ def random_service(rng: Random) -> Service:
 
 
 def random_events(seed: int, services: bool) -> list[Event]:
-    """A stream that does not depend on answers; without `services` all requests are alike."""
+    """A stream that does not depend on responses; without `services` all requests are alike."""
     rng, now_s, events = Random(seed), 100.0, list[Event]()
     for number in range(400):
         now_s += rng.choice([0.0, 0.1, 0.5, 3.0])
@@ -67,36 +67,39 @@ def random_events(seed: int, services: bool) -> list[Event]:
 
 def decide(rules: ClassRules, events: list[Event], **settings: object) -> list[list[Command]]:
     state = SchedulerState(12, 20.0, rules=rules, **settings)  # type: ignore[arg-type]
-    found = []
+    decisions = []
     for event in events:
-        found.append(state.handle(event))
+        decisions.append(state.handle(event))
         state.check_invariants()
-    return found
+    return decisions
 
 
 @pytest.mark.parametrize("settings", [{}, {"ttft": TOKEN_COSTS}, {"overtaken_max": 0}])
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PREFILL_FIRST])
 @pytest.mark.parametrize("seed", range(8))
-def test_under_fcfs_a_class_decides_nothing(
+def test_fcfs_ignores_classes(
     seed: int, scheduling: Scheduling, settings: dict[str, object]
 ) -> None:
     alike, mixed = (random_events(seed, services) for services in (False, True))
     settings_by_class = ClassRules(scheduling, Order.DEADLINE, 1, 1.0, 2)
-    found = decide(settings_by_class, mixed, **settings)
-    assert found == decide(NO_CLASSES, alike, **settings)
-    assert sum(isinstance(one, SendAssignment) for commands in found for one in commands) > 20
+    decisions = decide(settings_by_class, mixed, **settings)
+    assert decisions == decide(NO_CLASSES, alike, **settings)
+    assert (
+        sum(isinstance(command, SendAssignment) for commands in decisions for command in commands)
+        > 20
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", range(8))
-def test_requests_of_one_class_are_served_as_under_fcfs(seed: int, order: Order) -> None:
+def test_requests_of_a_single_class_are_served_as_under_fcfs(seed: int, order: Order) -> None:
     events = random_events(seed, services=False)
-    found = decide(ClassRules(Scheduling.PRIORITY, order), events)
-    assert found == decide(NO_CLASSES, events)
+    decisions = decide(ClassRules(Scheduling.PRIORITY, order), events)
+    assert decisions == decide(NO_CLASSES, events)
 
 
 class World:
-    """Workers that run what they get, and clients that ask; batch work yields its blocks."""
+    """Workers that run their requests, and clients; batch work yields its blocks."""
 
     def __init__(self, seed: int, rules: ClassRules, queue_limit: int) -> None:
         self.rng = Random(seed)
@@ -124,14 +127,14 @@ class World:
                 self.refused[self.asks[command.request_id].service.service_class] += 1
         ended = len(self.started) + self.refused.total()
         assert ended + len(self.waiting) == len(self.asks), "an ask ends exactly once"
-        assert self.waiting == {one for one in self.asks if self.state._queue.get(one)}
+        assert self.waiting == {ask for ask in self.asks if self.state._queue.get(ask)}
 
     def check_start(self, request_id: str) -> None:
         """No batch request starts while an online one waits."""
         service = self.asks[request_id].service
-        others = [self.asks[one] for one in self.waiting if one != request_id]
+        others = [self.asks[other_id] for other_id in self.waiting if other_id != request_id]
         if not service.online:
-            assert not any(one.service.online for one in others)
+            assert not any(other.service.online for other in others)
 
     def ask(self, service: Service) -> None:
         self.number += 1
@@ -147,11 +150,11 @@ class World:
     def work(self) -> None:
         """Time passes, some requests end, and every worker reports."""
         self.now_s += 0.1
-        for name in [one for one in self.place if self.rng.random() < 0.3]:
+        for name in [request_id for request_id in self.place if self.rng.random() < 0.3]:
             del self.place[name]
         for worker in WORKERS:
-            here = [one for one, at in self.place.items() if at == worker]
-            batch = [one for one in here if not self.asks[one].service.online]
+            here = [request_id for request_id, at in self.place.items() if at == worker]
+            batch = [request_id for request_id in here if not self.asks[request_id].service.online]
             self.number += 1
             self.feed(
                 load_reported(
@@ -186,8 +189,8 @@ def test_every_ask_ends_once_and_batch_work_runs_whenever_there_is_room(
     for _ in range(60):
         world.work()
     assert not world.waiting, "nothing starves once there is room"
-    started = Counter(world.asks[one].service.service_class for one in world.started)
-    assert all(started[one] for one in ServiceClass)
+    started = Counter(world.asks[request_id].service.service_class for request_id in world.started)
+    assert all(started[service_class] for service_class in ServiceClass)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -195,9 +198,9 @@ def test_no_later_deadline_overtakes_an_online_request_more_than_the_bound(seed:
     world = World(seed, ClassRules(Scheduling.PRIORITY, Order.DEADLINE), 1000)
     overtaken: Counter[str] = Counter()
 
-    def due_s(one: str) -> float:
-        service = world.asks[one].service
-        return world.asks[one].now_s + (service.ttft_s or UNTARGETED_S)
+    def due_s(request_id: str) -> float:
+        service = world.asks[request_id].service
+        return world.asks[request_id].now_s + (service.ttft_s or UNTARGETED_S)
 
     for _ in range(60):
         for _ in range(world.rng.randrange(14)):
@@ -205,7 +208,7 @@ def test_no_later_deadline_overtakes_an_online_request_more_than_the_bound(seed:
         before = len(world.started)
         world.work()
         for name in world.started[before:]:
-            overtaken.update(one for one in world.waiting if due_s(one) < due_s(name))
+            overtaken.update(other for other in world.waiting if due_s(other) < due_s(name))
     assert len(world.started) > 100 and overtaken
     assert max(overtaken.values()) <= world.state.overtaken_max
 
@@ -218,7 +221,7 @@ def test_a_tenant_with_many_requests_leaves_the_others_their_share(seed: int) ->
     for _ in range(40):
         world.ask(Service(tenant="modest"))
     before = len(world.started)
-    while any(world.asks[one].service.tenant == "modest" for one in world.waiting):
+    while any(world.asks[request_id].service.tenant == "modest" for request_id in world.waiting):
         world.work()
     tokens: Counter[str] = Counter()
     for name in world.started[before:]:
@@ -229,7 +232,7 @@ def test_a_tenant_with_many_requests_leaves_the_others_their_share(seed: int) ->
 
 @pytest.mark.parametrize("seed", range(6))
 def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
-    """An owner that is refused has its share, or its batch request made way for an online one."""
+    """A refused owner has its share, or its batch request yielded to an online one."""
     rng = Random(seed)
     rules = ClassRules(Scheduling.SLO, batch_queue_limit=rng.choice([4, 12, 40]))
     state = SchedulerState(20, 1e6, rules=rules)
@@ -238,9 +241,10 @@ def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
     order = list(ServiceClass)
 
     def places(service: Service) -> int:
-        """How many the owner has, online ones or those of batch requests."""
+        """The number of the owner's requests, online or of the batch class."""
         return sum(
-            (one.tenant, one.online) == (service.tenant, service.online) for one in waiting.values()
+            (other.tenant, other.online) == (service.tenant, service.online)
+            for other in waiting.values()
         )
 
     for number in range(400):
@@ -250,18 +254,18 @@ def test_owners_share_the_places_of_a_full_queue(seed: int) -> None:
         waiting[name] = service
         commands = state.handle(ask(name, now_s=100.0 + number, service=service))
         state.check_invariants()
-        refused = [one.request_id for one in commands if isinstance(one, SendRefusal)]
+        refused = [command.request_id for command in commands if isinstance(command, SendRefusal)]
         assert len(refused) <= 1
         for gone in refused:
             service_gone = waiting.pop(gone)
             if gone == name:
                 rank = order.index(service.service_class)
                 lower = [
-                    one
-                    for one in waiting.values()
-                    if one.online == service.online and order.index(one.service_class) >= rank
+                    other
+                    for other in waiting.values()
+                    if other.online == service.online and order.index(other.service_class) >= rank
                 ]
-                assert all(places(one) <= places(service) + 1 for one in lower)
+                assert all(places(other) <= places(service) + 1 for other in lower)
                 ends["newcomer"] += 1
             elif service_gone.online or not service.online:
                 own = service_gone.tenant == service.tenant

@@ -1,4 +1,4 @@
-"""What classes decide at the scheduler, one rule at a time."""
+"""Effects of service classes at the scheduler, one rule at a time."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,8 +32,8 @@ START_TOKENS = 3 * 16  # of an ask with 32 tokens, in blocks of 16
 
 
 def make(queue_limit: int = 8, *, rules: dict[str, Any] | None = None, **others: Any) -> Scheduler:
-    found = ClassRules(Scheduling.PRIORITY, **(rules or {}))
-    return Scheduler(queue_limit, rules=found, **others)
+    class_rules = ClassRules(Scheduling.PRIORITY, **(rules or {}))
+    return Scheduler(queue_limit, rules=class_rules, **others)
 
 
 def joined(queue_limit: int = 8, **others: Any) -> Scheduler:
@@ -58,23 +58,23 @@ def groups(commands: list[Command]) -> list[str]:
         (Service(ServiceClass.BATCH, rank=2), 5.0, (1.0, 2.0, 5.0)),
     ],
 )
-def test_a_deadline_is_the_arrival_and_the_target(
+def test_a_deadline_is_arrival_plus_target(
     service: Service, arrival_s: float, key: tuple[float, ...]
 ) -> None:
     assert by_deadline(service, arrival_s) == key
 
 
-def test_the_earliest_deadline_is_first_whatever_the_online_class() -> None:
+def test_the_earliest_deadline_is_first_across_online_classes() -> None:
     scheduler = joined(rules={"class_order": Order.DEADLINE})
     scheduler.ask("none", now_s=0.0)
     scheduler.ask("batch", now_s=0.0, service=BATCH)
     scheduler.ask("late", now_s=1.0, service=Service(ServiceClass.INTERACTIVE, ttft_s=9.5))
     scheduler.ask("soon", now_s=3.0, service=Service(ttft_s=1.0))
-    found = assigned(scheduler.report(now_s=3.5)) + assigned(scheduler.report(now_s=3.6))
-    assert found == ["soon", "none", "late", "batch"]
+    started = assigned(scheduler.report(now_s=3.5)) + assigned(scheduler.report(now_s=3.6))
+    assert started == ["soon", "none", "late", "batch"]
 
 
-def test_class_goes_before_class_by_rank_and_batch_is_last() -> None:
+def test_classes_are_ordered_by_rank_with_batch_last() -> None:
     scheduler = joined()
     for name, service in [("b", BATCH), ("s", Service()), ("i", URGENT)]:
         scheduler.ask(name, service=service)
@@ -101,30 +101,30 @@ def test_a_batch_request_that_has_run_waits_for_online_ones() -> None:
         scheduler.ask(f"b{number}", service=BATCH, resumed=True)
     scheduler.ask("b", service=BATCH)
     scheduler.ask("online")
-    found = assigned(scheduler.report(free=1000, total=1000))
-    assert found == ["online", *(f"b{number}" for number in range(20)), "b"]
+    started = assigned(scheduler.report(free=1000, total=1000))
+    assert started == ["online", *(f"b{number}" for number in range(20)), "b"]
 
 
-def test_tenants_take_turns_by_what_they_have_got() -> None:
+def test_tenants_are_ordered_by_received_service() -> None:
     scheduler = joined(100)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"), prompt_tokens=16)
     for number in range(3):
         scheduler.ask(f"b{number}", service=Service(tenant="b"), prompt_tokens=64)
     # A request of b needs five blocks, one of a two: a gets five requests for two of b.
-    found = assigned(scheduler.report(free=1000, total=1000))
-    assert found == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "a5", "b2"]
+    started = assigned(scheduler.report(free=1000, total=1000))
+    assert started == ["a0", "b0", "a1", "a2", "b1", "a3", "a4", "a5", "b2"]
 
 
-def test_a_tenant_that_comes_late_owes_and_is_owed_nothing() -> None:
+def test_a_late_tenant_starts_without_credit_or_debt() -> None:
     scheduler = joined(100, growth_blocks=0)
     for number in range(6):
         scheduler.ask(f"a{number}", service=Service(tenant="a"))
     assert assigned(scheduler.report(free=9)) == ["a0", "a1", "a2"]
     for number in range(3):
         scheduler.ask(f"b{number}", service=Service(tenant="b"), now_s=1.0)
-    found = assigned(scheduler.report(free=1000, total=1000, received=("a0", "a1", "a2")))
-    assert found == ["a3", "b0", "a4", "b1", "a5", "b2"]
+    started = assigned(scheduler.report(free=1000, total=1000, received=("a0", "a1", "a2")))
+    assert started == ["a3", "b0", "a4", "b1", "a5", "b2"]
 
 
 # --- room and harvest
@@ -140,7 +140,7 @@ def test_batch_kv_counts_as_room_for_online_requests_only() -> None:
     assert scheduler.ask("next") == [SendTicket(1, "next")]
 
 
-def test_no_batch_request_starts_while_an_online_one_waits() -> None:
+def test_no_batch_request_starts_while_an_online_request_waits() -> None:
     scheduler = make(overtaken_max=8)
     scheduler.serve(free=10)
     assert scheduler.ask("large", prompt_tokens=320) == [SendTicket(1, "large")]
@@ -149,7 +149,7 @@ def test_no_batch_request_starts_while_an_online_one_waits() -> None:
     assert assigned(scheduler.report(free=30, received=("small",))) == ["large", "b"]
 
 
-def test_a_group_in_which_an_online_request_waits_gets_no_batch_work() -> None:
+def test_a_group_with_a_waiting_online_request_gets_no_batch_work() -> None:
     scheduler = make()
     scheduler.serve("w0", waiting=1, wanted=3)
     scheduler.serve("w1", running=9)
@@ -164,8 +164,8 @@ def test_a_group_gets_batch_work_for_two_iterations_ahead() -> None:
     scheduler.join(max_batch_tokens=100)
     scheduler.report()
     # 96 and 192 tokens are less than two iterations of 100 compute, 288 are not.
-    found = [assigned(scheduler.ask(f"b{n}", prompt_tokens=96, service=BATCH)) for n in range(4)]
-    assert found == [["b0"], ["b1"], ["b2"], []]
+    started = [assigned(scheduler.ask(f"b{n}", prompt_tokens=96, service=BATCH)) for n in range(4)]
+    assert started == [["b0"], ["b1"], ["b2"], []]
     assert assigned(scheduler.ask("online")) == ["online"]
     received = ("b0", "b1", "b2", "online")
     assert assigned(scheduler.report(prefill=200, received=received)) == []
@@ -192,7 +192,7 @@ def test_online_load_decides_before_batch_load_for_online_requests(
     assert groups(scheduler.ask("online")) == ["w1"]
 
 
-def test_of_groups_with_the_same_room_that_with_fewer_online_sequences_is_taken() -> None:
+def test_ties_in_room_go_to_the_group_with_fewer_online_sequences() -> None:
     scheduler = make(growth_blocks=0)
     scheduler.join("w0")
     scheduler.join("w1")
@@ -262,7 +262,7 @@ def test_an_owner_that_floods_the_queue_leaves_others_their_places() -> None:
     assert refusal(scheduler.ask("a4", service=of("a"), now_s=9.0)).request_id == "a4"
 
 
-def test_batch_places_are_shared_by_owners_and_given_to_whoever_is_online() -> None:
+def test_batch_places_are_shared_by_owners_and_yielded_to_online_requests() -> None:
     scheduler = make(4, rules={"batch_queue_limit": 3})
     for number in range(3):
         scheduler.ask(f"a{number}", service=of("a", BATCH), now_s=1.0 + number)
@@ -276,14 +276,14 @@ def test_batch_places_are_shared_by_owners_and_given_to_whoever_is_online() -> N
     assert gone == ["a1", "b0", "a0", "s4"]
 
 
-def test_under_fcfs_owners_have_no_places() -> None:
+def test_fcfs_has_no_places_by_owner() -> None:
     scheduler = Scheduler(2)
     scheduler.ask("a0", service=of("a"))
     scheduler.ask("a1", service=of("a"))
     assert refusal(scheduler.ask("b", service=of("b", URGENT))).request_id == "b"
 
 
-def test_one_that_was_assigned_before_keeps_its_place() -> None:
+def test_a_previously_assigned_request_keeps_its_place() -> None:
     scheduler = make(1)
     scheduler.ask("b", service=BATCH, resumed=True)
     assert refusal(scheduler.ask("online")).request_id == "online"
@@ -302,7 +302,7 @@ def test_batch_requests_have_places_and_a_deadline_of_their_own() -> None:
     assert late.request_id == "b0" and "within 500 s" in late.message
 
 
-def test_a_retry_is_sensible_when_the_class_has_moved_on() -> None:
+def test_retry_after_follows_the_progress_of_the_class() -> None:
     scheduler = make(100, growth_blocks=0, rules={"batch_queue_limit": 10})
     scheduler.serve(free=1000, total=1000)
     for number in range(20):
@@ -329,9 +329,7 @@ def test_a_retry_of_a_lower_class_waits_for_those_before_it() -> None:
 
 
 @pytest.mark.parametrize(("order", "starts"), [(Order.CLASS, True), (Order.DEADLINE, False)])
-def test_a_place_comes_too_late_behind_those_that_may_stand_before(
-    order: Order, starts: bool
-) -> None:
+def test_expiry_counts_requests_that_may_still_overtake(order: Order, starts: bool) -> None:
     scheduler = joined(500, queue_deadline_s=10.0, growth_blocks=0, rules={"class_order": order})
     scheduler(ShortfallsReported(0.0, {"m": 1}))
     for number in range(70):
@@ -358,7 +356,7 @@ def test_batch_requests_are_no_demand() -> None:
     assert demand.arriving_tokens_per_s > 0 and demand.batch_queued == 1
 
 
-def test_under_fcfs_every_class_is_demand() -> None:
+def test_fcfs_counts_every_class_as_demand() -> None:
     scheduler = Scheduler()
     scheduler.join()
     scheduler.ask("b", service=BATCH, now_s=100.0)
@@ -366,7 +364,7 @@ def test_under_fcfs_every_class_is_demand() -> None:
     assert (demand.queued, demand.batch_queued) == (1, 0)
 
 
-def test_numbers_are_told_by_class() -> None:
+def test_numbers_are_reported_by_class() -> None:
     scheduler = make(2)
     scheduler.ask("b0", service=BATCH, now_s=1.0)
     scheduler.ask("s0", now_s=2.0)
@@ -378,7 +376,7 @@ def test_numbers_are_told_by_class() -> None:
     assert (now.queued, now.oldest_wait_s) == (2, 3.0)
 
 
-def test_a_log_holds_the_rules_of_classes() -> None:
+def test_an_event_log_records_the_class_rules() -> None:
     new = StateConfig(8, 1.0, "kv_share", rules=ClassRules(Scheduling.PRIORITY, Order.DEADLINE))
     assert msgspec.json.decode(msgspec.json.encode(new), type=StateConfig) == new
 
@@ -386,8 +384,8 @@ def test_a_log_holds_the_rules_of_classes() -> None:
 # --- what batch work does not take from others
 
 
-def test_a_backlog_of_batch_requests_says_nothing_about_the_pace_of_online_ones() -> None:
-    """The workers were hardly asked before: they could do more than that."""
+def test_a_batch_backlog_does_not_determine_the_online_rate() -> None:
+    """The workers were nearly idle before, so their capacity is higher than the rate."""
     scheduler = make(1024, queue_deadline_s=120.0)
     scheduler.join(capacity_blocks=4000)
     room = {"free": 4000, "total": 4000, "prefill": 5000, "batch_yields": True}
@@ -403,10 +401,10 @@ def test_a_backlog_of_batch_requests_says_nothing_about_the_pace_of_online_ones(
         scheduler.ask(f"x{number}", now_s=400.0 + number / 1000, service=URGENT)
         for number in range(300)
     ]
-    assert not any(isinstance(one, SendRefusal) for found in commands for one in found)
+    assert not any(isinstance(command, SendRefusal) for answer in commands for command in answer)
 
 
-def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_hold_it() -> None:
+def test_an_online_request_blocks_batch_work_only_at_groups_that_fit_it() -> None:
     scheduler = make(100)
     scheduler.join("small", capacity_blocks=64, max_model_len=1024)
     scheduler.join("big", capacity_blocks=1000, max_model_len=16_000)
@@ -421,7 +419,7 @@ def test_an_online_request_keeps_only_those_groups_from_batch_work_that_could_ho
     assert assigned(scheduler.report("small", free=64, batch_yields=True)) == ["little", "b1"]
 
 
-def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
+def test_divided_groups_do_not_wait_for_each_other() -> None:
     scheduler = make(100, rules={"batch_groups": 1})
     scheduler.join("w0")
     scheduler.serve("w1", free=0, running=20, batch_yields=True)
@@ -431,7 +429,7 @@ def test_groups_that_are_divided_do_not_wait_for_one_another() -> None:
 
 
 @pytest.mark.parametrize("batch_groups", [1, 5])
-def test_the_only_group_that_is_left_takes_all(batch_groups: int) -> None:
+def test_the_last_group_gets_all_requests(batch_groups: int) -> None:
     scheduler = make(100, rules={"batch_groups": batch_groups})
     scheduler.join("w0")
     scheduler.join("w1")

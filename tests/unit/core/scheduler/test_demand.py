@@ -1,4 +1,4 @@
-"""What the scheduler tells of its queue, and capacities that change."""
+"""Reported demand of the queue, and changing capacities."""
 
 import itertools
 from dataclasses import replace
@@ -49,7 +49,7 @@ class Scheduler:
         return self(load_reported(now_s, "w", number, free=free, total=total))
 
 
-def test_the_queue_is_counted_until_it_is_served() -> None:
+def test_queued_requests_are_demand_until_they_start() -> None:
     scheduler = Scheduler()
     assert scheduler.state.demands(0.0) == ()
     scheduler.ask("r0", 100.0)
@@ -67,7 +67,7 @@ def test_the_queue_is_counted_until_it_is_served() -> None:
     assert scheduler.state.demands(110.0) == ()
 
 
-def test_the_mix_of_prompts_and_answers_is_that_of_the_requests_that_started() -> None:
+def test_the_mix_covers_started_requests() -> None:
     scheduler = Scheduler(queue_limit=10)
     scheduler.report(100.0, free=10)
     for number, tpot_s in enumerate((0.2, 0.1, None)):
@@ -84,7 +84,7 @@ def test_the_mix_of_prompts_and_answers_is_that_of_the_requests_that_started() -
     assert (mix.tpot_s, mix.prompt_tokens_per_s) == (0.0, pytest.approx(32 / 9.5))
 
 
-def test_refusals_for_want_of_room_count_for_a_while() -> None:
+def test_capacity_refusals_count_for_a_while() -> None:
     scheduler = Scheduler(queue_limit=1)
     scheduler.ask("r0", 100.0)
     scheduler.ask("r1", 100.0)
@@ -97,7 +97,7 @@ def test_refusals_for_want_of_room_count_for_a_while() -> None:
     assert scheduler.state.demands(131.0) == ()
 
 
-def test_senseless_requests_are_no_demand() -> None:
+def test_invalid_requests_are_not_demand() -> None:
     scheduler = Scheduler()
     scheduler.ask("r0", 100.0, prompt=100_000)
     scheduler.ask("r1", 100.0, prompt=0)
@@ -105,7 +105,7 @@ def test_senseless_requests_are_no_demand() -> None:
     assert scheduler.state.demands(100.0) == ()
 
 
-def test_a_model_that_is_gone_has_no_demand() -> None:
+def test_a_removed_model_has_no_demand() -> None:
     scheduler = Scheduler()
     scheduler.ask("r0", 100.0)
     scheduler(GroupLeft(100.0, "g"))
@@ -114,7 +114,7 @@ def test_a_model_that_is_gone_has_no_demand() -> None:
     assert scheduler.state.demands(101.0)[0].queued == 1
 
 
-def test_sums_are_over_the_last_seconds() -> None:
+def test_sums_cover_the_last_seconds() -> None:
     recent = RecentSum(window_s=3)
     for second in range(10):
         recent.add(second, second + 0.5)
@@ -124,7 +124,7 @@ def test_sums_are_over_the_last_seconds() -> None:
 
 
 def test_a_reported_capacity_admits_longer_requests() -> None:
-    """The group has ten blocks in its leader alone, and twenty as long as parameters have ebbed."""
+    """The group has ten blocks in its leader alone, and twenty while parameters are dropped."""
     scheduler = Scheduler()
     scheduler.report(1.0, free=10)
     assert isinstance(scheduler.ask("r1", 1.0, 200, 100)[0], SendRefusal)
@@ -135,13 +135,13 @@ def test_a_reported_capacity_admits_longer_requests() -> None:
 
 
 @pytest.mark.parametrize("total", [0, 5, 20])
-def test_what_fits_an_unmerged_worker_is_never_too_large(total: int) -> None:
+def test_a_request_that_fits_a_single_worker_is_never_too_large(total: int) -> None:
     scheduler = Scheduler()
     scheduler.report(1.0, free=total, total=total)
     assert not isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)
 
 
-def test_the_model_limits_the_length_whatever_the_capacity() -> None:
+def test_the_model_length_limits_requests_at_any_capacity() -> None:
     scheduler = Scheduler(max_model_len=100)
     scheduler.report(1.0, free=50, total=50)
     assert isinstance(scheduler.ask("r0", 1.0, 100, 60)[0], SendRefusal)
@@ -154,7 +154,7 @@ def test_room_follows_the_reported_capacity() -> None:
     assert all(isinstance(command, SendAssignment) for command in served)
 
 
-def test_a_new_epoch_of_the_only_group_forgets_no_demand() -> None:
+def test_a_new_epoch_of_the_only_group_keeps_demand() -> None:
     scheduler = Scheduler()
     scheduler.ask("r0", 100.0)
     before = scheduler.state.demands(101.0)

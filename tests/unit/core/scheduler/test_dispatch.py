@@ -1,4 +1,4 @@
-"""The scores of dispatches by name."""
+"""Dispatch scores by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tokens ahead of a request in the fair queue, compared with the order in which it serves."""
+"""Predicted tokens ahead of a request in the fair queue, compared with the actual order."""
 
 from random import Random
 
@@ -49,7 +49,7 @@ def test_each_turn_goes_to_the_tenant_that_was_served_the_least(seed: int, tenan
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_with_one_tenant_the_tokens_ahead_are_exact(seed: int) -> None:
+def test_tokens_ahead_are_exact_with_a_single_tenant(seed: int) -> None:
     rng = Random(seed)
     queue, tokens = filled(rng, 1, 60)
     for band in (0.0, 1.0):
@@ -60,7 +60,7 @@ def test_with_one_tenant_the_tokens_ahead_are_exact(seed: int) -> None:
         queue.remove((band,), "t0", (key, 1000, "new"))
 
 
-def test_with_tenants_the_tokens_ahead_are_right_on_average() -> None:
+def test_tokens_ahead_are_right_on_average_with_several_tenants() -> None:
     errors, total = 0, 0
     for seed in range(60):
         rng = Random(seed)

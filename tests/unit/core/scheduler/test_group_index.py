@@ -1,4 +1,4 @@
-"""The index picks the group that a look at all of them would pick."""
+"""The index picks the group that a linear scan would pick."""
 
 import random
 
@@ -61,7 +61,7 @@ def report(rng: random.Random, now_s: float, number: int, step: int) -> LoadRepo
 
 @pytest.mark.parametrize("groups", [1, 5, DIRECT_MAX // 2, 3 * DIRECT_MAX])
 @pytest.mark.parametrize("seed", range(8))
-def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
+def test_the_index_equals_a_linear_scan(seed: int, groups: int) -> None:
     rng, now_s = random.Random(seed), 10.0
     index = GroupIndex(kv_share)
     for number in range(groups):
@@ -81,11 +81,13 @@ def test_it_picks_what_a_look_at_all_would(seed: int, groups: int) -> None:
             index.touch(load)
         index.remove_expired(now_s)
         prompt_tokens, max_tokens = rng.randrange(1, 300), rng.randrange(1, 150)
-        found = index.pick(prompt_tokens, max_tokens, now_s)
-        assert found is best_of_all(list(index.loads.values()), prompt_tokens, max_tokens, now_s)
-        if found is not None:
+        from_index = index.pick(prompt_tokens, max_tokens, now_s)
+        assert from_index is best_of_all(
+            list(index.loads.values()), prompt_tokens, max_tokens, now_s
+        )
+        if from_index is not None:
             picked += 1
-            index.reserve(found, f"r{step}", rng.randrange(1, 10), now_s)
+            index.reserve(from_index, f"r{step}", rng.randrange(1, 10), now_s)
         index.check_invariants()
     assert picked > 20
 
@@ -99,11 +101,11 @@ def test_reservations_lapse_in_the_index_too() -> None:
         load.note_report(load_reported(now_s, "w0", step, free=10))
         index.touch(load)
         index.remove_expired(now_s)
-        found = index.pick(16 * 8, 1, now_s)
+        picked = index.pick(16 * 8, 1, now_s)
         if now_s == 3.0:
-            assert found is None, "the blocks are still reserved"
+            assert picked is None, "the blocks are still reserved"
         else:
-            assert found is load
+            assert picked is load
             index.reserve(load, f"r{rng.random()}", 9, now_s)
     assert index.tokens_max == 160
     index.remove("g")

@@ -1,4 +1,4 @@
-"""A request that holds the line holds only the groups that could run it."""
+"""A request that holds the queue blocks only the groups that could run it."""
 
 from services.core.report import Load, LoadReport
 from services.core.scheduler.state import SchedulerState
@@ -14,7 +14,7 @@ LARGE, SMALL = 4000, 400  # blocks
 
 
 class Line:
-    """A full merged group, and one of a single worker, which takes what comes."""
+    """A full merged group, and a single-worker group that accepts every request."""
 
     def __init__(self) -> None:
         self.state = SchedulerState(1000, 30.0)
@@ -39,24 +39,24 @@ class Line:
         self.report("alone", self.free, SMALL)
 
     def _take(self, commands: list[object]) -> None:
-        for one in commands:
-            if isinstance(one, SendAssignment):
-                self.assigned[one.request_id] = one.group_id
+        for command in commands:
+            if isinstance(command, SendAssignment):
+                self.assigned[command.request_id] = command.group_id
 
 
-def test_short_requests_run_where_a_large_one_never_could() -> None:
+def test_short_requests_pass_a_large_request_that_cannot_run_there() -> None:
     line = Line()
     line.ask("large", 20_000)
     for number in range(50):
         line.ask(f"short {number}", 32)
-    at_merged = [one for one, group in line.assigned.items() if group == "merged"]
+    at_merged = [name for name, group in line.assigned.items() if group == "merged"]
     assert len(line.assigned) == 50 and "large" not in line.assigned
     assert len(at_merged) <= line.state.overtaken_max
     line.report("merged", LARGE, LARGE)
     assert line.assigned["large"] == "merged"
 
 
-def test_one_that_every_group_could_run_holds_them_all() -> None:
+def test_a_request_that_fits_every_group_holds_the_queue() -> None:
     line = Line()
     line.free = 10
     line.report("alone", line.free, SMALL)

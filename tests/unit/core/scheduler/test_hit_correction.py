@@ -1,4 +1,4 @@
-"""How far predictions are believed."""
+"""Correction of predicted hits by measured ones."""
 
 import pytest
 
@@ -10,16 +10,18 @@ from services.core.scheduler.prefix_ranking import (
 )
 
 
-def served(trust: HitCorrection, requests: int, predicted: int, told: int, queries: int = 0) -> int:
-    """Prompts of 1,000 tokens, of which so many tokens are predicted and told as hits."""
+def served(
+    trust: HitCorrection, requests: int, predicted: int, reported: int, queries: int = 0
+) -> int:
+    """Prompts of 1,000 tokens with this number of predicted and of reported hit tokens."""
     for _ in range(requests):
         trust.note_sent(1000, predicted)
         queries += 1000
-        trust.note_reported(queries, queries * told // 1000)
+        trust.note_reported(queries, queries * reported // 1000)
     return queries
 
 
-def test_at_first_predictions_are_believed() -> None:
+def test_predictions_are_trusted_at_first() -> None:
     trust = HitCorrection()
     assert trust.factor == 1
     trust.note_reported(5000, 0)  # of what ran before
@@ -27,20 +29,20 @@ def test_at_first_predictions_are_believed() -> None:
     assert trust.factor == 1
 
 
-def test_right_predictions_and_those_that_were_exceeded_are_believed() -> None:
-    for told in (600, 900):
+def test_accurate_and_exceeded_predictions_are_trusted() -> None:
+    for reported in (600, 900):
         trust = HitCorrection()
-        served(trust, 50, 600, told)
+        served(trust, 50, 600, reported)
         assert trust.factor == 1
 
 
-def test_half_of_the_hits_make_it_about_half() -> None:
+def test_half_of_the_predicted_hits_halve_the_correction() -> None:
     trust = HitCorrection()
     served(trust, 50, 800, 400)
     assert trust.factor == pytest.approx((0.4 + LEEWAY) / (0.8 + LEEWAY), rel=0.05)
 
 
-def test_it_recovers_with_the_hits() -> None:
+def test_the_correction_recovers_with_the_hits() -> None:
     trust = HitCorrection()
     queries = served(trust, 3 * HALVING_PERIOD, 800, 0)
     low = trust.factor
@@ -50,7 +52,7 @@ def test_it_recovers_with_the_hits() -> None:
     assert low < 0.1 and trust.factor > 0.9
 
 
-def test_a_worker_without_a_cache_is_not_believed_in() -> None:
+def test_predictions_of_a_worker_without_a_cache_are_not_trusted() -> None:
     trust = HitCorrection()
     for _ in range(WITHOUT_LOOKUP_MAX):
         assert trust.factor == 1
@@ -61,7 +63,7 @@ def test_a_worker_without_a_cache_is_not_believed_in() -> None:
     assert trust.factor > 0
 
 
-def test_a_worker_that_counts_anew_is_believed_like_a_new_one() -> None:
+def test_reset_counters_reset_the_correction() -> None:
     trust = HitCorrection()
     served(trust, 40, 500, 500)
     trust.note_reported(0, 0)

@@ -62,7 +62,7 @@ class Overloaded(Scheduler):
         self.report(now_s=self.now_s, free=0, running=10, received=received)
 
     def start_next(self) -> list[str]:
-        """Report room for a request, and then that it is taken; returns the started request."""
+        """Report room for a request, and then its arrival; returns the started request."""
         started = assigned(self.report(now_s=self.now_s, free=3 + 5, running=10))
         self.fill(*started)
         return started
@@ -97,7 +97,7 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     assert 10 <= 200 - len(refused) <= 60
 
 
-def test_before_starts_are_measured_a_burst_is_not_refused_in_doubt() -> None:
+def test_an_early_burst_is_not_refused_before_starts_are_measured() -> None:
     warm, cold = Overloaded(), Scheduler(1024, lateness=1.0, ttft=COST)
     cold.now_s = warm.now_s
     cold.serve(now_s=cold.now_s)
@@ -170,7 +170,7 @@ def test_the_refused_tokens_are_demand() -> None:
     assert demand.refused_tokens == len(refused) * START_TOKENS
 
 
-def test_with_lateness_off_all_wait() -> None:
+def test_disabled_lateness_refuses_no_request() -> None:
     assert Overloaded(lateness=0.0).flood() == []
 
 
@@ -196,14 +196,14 @@ def test_with_memory_but_a_backlog_the_limit_is_compute() -> None:
     assert refusal.late is not None and refusal.late.by is WaitLimit.COMPUTE
 
 
-def test_an_idle_group_refuses_nothing() -> None:
+def test_an_idle_group_refuses_no_request() -> None:
     scheduler = Overloaded()
     scheduler.report(now_s=scheduler.now_s, free=100, running=0)
     assert assigned(scheduler.arrive("r", service=Service(ttft_s=1e-6))) == ["r"]
 
 
 @pytest.mark.parametrize("ruled", [True, False])
-def test_a_request_that_could_start_must_not_be_refused(
+def test_a_request_that_could_start_is_not_refused(
     ruled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Overloaded()
@@ -217,7 +217,7 @@ def test_a_request_that_could_start_must_not_be_refused(
     assert findings.broken == (not ruled)
 
 
-def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
+def test_an_unattainable_target_is_ignored() -> None:
     scheduler = Overloaded()
     admitted = 200 - len(scheduler.flood())
     hopeless = Service(ttft_s=TOKEN_S)
@@ -232,7 +232,7 @@ def test_a_target_that_is_missed_even_alone_counts_as_none() -> None:
 
 
 def test_a_returned_retry_waits_for_its_own_deadline() -> None:
-    """Its rank is that of its first try, but the time before its booking does not count."""
+    """It has the rank of its first try, but the time before its booking does not count."""
     scheduler = Overloaded()
     service = Service(ttft_s=2.0)
     scheduler.flood(400, service=service)
@@ -308,7 +308,7 @@ def test_a_retry_at_its_booked_time_has_the_rank_of_its_first_try() -> None:
     assert "r2" not in waiting or waiting.index("r2") == 0
 
 
-def test_a_retry_at_its_booked_time_is_rather_late_than_refused_again() -> None:
+def test_a_retry_at_its_booked_time_is_not_refused_again() -> None:
     scheduler = Overloaded()
     scheduler.flood(400, prompt_tokens=30)
     booked = scheduler.arrive("r", prompt_tokens=31)[0]
@@ -342,7 +342,7 @@ def test_an_estimated_ask_is_refused_or_may_proceed() -> None:
     assert kinds(scheduler.arrive("r", estimated=True)) == [SendRefusal]
 
 
-def test_a_delayed_estimated_ask_leaves_the_ask_in_earnest_as_it_is() -> None:
+def test_a_delayed_estimate_does_not_change_the_actual_ask() -> None:
     scheduler = Overloaded()
     assert kinds(scheduler.arrive("waits")) == [SendTicket]
     started = scheduler.start_next()
@@ -360,7 +360,7 @@ def test_a_delayed_estimated_ask_leaves_the_ask_in_earnest_as_it_is() -> None:
     assert started and isinstance(scheduler.arrive(started[0])[0], SendAssignment)
 
 
-def test_the_refusal_of_an_estimated_ask_says_so() -> None:
+def test_the_refusal_of_an_estimated_ask_is_marked() -> None:
     scheduler = Overloaded()
     scheduler.flood()
     for estimated in (True, False):
@@ -377,7 +377,7 @@ def test_interactive_requests_do_not_wait_for_standard_ones() -> None:
 
 
 @pytest.mark.parametrize("scheduling", [Scheduling.PRIORITY, Scheduling.SLO, Scheduling.FCFS])
-def test_the_wait_of_a_class_is_that_of_its_busiest_owner(scheduling: Scheduling) -> None:
+def test_the_wait_of_a_class_follows_its_busiest_owner(scheduling: Scheduling) -> None:
     waits = list[float]()
     for owners in (("a",), ("a", "b", "c"), ("",)):
         scheduler = Overloaded(rules=ClassRules(scheduling), standard_wait_s=100.0)
@@ -408,7 +408,7 @@ def test_only_admitted_interactive_requests_pass_the_others() -> None:
 
 
 @pytest.mark.parametrize(("waited_s", "counts"), [(0.1, True), (5.0, False)])
-def test_a_request_that_is_asked_for_again_is_no_new_arrival(waited_s: float, counts: bool) -> None:
+def test_a_repeated_ask_is_not_a_new_arrival(waited_s: float, counts: bool) -> None:
     scheduler = Overloaded()
     model = scheduler.state._groups.of_model("m")
     assert model is not None
@@ -488,7 +488,7 @@ def test_bookings_outlive_the_restart_of_the_only_worker(away_s: float, lateness
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("scheduling", [Scheduling.FCFS, Scheduling.PRIORITY, Scheduling.SLO])
-def test_with_lateness_off_nothing_of_it_has_an_effect(seed: int, scheduling: Scheduling) -> None:
+def test_disabled_lateness_has_no_effect(seed: int, scheduling: Scheduling) -> None:
     events = random_events(seed, services=True)
     rules = ClassRules(scheduling)
     decided = decide(rules, events, ttft=COST)

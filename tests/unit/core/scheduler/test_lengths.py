@@ -38,7 +38,7 @@ def test_a_key_without_samples_has_the_estimate_of_the_next() -> None:
     assert mean_of(known, (None, "")) == pytest.approx(20)
 
 
-def test_few_samples_of_a_key_change_its_estimate_little_and_many_determine_it() -> None:
+def test_weight_of_a_key_grows_with_its_samples() -> None:
     common = [(("a", ""), 20)] * 50
     few = mean_of(learnt(*common, (("b", ""), 500)), ("b", ""))
     many = mean_of(learnt(*common, *[(("b", ""), 500)] * 200), ("b", ""))
@@ -61,7 +61,7 @@ def test_an_estimate_is_at_most_the_limit() -> None:
     assert known.expect(("a", ""), 16) == (16,)
 
 
-def test_a_hint_is_bounded_once_lengths_are_known() -> None:
+def test_a_hint_is_clamped_once_lengths_are_known() -> None:
     few, many = learnt(*[(("a", ""), 100)] * 5), learnt(*[(("a", ""), 100)] * 80)
     for known, hint, mean in ((few, 1000, 1000), (many, 1000, 400), (many, 3, 25), (many, 90, 90)):
         expected = known.expect(("a", ""), 10_000, hint)

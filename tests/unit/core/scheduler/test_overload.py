@@ -1,4 +1,4 @@
-"""Overload on simulated workers: who is served in time, and who is refused when."""
+"""Overload on simulated workers: requests in time, and refusals."""
 
 from functools import cache
 from math import inf
@@ -51,7 +51,7 @@ def test_a_load_that_fits_is_not_refused(seed: int) -> None:
     assert len(served.refused) < 0.001 * len(served.records)
 
 
-def test_the_others_know_at_once() -> None:
+def test_refusals_are_immediate() -> None:
     served = overloaded(10, 0, Scheduling.SLO)
     waits_s = sorted(record.end_s - record.sent_s for record in served.refused)
     assert waits_s[int(0.99 * len(waits_s))] <= 0.5
@@ -66,7 +66,7 @@ def test_before_a_shortfall_no_request_is_refused_for_memory() -> None:
 # --- each rule is needed
 
 
-def test_late_requests_must_stand_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_needs_late_requests_behind_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WaitQueue, "mark_late", lambda *_: None)
     monkeypatch.setattr(Lateness, "late", lambda *_: None)
     monkeypatch.setattr(Lateness, "late_waiting", lambda *_: [])
@@ -74,7 +74,7 @@ def test_late_requests_must_stand_behind_the_others(monkeypatch: pytest.MonkeyPa
     assert overloaded(5, 0, Scheduling.SLO).tokens_per_s() < 0.5 * tokens_per_s
 
 
-def test_memory_must_be_short_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_needs_short_memory_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     late, waiting = Lateness.late, Lateness.late_waiting
     monkeypatch.setattr(Lateness, "late", lambda self, *all: late(self, *all[:-1], True))
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def test_memory_must_be_short_before_a_refusal(monkeypatch: pytest.MonkeyPatch) 
     assert served.findings.broken
 
 
-def test_requests_must_be_held_back_from_groups_with_a_backlog(
+def test_the_result_needs_requests_held_back_from_backlogs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group_table, "held_tokens", lambda *_: inf)

@@ -1,4 +1,4 @@
-"""The index of cached prefixes against one that looks everything over."""
+"""The index of cached prefixes, compared with a full scan."""
 
 import random
 
@@ -9,16 +9,16 @@ from services.core.scheduler.prefix_index import PrefixIndex
 
 
 class PlainIndex:
-    """The same, as a list of (hash, blocks) for each group, oldest first."""
+    """A reference index: a list of (hash, blocks) for each group, oldest first."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[tuple[int, int]]] = {}
         self.capacity: dict[str, int] = {}
 
     def insert(self, group_id: str, prefix: ThinHashes) -> None:
-        for one in reversed(prefix.hashes):
-            kept = [entry for entry in self.held[group_id] if entry[0] != one]
-            self.held[group_id] = [*kept, (one, prefix.stride)]
+        for hash_ in reversed(prefix.hashes):
+            kept = [entry for entry in self.held[group_id] if entry[0] != hash_]
+            self.held[group_id] = [*kept, (hash_, prefix.stride)]
         self.evict(group_id)
 
     def evict(self, group_id: str) -> None:
@@ -26,21 +26,21 @@ class PlainIndex:
             del self.held[group_id][0]
 
     def matched_blocks(self, group_id: str, prefix: ThinHashes) -> int:
-        known = {one for one, _ in self.held[group_id]}
-        places = [place for place, one in enumerate(prefix.hashes) if one in known]
+        known = {hash_ for hash_, _ in self.held[group_id]}
+        places = [place for place, hash_ in enumerate(prefix.hashes) if hash_ in known]
         return (places[-1] + 1) * prefix.stride if places else 0
 
 
 def chat(rng: random.Random) -> ThinHashes:
-    """Some turns of one of six chats that begin with one of two texts."""
+    """A number of turns of one of six chats that start with one of two texts."""
     number, length = rng.randrange(6), rng.randrange(7)
     hashes = [number % 2 if place < 2 else 10 * number for place in range(length)]
     stride = rng.choice([8, 8, 16])
-    return ThinHashes(stride, tuple(100 * place + one for place, one in enumerate(hashes)))
+    return ThinHashes(stride, tuple(100 * place + hash_ for place, hash_ in enumerate(hashes)))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
+def test_the_index_equals_a_full_scan(seed: int) -> None:
     rng = random.Random(seed)
     index, plain = PrefixIndex(), PlainIndex()
     matched = 0
@@ -59,23 +59,29 @@ def test_it_knows_what_a_look_at_everything_would_show(seed: int) -> None:
             index.resize(group_id, plain.capacity[group_id])
         elif action < 0.25:
             dropped = prefix.hashes[rng.randrange(7) :]
-            plain.held[group_id] = [one for one in plain.held[group_id] if one[0] not in dropped]
+            plain.held[group_id] = [
+                entry for entry in plain.held[group_id] if entry[0] not in dropped
+            ]
             index.remove_hashes(group_id, dropped)
         else:
             plain.insert(group_id, prefix)
             index.insert(group_id, prefix)
         index.check_invariants()
-        found = {one: plain.matched_blocks(one, prefix) for one in plain.held}
-        assert {one: index.matched_blocks(one, prefix) for one in plain.held} == found
+        expected = {group_id: plain.matched_blocks(group_id, prefix) for group_id in plain.held}
+        assert {
+            group_id: index.matched_blocks(group_id, prefix) for group_id in plain.held
+        } == expected
         matches = list(index.by_longest_match(prefix))
-        assert sorted(matches) == sorted(one for one, blocks in found.items() if blocks)
-        lengths = [found[one] for one in matches]
+        assert sorted(matches) == sorted(
+            group_id for group_id, blocks in expected.items() if blocks
+        )
+        lengths = [expected[group_id] for group_id in matches]
         assert lengths == sorted(lengths, reverse=True)
         matched += bool(matches)
     assert matched > 300
 
 
-def test_of_equals_the_latest_comes_first() -> None:
+def test_ties_go_to_the_latest_group() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     for group_id in ("b", "a", "c"):
         index.join(group_id, 100)
@@ -83,7 +89,7 @@ def test_of_equals_the_latest_comes_first() -> None:
     assert list(index.by_longest_match(ThinHashes(8, (1, 2, 3)))) == ["c", "a", "b"]
 
 
-def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round() -> None:
+def test_long_and_short_prompts_share_prefixes() -> None:
     index = PrefixIndex()
     index.join("a", 1000)
     index.insert("a", ThinHashes(8, (1, 2, 3, 4)))  # blocks 8, 16, 24, 32
@@ -92,7 +98,7 @@ def test_a_longer_prompt_finds_what_a_shorter_one_left_and_the_other_way_round()
     assert index.matched_blocks("a", ThinHashes(8, (1, 2, 3, 4, 5, 6))) == 48
 
 
-def test_a_group_that_comes_back_has_nothing() -> None:
+def test_a_returning_group_has_no_prefixes() -> None:
     index, prefix = PrefixIndex(), ThinHashes(8, (1, 2))
     index.join("a", 100)
     index.insert("a", prefix)

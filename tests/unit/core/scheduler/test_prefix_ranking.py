@@ -1,4 +1,4 @@
-"""Which group gets a request when what is cached counts."""
+"""Choice of a group by cached prefixes."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ HASHED = STRIDE * 16
 
 
 class Dispatch:
-    """Groups w0, w1, … of 1,000 blocks and a scheduler that looks at what they have cached."""
+    """Groups w0, w1, … of 1,000 blocks, and a scheduler that ranks them by cached prefixes."""
 
     def __init__(self, groups: int, cost: CostModel = TOKEN_COSTS) -> None:
         self.state = SchedulerState(10_000, 1000.0, ttft=cost)
@@ -58,8 +58,8 @@ class Dispatch:
         self.report(name, epoch=epoch)
 
     def report(self, name: str, **changes: Any) -> list[Command]:
-        told = {"free": 1000, "incarnation": f"{name}-a"} | changes
-        return self(load_reported(self.now_s, name, next(self._numbers), **told))
+        fields = {"free": 1000, "incarnation": f"{name}-a"} | changes
+        return self(load_reported(self.now_s, name, next(self._numbers), **fields))
 
     def ask(
         self,
@@ -67,14 +67,14 @@ class Dispatch:
         tokens: int = 0,
         max_tokens: int = 1,
         affinity: int = 0,
-        **told: Any,
+        **load: Any,
     ) -> str:
-        """The worker that gets a prompt, and tells this with its arrival; all before it ended."""
+        """The worker that gets a prompt; it reports this with its arrival, after all others end."""
         request_id = f"r{next(self._numbers)}"
         tokens = tokens or len(hashes) * HASHED + 1
         (command,) = [
-            one
-            for one in self(
+            command
+            for command in self(
                 Asked(
                     request_id,
                     "m",
@@ -86,9 +86,9 @@ class Dispatch:
                     affinity=affinity,
                 )
             )
-            if isinstance(one, SendAssignment)
+            if isinstance(command, SendAssignment)
         ]
-        self.report(command.worker_id, received=(request_id,), **told)
+        self.report(command.worker_id, received=(request_id,), **load)
         return command.worker_id
 
 
@@ -96,7 +96,7 @@ def chat(number: int, turns: int) -> tuple[int, ...]:
     return tuple(range(1000 * number, 1000 * number + turns))
 
 
-def test_a_chat_stays_where_it_began_and_others_spread() -> None:
+def test_a_chat_stays_at_its_group_and_others_spread() -> None:
     dispatch = Dispatch(4)
     homes = {number: dispatch.ask(chat(number, 2)) for number in range(3)}
     for turns in range(3, 9):
@@ -129,7 +129,7 @@ def test_load_and_cached_prefixes_outweigh_a_session() -> None:
     assert dispatch.ask((), 10, affinity=7) == home
 
 
-def test_what_waits_in_the_group_may_outweigh_what_it_has() -> None:
+def test_waiting_prompts_may_outweigh_cached_prefixes() -> None:
     dispatch = Dispatch(2)
     home = dispatch.ask(chat(1, 10))
     other = ({"w0", "w1"} - {home}).pop()
@@ -139,7 +139,7 @@ def test_what_waits_in_the_group_may_outweigh_what_it_has() -> None:
     assert dispatch.ask(chat(1, 10)) == other
 
 
-def test_prompts_of_batch_requests_that_yield_make_nobody_wait() -> None:
+def test_prompts_of_yielding_batch_requests_do_not_count_as_waiting() -> None:
     dispatch = Dispatch(2)
     home = dispatch.ask(chat(1, 10))
     other = ({"w0", "w1"} - {home}).pop()
@@ -153,7 +153,7 @@ def test_prompts_of_batch_requests_that_yield_make_nobody_wait() -> None:
     assert dispatch.ask(chat(1, 10)) == other
 
 
-def test_what_is_on_its_way_waits_there_too() -> None:
+def test_requests_in_flight_count_as_waiting() -> None:
     dispatch = Dispatch(2)
     home = dispatch.ask(chat(1, 4))
     first = Asked("a", "m", 20 * HASHED, 1, now_s=0.0, stream_id=1, prefix=_prefix(chat(1, 4)))
@@ -164,7 +164,7 @@ def test_what_is_on_its_way_waits_there_too() -> None:
     assert to_home.worker_id == home != elsewhere.worker_id
 
 
-def test_a_merged_group_computes_what_waits_on_all_members_at_once() -> None:
+def test_a_merged_group_divides_waiting_work_by_its_members() -> None:
     dispatch = Dispatch(0)
     dispatch.join("w0", members=4)
     dispatch.join("w1")
@@ -229,7 +229,7 @@ def test_a_group_without_costs_is_like_the_mean_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("slowed", [("alpha", 1e307), ("beta", 1e308)])
-def test_costs_beyond_all_numbers_do_not_stop_dispatch(slowed: tuple[str, float]) -> None:
+def test_infinite_costs_do_not_stop_dispatch(slowed: tuple[str, float]) -> None:
     """Without a finite prediction a group comes last; if all lack one, the score decides."""
     broken = replace(TOKEN_COSTS, **dict([slowed]))
     for costs, chosen in (((broken, TOKEN_COSTS), "w1"), ((broken, broken), "w0")):
@@ -272,7 +272,7 @@ def test_blocks_that_a_worker_has_dropped_no_longer_count() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == cached + 4 * HASHED
 
 
-def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() -> None:
+def test_a_repeated_eviction_does_not_drop_a_recached_prefix() -> None:
     dispatch, idle = Dispatch(1), Load(0, 0, 1000, 0)
     loads = LoadReporting("w0", "w0-a", ReportSchedule(0.005, 0.5))
     for _ in range(50):  # newer than what Dispatch reports
@@ -303,16 +303,16 @@ def test_a_prefix_that_is_cached_again_is_not_dropped_by_what_is_told_twice() ->
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["a new group", "reports that ended"])
-def test_a_load_that_is_passed_on_before_the_own_one_says_nothing_about_hits(lost: bool) -> None:
+def test_a_forwarded_load_before_the_first_own_does_not_count_hits(lost: bool) -> None:
     dispatch = Dispatch(0)
-    told = {"queries": 50_000_000, "hits": 0}
+    counters = {"queries": 50_000_000, "hits": 0}
     group = ServingGroup("group-w0", 1, "w0", "w0-a", "w0:1", "m", 1000, 16, 16_000)
     dispatch(GroupJoined(0.0, group))
     if lost:
-        dispatch.report("w0", **told)
+        dispatch.report("w0", **counters)
         dispatch(LoadLost(0.0, "w0", "w0-a"))
-    dispatch.report("w0", **told, passed_on=True)
-    dispatch.report("w0", **told)
+    dispatch.report("w0", **counters, passed_on=True)
+    dispatch.report("w0", **counters)
     queries = hits = 0
     for turn in range(10):
         before = dispatch.state.snapshot(0.0).cached_tokens_total
@@ -322,7 +322,7 @@ def test_a_load_that_is_passed_on_before_the_own_one_says_nothing_about_hits(los
     assert dispatch.state.snapshot(0.0).cached_tokens_total == before + 4 * HASHED
 
 
-def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
+def test_a_worker_without_lookups_is_not_preferred() -> None:
     dispatch = Dispatch(3)
     for _ in range(WITHOUT_LOOKUP_MAX + 3):
         dispatch.ask(chat(1, 10))
@@ -331,7 +331,7 @@ def test_a_worker_that_looks_nothing_up_is_no_home() -> None:
     assert dispatch.state.snapshot(0.0).cached_tokens_total == cached
 
 
-def test_flapping_workers_are_taken_last_whatever_they_have() -> None:
+def test_flapping_workers_are_chosen_last_despite_cached_prefixes() -> None:
     dispatch = Dispatch(3)
     home = dispatch.ask(chat(1, 10))
     for _ in range(6):
@@ -373,7 +373,7 @@ def test_a_chat_is_found_among_many_groups(groups: int) -> None:
         assert dispatch.ask(chat(number, 4)) == homes[number]
 
 
-def test_the_prediction_is_that_of_the_cost_model() -> None:
+def test_the_prediction_equals_that_of_the_cost_model() -> None:
     cost = CostModel(alpha=1e-8, beta=1e-4, gamma=0.02, lam=0.015)
     dispatch = Dispatch(1, cost)
     dispatch.report("w0", running=10, free=900, prefill=4000)

@@ -1,4 +1,4 @@
-"""Which group computes a prompt and which decodes, while workers have roles."""
+"""Choice of the groups that compute a prompt and that decode, while workers have roles."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def place(name: str, epoch: int = 1) -> Destination:
     return Destination(name, f"{name}:1", f"group-{name}", epoch)
 
 
-def test_a_long_prompt_is_handed_over_and_a_short_one_goes_where_it_decodes() -> None:
+def test_only_long_prompts_are_handed_over() -> None:
     dispatch = Roles(P, D)
     long = dispatch.assign("long", LONG)
     assert (long.worker_id, long.hand_to) == ("w0", place("w1"))
@@ -67,7 +67,7 @@ def test_a_long_prompt_is_handed_over_and_a_short_one_goes_where_it_decodes() ->
     ("least", "tokens", "handed"),
     [(None, 100, False), (None, 150, True), (500, 600, True), (700, 600, False)],
 )
-def test_how_long_a_prompt_must_be(least: int | None, tokens: int, handed: bool) -> None:
+def test_minimum_prompt_length_of_a_hand_over(least: int | None, tokens: int, handed: bool) -> None:
     dispatch = Roles(P, D, min_tokens=least)
     assigned = dispatch.assign("r", tokens)
     assert (assigned.hand_to is not None) is handed
@@ -81,7 +81,7 @@ def test_a_request_without_further_tokens_ends_where_its_prompt_is_computed() ->
     assert (assigned.worker_id, assigned.hand_to) == ("w0", None)
 
 
-def test_what_has_run_before_is_not_handed_over() -> None:
+def test_resumed_requests_are_not_handed_over() -> None:
     dispatch = Roles(P, D)
     assigned = dispatch.assign("r", LONG, resumed=True)
     assert (assigned.worker_id, assigned.hand_to) == ("w1", None)
@@ -105,7 +105,7 @@ def test_without_room_to_decode_a_prompt_is_not_handed_over() -> None:
     assert dispatch.assign("s", SHORT).worker_id == "w1"
 
 
-def test_both_groups_reserve_blocks_until_one_of_them_has_the_request() -> None:
+def test_both_groups_reserve_blocks_until_the_request_arrives() -> None:
     blocks = LONG // 16 + 2
     dispatch = Roles(P, D)
     dispatch.assign("r", LONG)
@@ -188,7 +188,7 @@ def test_short_prompts_go_to_prefill_groups_if_no_other_has_room() -> None:
     assert dispatch.assign("r", SHORT).worker_id == "w0"
 
 
-def test_a_merged_group_takes_nothing_over() -> None:
+def test_a_merged_group_takes_no_hand_overs() -> None:
     dispatch = Roles(P, D)
     dispatch.join("w1", epoch=2, role=D, members=2)
     assert dispatch.assign("r", LONG).hand_to is None
@@ -222,7 +222,7 @@ def test_groups_that_leave_are_forgotten() -> None:
 
 
 class RoleWorld(World):
-    """`World` whose groups get roles, and whose requests are handed over or not."""
+    """A `World` whose groups get roles, and whose requests may be handed over."""
 
     def __init__(self, seed: int, least: int | None, mixed: bool = False) -> None:
         super().__init__(seed, 8, TOKEN_COSTS)
@@ -294,8 +294,8 @@ def test_every_ask_ends_exactly_once_and_no_group_is_overbooked(least: int | Non
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_without_roles_nothing_changes(seed: int) -> None:
-    """Mixed is off: whatever would be handed over, decisions are those without hand-overs."""
+def test_dispatch_is_unchanged_without_roles(seed: int) -> None:
+    """The setting `mixed` is off: decisions equal those without hand-overs."""
     plain, other = World(seed, 8, TOKEN_COSTS), RoleWorld(seed, 1, mixed=True)
     for _ in range(400):
         plain.step()

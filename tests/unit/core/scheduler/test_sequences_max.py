@@ -1,4 +1,4 @@
-"""A worker that takes only so many sequences at once gets no more, however free its KV is."""
+"""A worker with a limit of sequences gets no more, even with free KV."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Requests that have run come many at a time, and are spread over the groups that serve."""
+"""Bursts of resumed requests are spread over the serving groups."""
 
 from services.core.report import OtherRoom
 from services.core.scheduler.group_load import BACKLOG_ITERATIONS
@@ -12,7 +12,7 @@ FEW = BACKLOG_ITERATIONS * BATCH_TOKENS // 32
 
 
 def waiting(requests: int, **settings: object) -> Scheduler:
-    """So many requests that have run, and then one that has not, wait for groups to come back."""
+    """This number of resumed requests, then a new one, wait for groups to return."""
     scheduler = Scheduler(queue_limit=64, **settings)
     scheduler.join()
     scheduler.report(free=0)
@@ -28,7 +28,7 @@ def serves(scheduler: Scheduler, name: str, now_s: float = 0.0, **changes: objec
     return scheduler.report(name, now_s=now_s, **changes)
 
 
-def test_the_first_group_that_serves_does_not_get_all() -> None:
+def test_the_first_serving_group_does_not_get_all_requests() -> None:
     scheduler = waiting(12)
     first = assigned(serves(scheduler, "w1"))
     assert first == [f"r{number}" for number in range(FEW)]
@@ -38,22 +38,26 @@ def test_the_first_group_that_serves_does_not_get_all() -> None:
     assert assigned(left) == [f"r{2 * FEW + number}" for number in range(FEW // 2)]
 
 
-def test_members_of_a_group_take_more() -> None:
+def test_a_merged_group_gets_more_requests() -> None:
     scheduler = waiting(12)
     scheduler.join("w1", max_batch_tokens=BATCH_TOKENS, members=2)
     assert len(assigned(scheduler.report("w1"))) == 2 * FEW
 
 
-def test_a_group_that_is_behind_already_gets_none_while_another_has_few_prompts() -> None:
+def test_a_group_with_a_backlog_gets_no_requests_while_another_has_few() -> None:
     scheduler = waiting(2)
     assert serves(scheduler, "w1", prefill=BACKLOG_ITERATIONS * BATCH_TOKENS) == []
     commands = serves(scheduler, "w2", free=90)
-    places = {one.request_id: one.worker_id for one in commands if isinstance(one, SendAssignment)}
+    places = {
+        command.request_id: command.worker_id
+        for command in commands
+        if isinstance(command, SendAssignment)
+    }
     assert places.keys() >= {"r0", "r1"}
     assert {places["r0"], places["r1"]} == {"w2"}
 
 
-def test_none_waits_for_longer_than_it_is_told_to() -> None:
+def test_waiting_time_is_bounded_by_the_setting() -> None:
     scheduler = waiting(FEW + 3)
     serves(scheduler, "w1")
     scheduler.report("w1", now_s=SPREAD_S - 0.1, prefill=10_000)
@@ -61,11 +65,11 @@ def test_none_waits_for_longer_than_it_is_told_to() -> None:
     assert len(assigned(scheduler(Ticked(SPREAD_S)))) == 4, "also that which has not run"
 
 
-def test_an_operator_can_have_the_first_group_take_all() -> None:
+def test_spreading_can_be_disabled() -> None:
     assert len(assigned(serves(waiting(12, spread_s=0.0), "w1"))) == 13
 
 
-def test_prompts_of_batch_work_that_makes_way_do_not_count() -> None:
+def test_prompts_of_yielding_batch_work_do_not_count() -> None:
     scheduler = waiting(12)
     behind = {"prefill": 10_000, "batch_yields": True}
     assert assigned(serves(scheduler, "w1", **behind)) == []

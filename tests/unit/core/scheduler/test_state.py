@@ -12,6 +12,8 @@ from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.queue_order import Scheduling
+from services.core.scheduler import admission
+from services.core.scheduler.admission import AWAY_RETRY_S
 from services.core.scheduler.assigner import REQUEUES_MAX
 from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
@@ -161,12 +163,12 @@ def test_an_idle_group_takes_a_request_at_once(scheduler: Scheduler) -> None:
     ]
 
 
-def test_without_any_group_requests_wait(scheduler: Scheduler) -> None:
+def test_requests_wait_without_a_group(scheduler: Scheduler) -> None:
     assert scheduler.ask("r1") == [SendTicket(1, "r1")]
     assert assigned(scheduler.serve()) == ["r1"]
 
 
-def test_first_come_first_served(scheduler: Scheduler) -> None:
+def test_requests_start_in_arrival_order(scheduler: Scheduler) -> None:
     for number in range(5):
         scheduler.ask(f"r{number}")
     scheduler.join()
@@ -179,7 +181,7 @@ def test_a_request_that_waited_elsewhere_keeps_its_place(scheduler: Scheduler) -
     assert assigned(scheduler.serve(now_s=52.0)) == ["old", "young"]
 
 
-def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> None:
+def test_a_policy_orders_the_queue_and_deadlines_apply_to_all() -> None:
     scheduler = joined(queue_deadline_s=60.0, rules=ClassRules(Scheduling.PRIORITY))
     scheduler.ask("oldest", now_s=0.0)
     scheduler.ask("interactive", now_s=1.0, service=INTERACTIVE)
@@ -193,12 +195,14 @@ def test_a_policy_gives_the_order_of_the_line_and_deadlines_hold_in_any() -> Non
 @pytest.mark.parametrize(
     ("scheduling", "first"), [(Scheduling.FCFS, "batch"), (Scheduling.PRIORITY, "long")]
 )
-def test_batch_requests_wait_while_an_online_one_does(scheduling: Scheduling, first: str) -> None:
+def test_batch_requests_wait_while_an_online_request_waits(
+    scheduling: Scheduling, first: str
+) -> None:
     scheduler = joined(rules=ClassRules(scheduling))
     scheduler.ask("long", prompt_tokens=320)
     scheduler.ask("batch", service=BATCH, prompt_tokens=1)
-    found = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
-    assert found[0] == first
+    started = [*assigned(scheduler.report(free=10)), *assigned(scheduler.report(free=30))]
+    assert started[0] == first
 
 
 def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
@@ -209,7 +213,7 @@ def test_online_requests_start_in_the_blocks_of_batch_ones_that_yield() -> None:
     assert assigned(scheduler.report(**full, batch_yields=True)) == ["online"]
 
 
-def test_a_batch_request_makes_nobody_yield() -> None:
+def test_a_batch_request_makes_no_request_yield() -> None:
     scheduler = joined(rules=ClassRules(Scheduling.PRIORITY))
     busy = {"running": 4, "batch_running": 4, "batch_yields": True}
     scheduler.report(**busy, free=6, batch_blocks=90)
@@ -217,7 +221,7 @@ def test_a_batch_request_makes_nobody_yield() -> None:
     assert assigned(scheduler.report(**busy, free=7, batch_blocks=90)) == ["batch"], "5, and growth"
 
 
-def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
+def test_an_overtaking_limit_of_0_keeps_arrival_order() -> None:
     scheduler = Scheduler(overtaken_max=0)
     scheduler.serve(free=10)
     scheduler.ask("large", prompt_tokens=320)
@@ -225,7 +229,7 @@ def test_with_0_the_head_of_the_line_is_not_overtaken() -> None:
     assert assigned(scheduler.report(free=30)) == ["large", "small"]
 
 
-def test_short_requests_overtake_one_that_does_not_fit_but_not_for_ever(
+def test_short_requests_overtake_a_large_request_a_bounded_number_of_times(
     scheduler: Scheduler,
 ) -> None:
     scheduler.serve(free=10)
@@ -244,7 +248,7 @@ def test_running_requests_have_room_to_grow(scheduler: Scheduler) -> None:
     assert assigned(scheduler.report(free=7, running=8)) == ["needs 3"]
     scheduler.report(free=6, running=8, received=("needs 3",))
     scheduler.serve("w1", free=3)
-    assert assigned(scheduler.ask("another")) == ["another"], "nobody runs there"
+    assert assigned(scheduler.ask("another")) == ["another"], "no request runs there"
 
 
 def test_the_room_to_grow_is_a_setting() -> None:
@@ -263,21 +267,21 @@ def test_models_do_not_block_each_other(scheduler: Scheduler) -> None:
 
 
 class TestRoom:
-    def test_counts_the_prompt_and_one_block(self, scheduler: Scheduler) -> None:
+    def test_reservation_covers_the_prompt_and_a_block(self, scheduler: Scheduler) -> None:
         scheduler.serve(free=2)
         scheduler.ask("r1", prompt_tokens=32)
         assert assigned(scheduler.report(free=3)) == ["r1"]
 
-    def test_counts_no_block_that_the_output_will_not_reach(self, scheduler: Scheduler) -> None:
+    def test_reservation_is_limited_by_the_output(self, scheduler: Scheduler) -> None:
         scheduler.join(capacity_blocks=4, max_model_len=64)
         scheduler.report(free=4)
         assert assigned(scheduler.ask("r1", prompt_tokens=63, max_tokens=1)) == ["r1"]
 
-    def test_leaves_out_what_waiting_sequences_want(self, scheduler: Scheduler) -> None:
+    def test_reservation_leaves_blocks_of_waiting_sequences(self, scheduler: Scheduler) -> None:
         scheduler.serve(free=10, wanted=8)
         assert assigned(scheduler.ask("r1")) == []
 
-    def test_never_exceeds_the_capacity(self, scheduler: Scheduler) -> None:
+    def test_reservations_never_exceed_the_capacity(self, scheduler: Scheduler) -> None:
         scheduler.join(capacity_blocks=4, max_model_len=4096)
         scheduler.report(free=1000)
         assert assigned(scheduler.ask("r1", prompt_tokens=32, max_tokens=32)) == ["r1"]
@@ -306,7 +310,7 @@ class TestRoom:
 
 
 class TestReports:
-    def test_old_reports_do_not_count(self, scheduler: Scheduler) -> None:
+    def test_stale_reports_are_ignored(self, scheduler: Scheduler) -> None:
         scheduler.join()
         scheduler.report(now_s=0.0)
         assert scheduler.state.snapshot(3.0).groups_serving == 1
@@ -326,7 +330,7 @@ class TestReports:
         assert assigned(scheduler.ask("r1")) == []
         assert assigned(scheduler.report(epoch=2)) == ["r1"]
 
-    def test_a_worker_whose_reports_end_takes_nothing(self, scheduler: Scheduler) -> None:
+    def test_a_worker_without_reports_gets_no_request(self, scheduler: Scheduler) -> None:
         scheduler.serve("w0")
         scheduler.serve("w1", running=9)
         scheduler.lose("w0", now_s=0.1)
@@ -341,19 +345,19 @@ class TestReports:
         scheduler.lose("stranger")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_an_overtaken_report_only_tells_what_was_received(self, scheduler: Scheduler) -> None:
+    def test_an_overtaken_report_only_confirms_received_requests(
+        self, scheduler: Scheduler
+    ) -> None:
         scheduler.serve(number=1)
         scheduler(ask("r1"))
         scheduler.report(number=3, free=5, passed_on=True)
         scheduler.report(number=2, received=("r1",))
         assert scheduler.state.snapshot(0.0).reserved_blocks == 0
         assert kinds(scheduler(ask("r2"))) == [SendTicket, SendAssignment]
-        assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer one told of 5 blocks"
+        assert kinds(scheduler(ask("r3"))) == [SendTicket], "the newer report has 5 free blocks"
         assert kinds(scheduler.report(number=4)) == [SendAssignment]
 
-    def test_a_report_that_a_gateway_passed_on_is_no_sign_of_life(
-        self, scheduler: Scheduler
-    ) -> None:
+    def test_a_forwarded_report_is_not_a_sign_of_life(self, scheduler: Scheduler) -> None:
         assert scheduler.serve(passed_on=True) == []
         assert kinds(scheduler(ask("r1"))) == [SendTicket], "its worker never reported"
         assert kinds(scheduler.report()) == [SendAssignment]
@@ -385,18 +389,18 @@ class TestGroups:
         command = placed(scheduler.report(epoch=2))
         assert command.epoch == 2
 
-    def test_the_same_again_changes_nothing(self, scheduler: Scheduler) -> None:
+    def test_repeated_events_have_no_effect(self, scheduler: Scheduler) -> None:
         scheduler.serve()
         scheduler.join()
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_a_group_that_left_takes_nothing(self, scheduler: Scheduler) -> None:
+    def test_a_departed_group_gets_no_requests(self, scheduler: Scheduler) -> None:
         scheduler.serve()
         scheduler(GroupLeft(0.0, "group-w0"))
         scheduler(GroupLeft(0.0, "group-w0"))
         assert assigned(scheduler.ask("r1")) == []
 
-    def test_a_change_of_model_moves_it(self, scheduler: Scheduler) -> None:
+    def test_a_group_that_changes_its_model_is_moved(self, scheduler: Scheduler) -> None:
         scheduler.join(model="m")
         scheduler.join(model="n", epoch=2)
         assert refusal(scheduler.ask("r1", now_s=REGROUP_S)).reason is RefusalReason.UNKNOWN_MODEL
@@ -405,7 +409,7 @@ class TestGroups:
         "score, workers",
         [(kv_share, ["w0", "w0", "w1", "w0"]), (least_loaded, ["w1", "w1", "w0", "w1"])],
     )
-    def test_the_best_by_score_takes_the_next(
+    def test_the_group_with_the_best_score_gets_the_next_request(
         self, score: ScoreFunction, workers: list[str]
     ) -> None:
         """A merged group that is half empty, and a small one with fewer sequences, nearly full."""
@@ -418,7 +422,7 @@ class TestGroups:
         chosen = [command for command in asked if isinstance(command, SendAssignment)]
         assert [command.worker_id for command in chosen] == workers
 
-    def test_a_group_that_cannot_hold_it_is_passed_over(self, scheduler: Scheduler) -> None:
+    def test_a_group_that_cannot_hold_a_request_is_skipped(self, scheduler: Scheduler) -> None:
         scheduler.join("w0", max_model_len=64)
         scheduler.join("w1")
         scheduler.report("w0")
@@ -427,7 +431,7 @@ class TestGroups:
 
 
 class TestReturns:
-    """Requests that a worker could not begin keep their place, and come back a few times only."""
+    """Requests that a worker could not start keep their place and return a few times only."""
 
     def two_groups(self, **fields: object) -> Scheduler:
         scheduler = Scheduler(**fields)  # type: ignore[arg-type]
@@ -435,7 +439,9 @@ class TestReturns:
             scheduler.serve(name, free=0)
         return scheduler
 
-    def give_back(self, scheduler: Scheduler, place: SendAssignment, now_s: float) -> list[Command]:
+    def return_request(
+        self, scheduler: Scheduler, place: SendAssignment, now_s: float
+    ) -> list[Command]:
         return scheduler.ask(
             place.request_id,
             now_s=now_s,
@@ -449,10 +455,10 @@ class TestReturns:
         assert place.returnable
         scheduler.report("w0", free=0, received=("old",))
         scheduler.ask("young", now_s=0.1)
-        assert self.give_back(scheduler, place, 0.3) == [SendTicket(1, "old")]
+        assert self.return_request(scheduler, place, 0.3) == [SendTicket(1, "old")]
         assert placed(scheduler.report("w1", now_s=0.4, free=3)).request_id == "old"
 
-    def test_another_group_with_room_takes_it_and_the_old_one_serves_on(
+    def test_a_returned_request_runs_at_another_group_with_room(
         self,
     ) -> None:
         scheduler = self.two_groups()
@@ -461,12 +467,12 @@ class TestReturns:
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.report("w1", free=9)
         assert scheduler.state.snapshot(0.3).returned_total == 0
-        assert placed(self.give_back(scheduler, place, 0.3)).worker_id == "w1"
+        assert placed(self.return_request(scheduler, place, 0.3)).worker_id == "w1"
         assert scheduler.state.snapshot(0.3).groups_serving == 2
         assert scheduler.state.snapshot(0.3).returned_total == 1
 
-    def test_a_request_that_was_moved_is_not_sent_back_to_where_it_came_from(self) -> None:
-        """Without the report, its first assignment would be repeated, as it has not failed."""
+    def test_a_moved_request_is_not_returned_to_its_origin(self) -> None:
+        """Without the report its first assignment would be repeated, as it has not failed."""
         for moved in (False, True):
             scheduler = self.two_groups()
             scheduler.ask("r1")
@@ -479,17 +485,17 @@ class TestReturns:
             answer = scheduler.ask(place.request_id, now_s=0.3, failed=failed)
             assert kinds(answer) == ([SendTicket] if moved else [SendAssignment])
 
-    def test_a_full_queue_refuses_newcomers_but_not_what_comes_back(self) -> None:
+    def test_a_full_queue_refuses_new_but_not_returned_requests(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
         scheduler.ask("r1")
         place = placed(scheduler.report("w0", free=3))
         scheduler.report("w0", free=0, received=("r1",))
         scheduler.ask("r2")
-        assert kinds(self.give_back(scheduler, place, 0.3)) == [SendTicket]
+        assert kinds(self.return_request(scheduler, place, 0.3)) == [SendTicket]
         stranger = scheduler.ask("r3", failed=FailedAssignment("group-w0", 1, returned=True))
         assert refusal(stranger).reason is RefusalReason.QUEUE_FULL, "it never had a place"
 
-    def test_nor_what_comes_back_since_its_group_has_changed(self) -> None:
+    def test_a_full_queue_accepts_requests_of_a_changed_group(self) -> None:
         scheduler = self.two_groups(queue_limit=1)
         scheduler.ask("r1")
         place = placed(scheduler.report("w0", free=3))
@@ -503,7 +509,7 @@ class TestReturns:
         assert after[0].arriving_tokens_per_s == before[0].arriving_tokens_per_s
         assert not after[0].refused
 
-    def test_a_request_is_returned_only_so_often_and_only_where_there_is_another_group(
+    def test_returns_are_bounded_and_need_another_group(
         self,
     ) -> None:
         scheduler = self.two_groups()
@@ -513,14 +519,14 @@ class TestReturns:
             assert place.returnable == (number < REQUEUES_MAX)
             scheduler.report("w0", now_s=number + 0.1, free=0)
             scheduler.report("w1", now_s=number + 0.1, free=0)
-            self.give_back(scheduler, place, number + 0.3)
+            self.return_request(scheduler, place, number + 0.3)
         alone = Scheduler()
         alone.serve()
         assert not placed(alone.ask("r1")).returnable
 
 
 class TestUnsteadyWorkers:
-    """A flapping worker gets only requests that no other has room for, until it stays."""
+    """A flapping worker gets only requests without room elsewhere, until it stays."""
 
     def unsteady(self) -> Scheduler:
         scheduler = Scheduler()
@@ -540,7 +546,9 @@ class TestUnsteadyWorkers:
     def test_a_flapping_worker_is_chosen_last(self) -> None:
         scheduler = self.unsteady()
         assert self.chosen(scheduler, "r1", 30.0) == "w1", "though w0 is empty"
-        assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", "nobody else can"
+        assert self.chosen(scheduler, "large", 30.0, prompt_tokens=400) == "w0", (
+            "no other worker can"
+        )
 
     def test_a_flapping_worker_is_chosen_like_others_once_it_has_stayed(self) -> None:
         scheduler = self.unsteady()
@@ -551,7 +559,7 @@ class TestUnsteadyWorkers:
         assert self.chosen(scheduler, "r1", 150.0) == "w0"
 
     def test_a_stall_of_the_scheduler_does_not_count_as_leaving(self, scheduler: Scheduler) -> None:
-        """After each stall it finds all reports old, and streams that workers have given up."""
+        """After each stall all reports are old, and workers have closed their streams."""
         scheduler.join("w0")
         scheduler.join("w1")
         now_s = 0.0
@@ -571,9 +579,7 @@ class TestUnsteadyWorkers:
         scheduler.serve("w2", now_s=now_s, free=20)
         assert self.chosen(scheduler, "r1", now_s) == "w0", "it flaps no more than a new one"
 
-    def test_silence_is_leaving_and_a_new_configuration_forgets_nothing(
-        self, scheduler: Scheduler
-    ) -> None:
+    def test_silence_counts_as_leaving_across_configurations(self, scheduler: Scheduler) -> None:
         scheduler.join("w0")
         scheduler.join("w1")
         for number in range(3):
@@ -584,7 +590,7 @@ class TestUnsteadyWorkers:
         scheduler.report("w1", now_s=30.0, free=20)
         assert self.chosen(scheduler, "r1", 30.0) == "w1"
 
-    def test_reports_of_another_epoch_are_no_silence(self, scheduler: Scheduler) -> None:
+    def test_reports_of_another_epoch_are_signs_of_life(self, scheduler: Scheduler) -> None:
         scheduler.join("w0", epoch=2)
         scheduler.join("w1")
         for tenth in range(300):
@@ -605,6 +611,52 @@ class TestRefusals:
         assert refused.retry_after_s == RETRY_AFTER_MAX_S
         assert "2 queue slots" in refused.message
 
+    def test_a_burst_for_a_model_leaves_the_queue_of_another_free(self) -> None:
+        scheduler = self.flooded(queue_limit=3)
+        assert refusal(scheduler.ask("a3")).reason is RefusalReason.QUEUE_FULL
+        assert assigned(scheduler.ask("b0", model="other")) == ["b0"]
+        scheduler.report("w1", free=0, received=("b0",))
+        for number in range(1, 4):
+            assert kinds(scheduler.ask(f"b{number}", model="other")) == [SendTicket]
+        refused = refusal(scheduler.ask("b4", model="other"))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "3 queue slots" in refused.message
+
+    def flooded(self, queue_limit: int, **settings: Any) -> Scheduler:
+        """The queue of "m", whose group is full, is full; the group of "other" is idle."""
+        scheduler = Scheduler(queue_limit, **settings)
+        scheduler.join()
+        scheduler.report(free=0)
+        scheduler.join("w1", model="other")
+        scheduler.report("w1")
+        for number in range(queue_limit):
+            assert kinds(scheduler.ask(f"a{number}")) == [SendTicket]
+        return scheduler
+
+    def test_retry_after_of_a_full_queue_is_of_its_model(self) -> None:
+        scheduler = self.flooded(queue_limit=20)
+        for number in range(40):
+            scheduler.ask(f"b{number}", model="other", prompt_tokens=1, max_tokens=1)
+        # 40 dispatches of the other model free no slot of this one.
+        assert refusal(scheduler.ask("late")).retry_after_s == RETRY_AFTER_MAX_S
+
+    def test_a_model_displaces_no_batch_request_of_another(self) -> None:
+        scheduler = self.flooded(3, rules=ClassRules(Scheduling.PRIORITY))
+        scheduler.report("w1", free=0)
+        for number in range(3):
+            scheduler.ask(f"b{number}", model="other", service=BATCH)
+        assert refusal(scheduler.ask("a3")).request_id == "a3"
+        displaced = refusal(scheduler.ask("urgent", model="other"))
+        assert displaced.request_id == "b2", "within a model, online requests displace batch"
+
+    def test_the_number_of_queues_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(admission, "WAITING_MODELS_MAX", 2)
+        # Before the first group, requests for any model wait.
+        scheduler = Scheduler()
+        for name in ("m", "n", "m"):
+            assert kinds(scheduler.ask(f"{name} {next(_numbers)}", model=name)) == [SendTicket]
+        refused = refusal(scheduler.ask("third", model="o"))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "all 2 models" in refused.message
+
     def test_retry_after_follows_the_dispatch_rate(self) -> None:
         scheduler = Scheduler(queue_limit=20)
         scheduler.join(capacity_blocks=1000)
@@ -618,7 +670,7 @@ class TestRefusals:
         # jitter adds up to a quarter.
         assert 5.0 <= refusal(scheduler.ask("late", now_s=10.0)).retry_after_s <= 6.25
 
-    def test_retry_after_is_of_the_models_own_line(self) -> None:
+    def test_retry_after_follows_the_queue_of_the_model(self) -> None:
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=5.0)
         scheduler.join(capacity_blocks=1000)
         scheduler.join("w1", model="other", capacity_blocks=1000)
@@ -634,7 +686,7 @@ class TestRefusals:
         )
 
     def pressed(self, queued: int, deadline_s: float) -> Scheduler:
-        """4 a second leave a line that is never empty; after 10 s `queued` wait."""
+        """4 per second start from a queue that is never empty; after 10 s `queued` wait."""
         scheduler = Scheduler(queue_limit=100, queue_deadline_s=deadline_s)
         scheduler.serve(free=0)
         scheduler.ask("a0")
@@ -661,7 +713,7 @@ class TestRefusals:
         scheduler(ShortfallsReported(10.0, {}))
         assert scheduler.ask("later", now_s=10.0) == [SendTicket(1, "later")]
 
-    def test_a_shortfall_alone_refuses_nobody(self) -> None:
+    def test_a_shortfall_alone_refuses_no_request(self) -> None:
         scheduler = self.pressed(queued=40, deadline_s=5.0)
         scheduler(ShortfallsReported(10.0, {"m": 100, "other": 5}))
         assert scheduler.ask("in time", now_s=10.0) == [SendTicket(1, "in time")]
@@ -669,16 +721,16 @@ class TestRefusals:
         idle.serve(free=0)
         idle(ShortfallsReported(0.0, {"m": 100}))
         for number in range(3):
-            assert kinds(idle.ask(f"r{number}")) == [SendTicket], "without a rate nobody knows"
+            assert kinds(idle.ask(f"r{number}")) == [SendTicket], "the rate is unknown"
 
-    def test_a_few_dispatches_do_not_tell_the_pace_of_a_line(self) -> None:
+    def test_few_dispatches_do_not_determine_the_queue_rate(self) -> None:
         """Long requests run in waves; between two of them one small request finds room."""
         scheduler = Scheduler(queue_limit=100)
         scheduler.join(capacity_blocks=96)
         scheduler(ShortfallsReported(0.0, {"m": 100}))
         scheduler.report(free=96)
         wave = [f"a{number}" for number in range(32)]
-        assert [one for name in wave for one in assigned(scheduler.ask(name))] == wave
+        assert [started for name in wave for started in assigned(scheduler.ask(name))] == wave
         scheduler.report(now_s=20.0, free=1, received=tuple(wave))
         small = scheduler.ask("small", now_s=20.0, prompt_tokens=8, max_tokens=8)
         assert assigned(small) == ["small"]
@@ -688,7 +740,7 @@ class TestRefusals:
         end = scheduler.report(now_s=60.0, free=96, received=("small",))
         assert len(assigned(end)) == 32
 
-    def test_light_load_does_not_tell_the_pace_of_a_line(self) -> None:
+    def test_light_load_does_not_determine_the_queue_rate(self) -> None:
         """Recent requests found room at once, so the pace of the workers is unknown."""
         scheduler = joined(queue_limit=200)
         scheduler(ShortfallsReported(0.0, {"m": 100}))
@@ -699,7 +751,7 @@ class TestRefusals:
         for number in range(100):
             assert kinds(scheduler.ask(f"b{number}", now_s=118.0)) == [SendTicket]
 
-    def test_too_large_names_the_numbers(self, scheduler: Scheduler) -> None:
+    def test_an_oversized_request_is_refused_with_both_sizes(self, scheduler: Scheduler) -> None:
         scheduler.join()
         refused = refusal(scheduler.ask("r1", prompt_tokens=1000, max_tokens=25))
         assert refused.reason is RefusalReason.TOO_LARGE
@@ -708,26 +760,30 @@ class TestRefusals:
             assert number in refused.message
         assert kinds(scheduler.ask("r2", prompt_tokens=1000, max_tokens=24)) == [SendTicket]
 
-    def test_too_large_for_the_kv(self, scheduler: Scheduler) -> None:
+    def test_a_request_larger_than_the_kv_is_refused(self, scheduler: Scheduler) -> None:
         scheduler.join(capacity_blocks=4)
         assert refusal(scheduler.ask("r1")).reason is RefusalReason.TOO_LARGE
 
-    def test_too_large_is_noticed_once_a_group_is_known(self, scheduler: Scheduler) -> None:
+    def test_an_oversized_request_is_refused_once_a_group_registers(
+        self, scheduler: Scheduler
+    ) -> None:
         scheduler.ask("large", prompt_tokens=2000)
         scheduler.ask("small")
         commands = scheduler.serve()
         assert refusal(commands).request_id == "large"
         assert assigned(commands) == ["small"]
 
-    def test_unknown_model(self, scheduler: Scheduler) -> None:
+    def test_a_request_for_an_unknown_model_is_refused(self, scheduler: Scheduler) -> None:
         scheduler.join(model="served")
         refused = refusal(scheduler.ask("r1", model="other"))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
-        assert refused.retry_after_s is None
+        assert refused.retry_after_s == AWAY_RETRY_S, "its first worker may start"
         # The key of the client may not permit the other models.
         assert "served" not in refused.message
 
-    def test_a_model_whose_workers_are_away_may_come_back(self, scheduler: Scheduler) -> None:
+    def test_a_model_without_workers_is_refused_with_a_retry_time(
+        self, scheduler: Scheduler
+    ) -> None:
         scheduler.join("w0", model="m")
         scheduler.join("w1", model="n")
         scheduler(GroupLeft(0.0, "group-w0"))
@@ -739,7 +795,7 @@ class TestRefusals:
         scheduler.report("w0")
         assert assigned(scheduler.ask("r1")) == ["r1"]
 
-    def test_a_model_whose_last_group_has_just_left_is_waited_for(
+    def test_requests_wait_for_a_model_whose_last_group_just_left(
         self, scheduler: Scheduler
     ) -> None:
         scheduler.join("w0", model="m")
@@ -752,9 +808,9 @@ class TestRefusals:
         assert large.reason is RefusalReason.TOO_LARGE
         assert scheduler(Ticked(REGROUP_S + 0.9)) == []
         in_vain = scheduler(Ticked(REGROUP_S + 1.0))
-        assert [one.request_id for one in in_vain] == ["r1", "r2"]
-        assert {one.reason for one in in_vain} == {RefusalReason.UNKNOWN_MODEL}
-        assert all(one.retry_after_s for one in in_vain)
+        assert [refusal.request_id for refusal in in_vain] == ["r1", "r2"]
+        assert {refusal.reason for refusal in in_vain} == {RefusalReason.UNKNOWN_MODEL}
+        assert all(refusal.retry_after_s for refusal in in_vain)
         scheduler.join("w0", epoch=2)
         assert assigned(scheduler.report("w0", epoch=2, now_s=12.0)) == ["before"]
         scheduler(GroupLeft(20.0, "group-w0"))
@@ -762,18 +818,30 @@ class TestRefusals:
         scheduler.join("w0", epoch=3)
         assert assigned(scheduler.report("w0", epoch=3, now_s=22.0)) == ["r4"]
 
+    def test_a_request_that_came_before_all_groups_does_not_wait_for_its_deadline(
+        self, scheduler: Scheduler
+    ) -> None:
+        # As after a restart of the scheduler, while the workers of "m" are away.
+        assert kinds(scheduler.ask("r1", model="m")) == [SendTicket]
+        assert scheduler(Ticked(REGROUP_S + 1.0)) == [], "no worker of any model is known"
+        scheduler.join("w1", model="n", now_s=REGROUP_S + 1.0)
+        assert kinds(scheduler.ask("r2", model="m", now_s=REGROUP_S + 1.0)) == [SendRefusal]
+        refused = refusal(scheduler(Ticked(REGROUP_S + 2.0)))
+        assert (refused.request_id, refused.reason) == ("r1", RefusalReason.UNKNOWN_MODEL)
+        assert refused.retry_after_s == AWAY_RETRY_S
+
     def test_the_memory_of_models_is_bounded(self) -> None:
         state = SchedulerState(8, 120.0)
         state.handle(GroupJoined(0.0, group("w1", model="n")))
         for number in range(MODELS_REMEMBERED_MAX + 1):
             state.handle(GroupJoined(0.0, group(model=f"m{number}")))
         state.handle(GroupLeft(0.0, "group-w0"))
-        heard = ask("r1", model="m0", now_s=REGROUP_S)
-        assert refusal(state.handle(heard)).retry_after_s > 0
+        recent = ask("r1", model="m0", now_s=REGROUP_S)
+        assert "unavailable" in refusal(state.handle(recent)).message
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
-        assert refusal(state.handle(unheard)).retry_after_s is None
+        assert "no worker serves this model yet" in refusal(state.handle(unheard)).message
 
-    def test_expired(self) -> None:
+    def test_an_expired_request_is_refused(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)
         scheduler.ask("r1", now_s=1.0)
         assert scheduler(Ticked(5.9)) == []
@@ -782,7 +850,7 @@ class TestRefusals:
         assert refused.retry_after_s >= 1
         assert refusal(scheduler.ask("r2", waited_s=5.0)).reason is RefusalReason.EXPIRED
 
-    def test_expired_before_dispatch(self) -> None:
+    def test_an_expired_request_is_refused_before_dispatch(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)
         scheduler.ask("old", now_s=0.0)
         scheduler.ask("young", now_s=4.0)
@@ -830,7 +898,7 @@ class TestRepeats:
         assert again == SendAssignment("r1", "group-w0", 1, "w0", "w0:1", stream_id=2)
         assert scheduler.state.snapshot(2.0).assigned_total == 1
 
-    def test_a_refused_epoch_is_decided_anew_in_its_old_place(self, scheduler: Scheduler) -> None:
+    def test_a_stale_epoch_is_dispatched_again_in_its_place(self, scheduler: Scheduler) -> None:
         scheduler.serve(epoch=1)
         scheduler.ask("r1")
         scheduler.join(epoch=2)
@@ -841,7 +909,7 @@ class TestRepeats:
         assert kinds(scheduler.ask("r1", now_s=3.0, failed=refused)) == [SendAssignment]
 
     @pytest.mark.parametrize("known", ["before", "after"])
-    def test_an_assignment_to_a_group_that_merges_is_decided_anew(
+    def test_an_assignment_to_a_merging_group_is_dispatched_again(
         self, scheduler: Scheduler, known: str
     ) -> None:
         for name in ("w0", "w1"):
@@ -869,7 +937,7 @@ class TestRepeats:
         scheduler.report("w0", epoch=2, now_s=1.0, received=("r1",))
         assert scheduler.state.snapshot(1.0).reserved_blocks == 0
 
-    def test_a_refused_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
+    def test_a_stale_epoch_is_not_offered_again_at_once(self, scheduler: Scheduler) -> None:
         scheduler.serve(epoch=1)
         scheduler.ask("r1")
         refused = FailedAssignment("group-w0", 1)
@@ -882,10 +950,10 @@ class TestRepeats:
         refused = FailedAssignment(first.group_id, first.epoch)
         second = placed(scheduler.ask("r1", failed=refused))
         assert (first.worker_id, second.worker_id) == ("w0", "w1")
-        # Both groups are at epoch 1: the group's id tells which assignment failed.
+        # Both groups are at epoch 1: the group's id identifies the failed assignment.
         assert scheduler.ask("r1", failed=refused) == [second]
 
-    def test_an_assignment_to_a_group_that_has_gone_is_decided_anew(
+    def test_an_assignment_to_a_departed_group_is_dispatched_again(
         self, scheduler: Scheduler
     ) -> None:
         scheduler.serve("w0")
@@ -894,7 +962,7 @@ class TestRepeats:
         scheduler.serve("w1", now_s=1.0)
         assert placed(scheduler.ask("r1", now_s=1.0)).worker_id == "w1"
 
-    def test_assignments_are_forgotten_in_time(self, scheduler: Scheduler) -> None:
+    def test_assignments_expire(self, scheduler: Scheduler) -> None:
         scheduler.serve()
         scheduler.ask("r1")
         scheduler(Ticked(60.0))
@@ -941,7 +1009,7 @@ def test_the_snapshot_counts(scheduler: Scheduler) -> None:
 
 
 def test_ten_thousand_waiting_requests_cost_no_more_each() -> None:
-    """Bounded by work done, not by time: no event may walk the whole queue."""
+    """Bounded by counted work, not by time: no event may walk the whole queue."""
     state = SchedulerState(20_000, 1e9)
     for number in range(10_000):
         state.handle(ask(f"r{number}", prompt_tokens=1, max_tokens=1))
@@ -964,7 +1032,7 @@ def full(**settings: Any) -> Scheduler:
     return scheduler
 
 
-def test_a_request_that_has_run_goes_before_all_that_have_not() -> None:
+def test_a_resumed_request_precedes_new_ones() -> None:
     scheduler = full()
     scheduler.ask("early", waited_s=60.0)
     scheduler.ask("resumed", resumed=True)
@@ -972,20 +1040,20 @@ def test_a_request_that_has_run_goes_before_all_that_have_not() -> None:
     assert assigned(scheduler.report(free=100)) == ["resumed", "later-resumed", "early"]
 
 
-def test_neither_the_limit_nor_the_deadline_of_the_queue_ends_what_has_run() -> None:
+def test_queue_limit_and_deadline_do_not_apply_to_resumed_requests() -> None:
     scheduler = full(queue_limit=2, queue_deadline_s=5.0)
     scheduler.ask("a")
     scheduler.ask("b")
     assert kinds(scheduler.ask("new")) == [SendRefusal]
     assert kinds(scheduler.ask("resumed", resumed=True, waited_s=99.0)) == [SendTicket]
-    assert {one.request_id for one in scheduler(Ticked(6.0))} == {"a", "b"}
+    assert {command.request_id for command in scheduler(Ticked(6.0))} == {"a", "b"}
     assert scheduler(Ticked(600.0)) == []
     assert assigned(scheduler.report(free=100, now_s=600.0)) == ["resumed"]
     assert scheduler.state.snapshot(600.0).oldest_wait_s == 0.0
 
 
 def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None:
-    """A request that was at a worker until then has not waited in the line; its place is as old."""
+    """Time at the lost worker was not spent in the queue; the request keeps its place."""
     scheduler = full(queue_limit=2, queue_deadline_s=5.0)
     scheduler.ask("a", now_s=98.0)
     scheduler.ask("b", now_s=98.0)
@@ -995,7 +1063,7 @@ def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None
     assert kinds(scheduler.ask("lost", **lost, excused_s=98.5)) == [SendTicket]
     assert scheduler(Ticked(102.9)) == []
     assert scheduler.state.snapshot(102.9).oldest_wait_s == pytest.approx(4.9)
-    assert {one.request_id for one in scheduler(Ticked(103.2))} == {"a", "b"}
+    assert {command.request_id for command in scheduler(Ticked(103.2))} == {"a", "b"}
     assert scheduler(Ticked(103.4)) == []
     (expired,) = scheduler(Ticked(103.5))
     assert expired.request_id == "lost"
@@ -1008,12 +1076,12 @@ def test_the_deadline_counts_from_the_loss_of_a_worker_under_a_request() -> None
 
 
 @pytest.mark.parametrize("excused_s", [-1.0, 3.1, float("nan"), float("inf")])
-def test_no_more_is_excused_than_a_request_has_waited(excused_s: float) -> None:
-    found = refusal(full().ask("r", waited_s=3.0, excused_s=excused_s))
-    assert found.reason is RefusalReason.INVALID and "excused_s" in found.message
+def test_excused_time_is_at_most_the_waiting_time(excused_s: float) -> None:
+    refused = refusal(full().ask("r", waited_s=3.0, excused_s=excused_s))
+    assert refused.reason is RefusalReason.INVALID and "excused_s" in refused.message
 
 
-def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler) -> None:
+def test_a_resumed_request_waits_for_the_workers_of_its_model(scheduler: Scheduler) -> None:
     scheduler.join()
     scheduler.join("other", model="other")
     scheduler(GroupLeft(0.0, "group-w0"))
@@ -1024,10 +1092,10 @@ def test_it_waits_for_the_workers_of_its_model_to_come_back(scheduler: Scheduler
 
 
 @pytest.mark.parametrize("returned", [True, False])
-def test_so_does_one_that_was_assigned_and_has_not_run(
+def test_an_assigned_request_waits_for_the_workers_of_its_model(
     scheduler: Scheduler, returned: bool
 ) -> None:
-    """All survivors of a divided group load their layers: for a moment nobody serves."""
+    """All survivors of a divided group load their layers: for a moment none serves."""
     scheduler.serve()
     assert assigned(scheduler.ask("r")) == ["r"]
     scheduler(GroupLeft(0.0, "group-w0"))
@@ -1039,7 +1107,7 @@ def test_so_does_one_that_was_assigned_and_has_not_run(
     assert refusal(scheduler(Ticked(120.0))).reason is RefusalReason.EXPIRED
 
 
-def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Scheduler) -> None:
+def test_a_lost_worker_gets_no_request_until_it_reports(scheduler: Scheduler) -> None:
     """Also if the request had moved there from the group that it was assigned to."""
     scheduler.join()
     scheduler.join("w1", capacity_blocks=50)
@@ -1052,7 +1120,7 @@ def test_the_worker_that_it_has_lost_gets_nothing_until_it_reports(scheduler: Sc
     assert assigned(scheduler.report("w1", free=50)) == ["r"]
 
 
-def test_a_worker_is_lost_too_if_its_group_has_another_epoch_by_now(scheduler: Scheduler) -> None:
+def test_a_worker_is_lost_even_if_its_group_has_a_new_epoch(scheduler: Scheduler) -> None:
     """Requests stay where they are in a change of groups, and their gateways know the old epoch."""
     scheduler.serve()
     assert assigned(scheduler.ask("r")) == ["r"]
@@ -1062,13 +1130,13 @@ def test_a_worker_is_lost_too_if_its_group_has_another_epoch_by_now(scheduler: S
     assert assigned(scheduler.report(epoch=2)) == ["r"]
 
 
-def test_what_has_run_and_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
+def test_a_resumed_request_that_fits_nowhere_is_refused(scheduler: Scheduler) -> None:
     scheduler.serve()
     command = refusal(scheduler.ask("r", prompt_tokens=2000, resumed=True))
     assert command.reason is RefusalReason.TOO_LARGE
 
 
-def test_what_has_run_in_a_larger_group_waits_for_one_and_holds_nobody_up() -> None:
+def test_a_resumed_request_of_a_larger_group_waits_without_blocking() -> None:
     scheduler = Scheduler(queue_limit=64)
     scheduler.serve()
     scheduler.join("w1", max_model_len=4096, capacity_blocks=400)
@@ -1087,11 +1155,11 @@ def test_what_has_run_in_a_larger_group_waits_for_one_and_holds_nobody_up() -> N
             f"short{number}"
         ]
     scheduler.join("w1", incarnation="w1-b", max_model_len=4096, capacity_blocks=400)
-    found = scheduler.report("w1", incarnation="w1-b", free=400)
-    assert assigned(found)[0] == first
+    commands = scheduler.report("w1", incarnation="w1-b", free=400)
+    assert assigned(commands)[0] == first
 
 
-def test_a_size_that_no_group_ever_held_is_refused_behind_those_that_wait_for_one(
+def test_a_size_beyond_all_known_groups_is_refused(
     scheduler: Scheduler,
 ) -> None:
     scheduler.join(max_model_len=4096, capacity_blocks=400)
@@ -1106,7 +1174,7 @@ def test_a_size_that_no_group_ever_held_is_refused_behind_those_that_wait_for_on
 # --- requests that engines may die of
 
 
-def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
+def test_an_isolated_request_reserves_an_idle_group(
     scheduler: Scheduler,
 ) -> None:
     for name in ("w0", "w1"):
@@ -1121,7 +1189,7 @@ def test_what_is_to_be_alone_takes_an_idle_group_and_keeps_it_until_it_has_run(
     assert assigned(scheduler.report("w1", running=1)) == ["next"]
 
 
-def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -> None:
+def test_no_group_is_reserved_forever_for_an_isolated_request(scheduler: Scheduler) -> None:
     scheduler.serve()
     assert assigned(scheduler.ask("alone", alone=True)) == ["alone"]
     assert assigned(scheduler.ask("next")) == []
@@ -1130,7 +1198,7 @@ def test_no_group_waits_for_ever_for_what_is_to_be_alone(scheduler: Scheduler) -
     assert assigned(scheduler(Ticked(EXCLUSIVE_S))) == ["next"]
 
 
-def test_what_finds_no_idle_group_in_time_runs_beside_others(scheduler: Scheduler) -> None:
+def test_an_isolated_request_runs_beside_others_after_a_timeout(scheduler: Scheduler) -> None:
     scheduler.serve(running=1, free=90)
     assert kinds(scheduler.ask("alone", resumed=True, alone=True)) == [SendTicket]
     scheduler.report(running=1, free=90, now_s=ALONE_S - 0.1)
@@ -1170,5 +1238,7 @@ def test_the_last_workers_are_never_avoided(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"avoided": ("a:1",) * 65}, {"avoided_s": math.inf}])
-def test_what_no_gateway_avoids_is_refused(scheduler: Scheduler, changes: dict[str, Any]) -> None:
+def test_malformed_avoided_workers_are_refused(
+    scheduler: Scheduler, changes: dict[str, Any]
+) -> None:
     assert refusal(scheduler.ask("r", **changes)).reason is RefusalReason.INVALID

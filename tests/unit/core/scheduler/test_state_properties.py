@@ -32,9 +32,8 @@ DEADLINE_S = 20.0
 
 
 class World:
-    """Two gateways and three workers that do whatever the seed says.
-
-    What happened and was decided is in `log`, for a replay.
+    """Two gateways and three workers with random events. Events and decisions are in `log`, for a
+    replay.
     """
 
     def __init__(self, seed: int, overtaken_max: int, ttft: CostModel | None) -> None:
@@ -53,7 +52,7 @@ class World:
         self.epochs = [0, 0, 0]
         self.room: dict[str, int] = {}  # per group: what its last valid report left
         self.reserved: dict[str, dict[str, tuple[int, float]]] = {}
-        self.told = 0
+        self.reports_sent = 0
         self.queries = 0
         self.newest: dict[str, int] = {}  # per group: the largest number that it heard
         self.running: dict[str, int] = {}  # per group, of the same report
@@ -153,7 +152,7 @@ class World:
         self.feed(ask)
 
     def some_prefix(self) -> ThinHashes:
-        """One of a few chats, more or less of it."""
+        """A random part of one of a few chats."""
         chat, length = self.rng.randrange(4), self.rng.randrange(5)
         hashes = tuple(100 * chat + place for place in range(length))
         return ThinHashes(self.rng.choice([8, 8, 16]), hashes)
@@ -277,8 +276,8 @@ class World:
         running = self.rng.randrange(5)
         passed_on = self.rng.random() < 0.3
         self.queries += self.rng.choice([0, 0, 300])
-        self.told += 1
-        number = self.told - self.rng.choice([0, 0, 0, 4])
+        self.reports_sent += 1
+        number = self.reports_sent - self.rng.choice([0, 0, 0, 4])
         known = group.group_id in self.room
         if not stale and (known or not passed_on):
             if number > self.newest.get(group.group_id, 0):
@@ -325,7 +324,7 @@ def test_every_ask_ends_exactly_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_replay_by_what_is_cached_decides_the_same_again(seed: int) -> None:
+def test_a_replay_with_prefixes_repeats_the_decisions(seed: int) -> None:
     world = World(seed, 8, TOKEN_COSTS)
     for _ in range(400):
         world.step()

@@ -1,4 +1,4 @@
-"""The walk of the queue refuses what a rule without shortcuts refuses."""
+"""The walk of the queue refuses the same requests as a rule without shortcuts."""
 
 import math
 from random import Random
@@ -34,7 +34,7 @@ def is_refusable(
 def plain_walk(
     self: Lateness, name: str, model: ModelGroups, short: bool, now_s: float, walk: bool
 ) -> list[tuple[Waiting, Late]]:
-    """As `Lateness.late_waiting`, request by request."""
+    """The same as `Lateness.late_waiting`, one request at a time."""
     overloaded = [
         cls for cls in ONLINE if self.factor and self.is_overloaded(Service(cls), model, now_s)
     ]
@@ -60,7 +60,7 @@ def plain_walk(
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[Late]:
-    """Compares every walk; collects the refusals."""
+    """Compare every walk and collect the refusals."""
     refused = list[Late]()
 
     def both(self: Lateness, *arguments: Any) -> list[tuple[Waiting, Late]]:

@@ -1,4 +1,4 @@
-"""The time during which at least one transfer is under way."""
+"""The time during which at least one transfer is in progress."""
 
 from services.core.shipments.busy_time import BusyTime
 

@@ -1,4 +1,4 @@
-"""Hand-overs: a worker computes the prompt, another the output; after a failure the first does."""
+"""Hand-overs: a worker computes the prompt and another decodes, unless the hand-over fails."""
 
 import pytest
 
@@ -61,14 +61,14 @@ def test_blocks_that_the_target_has_are_not_sent_again() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_request_of_one_token_ends_where_it_began(seed: int) -> None:
+def test_a_single_token_request_ends_at_its_first_worker(seed: int) -> None:
     world = ShippingWorld(seed)
     client = world.start("a", prompt(world, 40), 1, "w0", hand_to="w1")
     decodes_at_its_start(world, client, kept=0)
     assert not world.frames
 
 
-def test_a_request_that_nobody_resumes_is_not_handed_over() -> None:
+def test_a_non_resumable_request_is_not_handed_over() -> None:
     world = ShippingWorld(4)
     client = world.start("a", prompt(world, 40), 9, "w0", hand_to="w1", resumable=False)
     decodes_at_its_start(world, client, kept=0)
@@ -84,13 +84,13 @@ def test_a_request_that_ends_with_its_first_token_counts_as_no_failure(seed: int
     assert handed(world) == (0, 0)
 
 
-def test_a_target_that_refuses_leaves_the_request_where_it_is() -> None:
+def test_a_refused_request_stays_at_its_worker() -> None:
     world = ShippingWorld(5, layouts=("one", "other"))
     client = world.start("a", prompt(world, 40), 20, "w0", hand_to="w1")
     decodes_at_its_start(world, client, kept=1)
 
 
-def test_a_target_that_does_not_answer_leaves_the_request_where_it_is() -> None:
+def test_a_request_without_an_answer_stays_at_its_worker() -> None:
     world = ShippingWorld(6, num_blocks=200)
     client = world.start("a", prompt(world, 40), 600, "w0", hand_to="w1")
     w0 = world.nodes["w0"]
@@ -102,7 +102,7 @@ def test_a_target_that_does_not_answer_leaves_the_request_where_it_is() -> None:
     decodes_at_its_start(world, client, kept=1)
 
 
-def test_a_worker_that_does_not_answer_gets_few_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_worker_gets_few_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "UNANSWERED_MAX", 3)
     world = ShippingWorld(9, num_blocks=400)
     for number in range(6):
@@ -117,7 +117,7 @@ def test_a_worker_that_does_not_answer_gets_few_offers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_lost_target_leaves_the_request_where_it_is_or_resumes_it(seed: int) -> None:
+def test_a_request_survives_the_loss_of_its_target(seed: int) -> None:
     world = ShippingWorld(seed)
     client = world.start("a", prompt(world, 100), 40, "w0", hand_to="w1")
     for _ in range(world.rng.randrange(60)):
@@ -129,8 +129,8 @@ def test_a_lost_target_leaves_the_request_where_it_is_or_resumes_it(seed: int) -
     assert (client.worker == "w1") is (handed(world)[0] == 1)
 
 
-def test_a_request_that_was_handed_over_stays() -> None:
-    """Its start at the target names a worker, too."""
+def test_a_handed_over_request_stays() -> None:
+    """Its start at the target names a worker for a hand-over, too."""
     world = ShippingWorld(7)
     client = world.start("a", prompt(world, 40), 60, "w0", hand_to="w1")
     world.run_until(lambda: client.moves == 1)
@@ -186,7 +186,7 @@ def explore(seed: int) -> ShippingWorld:
 
 
 def test_random_worlds_hand_requests_over() -> None:
-    """The property test above is about something."""
+    """Guards the property test above against an empty run."""
     worlds = [explore(seed) for seed in range(20)]
     totals = [handed(world, name) for world in worlds for name in world.nodes]
     assert sum(done for done, _ in totals) > 60

@@ -1,4 +1,4 @@
-"""Requests move while groups change and workers die: the tokens are those of a calm run."""
+"""Requests move while groups change and workers die: tokens equal an undisturbed run."""
 
 import os
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def explore(world: RebalancedWorld) -> RebalancedWorld:
     return world
 
 
-def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
+def test_random_moves_and_changes_preserve_tokens() -> None:
     """At least 500 scenarios of moves, merges, splits, partial splits and losses; each is audited:
     a request runs at one worker at a time.
     """
@@ -52,7 +52,7 @@ def test_every_request_has_its_tokens_whatever_moves_and_changes() -> None:
     assert all(world.checks["I5"] for world in worlds)
 
 
-def test_every_request_has_its_tokens_if_prompts_are_computed_elsewhere() -> None:
+def test_random_hand_overs_and_changes_preserve_tokens() -> None:
     """The same with hand-overs; runs of `TIDESERVE_HANDED_SEEDS` seeds, 500 for a proof."""
     worlds = [explore(world_of(seed, handed=0.7)) for seed in range(HANDED_RUNS)]
     members = [member for world in worlds for member in world.members.values()]
@@ -68,7 +68,7 @@ def test_every_request_has_its_tokens_if_prompts_are_computed_elsewhere() -> Non
 
 
 def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the end of all shipments at a change, blocks are kept or KV is wrong."""
+    """Unless all shipments end at a change, blocks leak or KV is wrong."""
     monkeypatch.setattr(Shipping, "end_all", lambda _self, _reason: None)
     with pytest.raises((Violated, AssertionError, KeyError, IndexError)):
         for seed in range(RUNS):
@@ -76,7 +76,7 @@ def test_a_shipment_that_outlives_its_group_is_noticed(monkeypatch: pytest.Monke
 
 
 def runs_on(patch: pytest.MonkeyPatch) -> None:
-    """A worker returns a request whose KV it has sent, and goes on with it."""
+    """A worker returns a request whose KV it has sent, and continues it."""
 
     def ship(self: PinHandlers, event: SequenceShipped) -> list[RefuseRequest]:
         sequence = self.sequence_table.sequences[event.seq_id]
@@ -87,7 +87,7 @@ def runs_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_on_in_silence(patch: pytest.MonkeyPatch) -> None:
-    """The same, and sends none of its tokens."""
+    """The same, without sending its tokens."""
     runs_on(patch)
     handle, returned = Changeover.handle, set[str]()
 

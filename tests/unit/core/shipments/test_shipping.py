@@ -1,4 +1,4 @@
-"""Shipments between workers: KV that is right, blocks that are free afterwards, one owner."""
+"""Shipments between workers: correct KV, freed blocks, a single owner."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def prompt(world: ShippingWorld, tokens: int) -> tuple[int, ...]:
     return tuple(world.rng.randrange(VOCABULARY) for _ in range(tokens))
 
 
-def test_a_request_moves_and_runs_at_most_a_block_and_a_token_again() -> None:
+def test_a_move_recomputes_at_most_a_block_and_a_token() -> None:
     world = ShippingWorld(1)
     client = world.start("a", prompt(world, 40), 60, "w0")
     world.run_until(lambda: len(client.tokens) > 10)
@@ -58,7 +58,7 @@ def test_no_kv_is_shared_between_salts() -> None:
     assert other.tokens == output_of(other.request)
 
 
-def test_another_layout_is_refused_and_the_request_runs_on() -> None:
+def test_a_mismatched_layout_is_refused_and_the_request_continues() -> None:
     world = ShippingWorld(4, layouts=("one", "other"))
     client = world.start("a", prompt(world, 40), 60, "w0")
     world.run_until(lambda: len(client.tokens) > 2)
@@ -70,7 +70,7 @@ def test_another_layout_is_refused_and_the_request_runs_on() -> None:
     assert client.worker == "w0" and client.tokens == output_of(client.request)
 
 
-def test_a_full_target_takes_none() -> None:
+def test_a_full_target_accepts_no_request() -> None:
     world = ShippingWorld(5, num_blocks=40)
     world.start("there", prompt(world, 100), 50, "w1")
     client = world.start("a", prompt(world, 60), 60, "w0")
@@ -166,12 +166,12 @@ def test_an_order_too_small_for_any_request_moves_none() -> None:
 def test_an_order_moves_a_few_requests_at_a_time() -> None:
     world = ShippingWorld(8, num_blocks=1200)
     clients = [world.start(f"r{n}", prompt(world, 30), 400, "w0") for n in range(7)]
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in clients))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in clients))
     world.ship("w0", "w1", 6)
     assert len(world.frames["w0", "w1"]) == AT_ONCE
     world.run_until(lambda: "order-1" in world.answers)
     answer = world.answers["order-1"]
-    assert answer.moved == sum(one.worker == "w1" for one in clients) == 6, answer
+    assert answer.moved == sum(client.worker == "w1" for client in clients) == 6, answer
     world.finish()
 
 
@@ -256,12 +256,12 @@ def test_random_moves_losses_aborts_and_pressure(seed: int) -> None:
     world.finish()
 
 
-def test_random_worlds_do_move_requests() -> None:
-    """The property test above is about something."""
+def test_random_worlds_move_requests() -> None:
+    """Guards the property test above against an empty run."""
     world = ShippingWorld(11, workers=3, num_blocks=120)
     for number in range(10):
         world.start(f"r{number}", prompt(world, 30), 60, f"w{number % 3}")
-    world.run_until(lambda: all(len(one.tokens) > 2 for one in world.clients.values()))
+    world.run_until(lambda: all(len(client.tokens) > 2 for client in world.clients.values()))
     for source, target in (("w0", "w1"), ("w1", "w2"), ("w2", "w0")):
         world.ship(source, target)
     world.finish()

@@ -57,7 +57,7 @@ def client(host: str = "127.0.0.1", names: str = "", key: str | None = None) -> 
         ("0.0.0.0", "rebound.example", 403),
     ],
 )
-async def test_only_our_own_names_are_answered(listens: str, asked: str, status: int) -> None:
+async def test_only_known_host_names_are_served(listens: str, asked: str, status: int) -> None:
     async with client(listens, names="Tide.example, other.example") as http:
         for path in ("/", API):
             answer = await http.get(path, headers={"host": asked})
@@ -81,12 +81,12 @@ async def test_only_our_own_names_are_answered(listens: str, asked: str, status:
         ({"sec-fetch-site": "same-site"}, 403),
     ],
 )
-async def test_pages_from_elsewhere_get_nothing(headers: dict[str, str], status: int) -> None:
+async def test_cross_origin_requests_are_refused(headers: dict[str, str], status: int) -> None:
     async with client() as http:
         assert (await http.get(API, headers=headers)).status_code == status
 
 
-async def test_what_changes_something_needs_the_header() -> None:
+async def test_mutating_requests_need_the_header() -> None:
     async with client() as http:
         for headers, status in (({}, 403), ({"x-tideserve-admin": "1"}, 200)):
             for method in ("POST", "PUT", "DELETE", "OPTIONS"):
@@ -112,11 +112,11 @@ async def test_only_changes_and_refusals_leave_a_line(caplog: pytest.LogCaptureF
         await http.get(API)
         await http.post(API, headers={"x-tideserve-admin": "1"})
         await http.post(API)
-    lines = [one.message for one in caplog.records if one.name.startswith("services.")]
+    lines = [record.message for record in caplog.records if record.name.startswith("services.")]
     assert lines == ["other 200", "other 403"]
 
 
-def test_hosts() -> None:
+def test_allowed_hosts() -> None:
     assert host_name("Example.COM:80") == "example.com"
     assert host_name("[::1]:80") == "::1"
     assert host_name("[::1") == "::1"
@@ -139,7 +139,7 @@ def test_a_port_for_the_network_needs_a_key() -> None:
         config(admin_port=1, admin_key="short           ")
 
 
-def test_rates_are_those_of_the_last_moments() -> None:
+def test_rates_cover_a_recent_window() -> None:
     pulse = RateWindow()
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None)
     pulse.add(100.0, EndpointTotals(5, 1, 9.0))
@@ -151,7 +151,7 @@ def test_rates_are_those_of_the_last_moments() -> None:
     assert (pulse.tokens_per_s, pulse.ttft_s) == (0.0, None), f"older than {WINDOW_S} s"
 
 
-def test_totals_count_what_the_metrics_count() -> None:
+def test_totals_match_the_metrics() -> None:
     metrics = Metrics(("m",), CollectorRegistry())
     for service_class in (ServiceClass.INTERACTIVE, ServiceClass.BATCH):
         metrics.of("m").by_class.of(service_class).ttft.observe(0.25)
@@ -172,7 +172,7 @@ DECISION = {
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         ({}, "need 3,300 tokens of KV cache, the threshold is 2,048"),
         ({"cause": "manual", "group_ids": ["g", "h"]}, "Manual merge: g, h merge"),
@@ -188,11 +188,11 @@ DECISION = {
         ({"action": "new", "cause": "unknown"}, "new (unknown)"),
     ],
 )
-def test_decisions_are_sentences(changes: dict[str, Any], words: str) -> None:
-    assert words in sentence(DECISION | changes)
+def test_decisions_are_rendered_as_sentences(changes: dict[str, Any], reason: str) -> None:
+    assert reason in sentence(DECISION | changes)
 
 
-def test_kv_of_a_worker_depends_on_the_layers_that_it_runs() -> None:
+def test_kv_of_a_worker_depends_on_its_layers() -> None:
     shape = record_pb2.ModelShape(num_layers=4)
     records = {name: worker_record(name, shape=shape) for name in ("a", "b", "c")}
     workers = tuple(
@@ -213,7 +213,7 @@ async def state() -> dict[str, Any]:
     return {"workers": []}
 
 
-async def test_one_producer_serves_all_and_rests_when_nobody_looks(
+async def test_a_shared_producer_stops_without_viewers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feed_module, "PERIOD_S", 0.0)
@@ -228,11 +228,11 @@ async def test_one_producer_serves_all_and_rests_when_nobody_looks(
     running = asyncio.create_task(feed.run())
     await settle(100)
     assert looks == 0
-    with feed.viewer() as one, feed.viewer() as other:
+    with feed.viewer() as first, feed.viewer() as other:
         await settle(100)
         assert 0 < looks <= 101
         newest = f'data: {{"workers":[],"looks":{looks}}}\n\n'.encode()
-        assert [await anext(one), await anext(other)] == [newest, newest]
+        assert [await anext(first), await anext(other)] == [newest, newest]
     await settle(100)
     rested = looks
     await settle(100)
@@ -240,7 +240,7 @@ async def test_one_producer_serves_all_and_rests_when_nobody_looks(
     running.cancel()
 
 
-async def test_viewers_are_limited_and_leave() -> None:
+async def test_viewers_are_limited_and_free_their_place() -> None:
     feed = Feed(state)
     with ExitStack() as stack:
         for _ in range(VIEWERS_MAX):
@@ -255,7 +255,7 @@ async def test_viewers_are_limited_and_leave() -> None:
         raise AssertionError("it is closed")
 
 
-async def test_what_fails_begins_again_and_leaves_one_line(
+async def test_a_failed_producer_restarts_and_logs_a_single_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(admin_port, "RETRY_S", 0)
@@ -278,10 +278,10 @@ async def test_what_fails_begins_again_and_leaves_one_line(
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled() and looks > 3
-    assert [one.levelname for one in caplog.records] == ["ERROR"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-async def test_a_failure_is_told_and_stays_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_is_shown_only_in_its_own_section(caplog: pytest.LogCaptureFixture) -> None:
     async def fails() -> None:
         raise OSError("no more sockets")
 

@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted, and the sentence for everything else."""
+"""Request bodies: accepted fields, and the error message for others."""
 
 import json
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def chat_error(**fields: Any) -> GatewayError:
     return caught.value
 
 
-PARSED = [one for one in bad_inputs() if not one.needs_model]
+PARSED = [bad_input for bad_input in bad_inputs() if not bad_input.needs_model]
 
 
-@pytest.mark.parametrize("bad", PARSED, ids=[one.name for one in PARSED])
+@pytest.mark.parametrize("bad", PARSED, ids=[case.name for case in PARSED])
 def test_bad_fields_are_refused_by_name(bad: BadInput) -> None:
     parse = parse_chat if bad.endpoint == "chat" else parse_completion
     with pytest.raises(BadRequest) as caught:
@@ -60,7 +60,7 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in UNSUPPORTED for value in values]
 )
-def test_what_is_not_served_yet_says_so(name: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_as_unsupported(name: str, value: Any) -> None:
     error = chat_error(**{name: value})
     assert isinstance(error, NotSupported)
     assert error.param == name
@@ -90,7 +90,7 @@ def test_what_is_not_served_yet_says_so(name: str, value: Any) -> None:
         {"stop_token_ids": list(range(256)), "ignore_eos": True},
     ],
 )
-def test_harmless_and_neutral_fields_pass(fields: dict[str, Any]) -> None:
+def test_harmless_and_neutral_fields_are_accepted(fields: dict[str, Any]) -> None:
     parse_chat(parse_object(json.dumps(CHAT | fields).encode()))
 
 
@@ -98,18 +98,18 @@ NAMES = ["top_kk", "tokenize", "", "x" * 500, "\ud800", 'a"b\r\nc']
 
 
 @pytest.mark.parametrize(
-    ("slo", "said"),
+    ("slo", "message"),
     [
         ({"ttft": 400}, "'slo.ttft' is not a field; the fields are ttft_ms, tpot_ms"),
         (400, "'slo' is not an object; send a JSON object"),
     ],
 )
-def test_wrong_targets_say_what_there_is(slo: Any, said: str) -> None:
-    assert chat_error(slo=slo).message == said
+def test_invalid_targets_list_the_valid_names(slo: Any, message: str) -> None:
+    assert chat_error(slo=slo).message == message
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_field_is_refused_by_name_where_it_is(name: str) -> None:
+def test_an_unknown_field_is_refused_with_its_path(name: str) -> None:
     for data, inside in (
         (CHAT | {name: 1}, ""),
         (CHAT | {"messages": [{"role": "user", "content": "x", name: 1}]}, "messages"),
@@ -125,7 +125,7 @@ def test_an_unknown_field_is_refused_by_name_where_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_field_is_told_and_ignored_by_default(name: str) -> None:
+def test_an_unknown_field_is_ignored_with_a_warning_by_default(name: str) -> None:
     messages = [{"role": "user", "content": "x", name: 1}]
     body = parse_chat(CHAT | {name: 1, "messages": messages})
     (warning,) = body.warnings
@@ -144,7 +144,7 @@ def test_a_warning_is_short_however_many_fields_are_unknown() -> None:
     assert warning.endswith("odd7 and 992 more")
 
 
-def test_a_misspelt_field_is_told_with_the_one_that_was_meant() -> None:
+def test_a_misspelt_field_gets_a_suggestion() -> None:
     (warning,) = parse_chat(CHAT | {"temprature": 0, "Top_P": 1, "odd": 1}).warnings
     assert warning == (
         "ignored unknown fields: temprature (did you mean 'temperature'?),"
@@ -184,7 +184,7 @@ def test_the_limit_of_another_dialect_is_refused_with_the_right_name(
         parse(data | {limit: 5})
 
 
-def test_what_is_missing_or_too_long_is_told_with_its_remedy() -> None:
+def test_missing_or_too_long_values_are_refused_with_a_remedy() -> None:
     long: list[Any] = [CHAT["messages"][0]] * 10
     for data, message in (
         ({"messages": long}, "'model' is missing; send the name of a model that /v1/models lists"),
@@ -200,26 +200,26 @@ def test_what_is_missing_or_too_long_is_told_with_its_remedy() -> None:
         assert caught.value.message == message
 
 
-def test_null_is_as_if_it_were_left_out() -> None:
+def test_null_equals_an_absent_field() -> None:
     nulls = {name: None for name in ChatRequest.model_fields if name not in CHAT}
     assert parse_chat(CHAT | nulls) == parse_chat(CHAT)
     nulls = {name: None for name in CompletionRequest.model_fields if name not in COMPLETION}
     assert parse_completion(COMPLETION | nulls) == parse_completion(COMPLETION)
 
 
-def test_what_log_probabilities_are_wanted() -> None:
+def test_logprobs_fields_are_parsed() -> None:
     assert parse_chat(CHAT).output_logprobs is None
     assert parse_chat(CHAT | {"logprobs": True}).output_logprobs == 0
     assert parse_chat(CHAT | {"logprobs": True, "top_logprobs": 3}).output_logprobs == 3
     assert parse_completion(COMPLETION | {"logprobs": 0}).output_logprobs == 0
 
 
-def test_ids_of_biases_may_be_numbers_of_another_door() -> None:
+def test_logit_bias_ids_may_be_integers() -> None:
     body = parse_chat(CHAT | {"logit_bias": {7: -1, 3: 0.5}})
     assert body.logit_bias == ((3, 0.5), (7, -1.0))
 
 
-def test_text_parts_are_joined_and_developer_is_system() -> None:
+def test_text_parts_are_joined_and_developer_becomes_system() -> None:
     kept: Any = {"cache_control": {"type": "ephemeral"}}
     parts = [{"type": "text", "text": "a\0"}, {"type": "text", "text": "b", **kept}]
     data = {
@@ -247,12 +247,12 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         (["a"] * 64, ("a",) * 64),
     ],
 )
-def test_prompts(prompt: Any, parsed: Any) -> None:
+def test_prompt_forms_are_parsed(prompt: Any, parsed: Any) -> None:
     assert parse_completion(COMPLETION | {"prompt": prompt}).prompt == parsed
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
@@ -273,8 +273,8 @@ def test_prompts(prompt: Any, parsed: Any) -> None:
         (b'{"\\ud800": 1, "\\ud800": 2}', "duplicate"),
     ],
 )
-def test_bodies_that_are_not_one_json_object(body: bytes, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
+def test_bodies_other_than_a_json_object_are_refused(body: bytes, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         parse_object(body)
 
 

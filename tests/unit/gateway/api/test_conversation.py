@@ -1,4 +1,4 @@
-"""Messages with calls and their answers: what templates get of them."""
+"""Messages with tool calls and results, as passed to templates."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ OTHER = {"type": "function", "function": {"name": "put"}}
 
 
 def call(call_id: str, arguments: str = '{"a": 1}') -> dict[str, Any]:
-    """A call, as clients send it back."""
+    """A tool call as clients return it."""
     function = {"name": "get", "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function, "index": 0}
 
 
 def chat(messages: list[Any], **fields: Any) -> ChatRequest:
-    """A body."""
+    """A chat body."""
     return parse_chat({"model": "m", "messages": messages} | fields)
 
 
@@ -59,12 +59,12 @@ def test_calls_and_answers_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", "[1]", "[" * 5000, '"x"'])
-def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+def test_non_object_arguments_stay_text(arguments: str) -> None:
     body = chat([{"role": "assistant", "tool_calls": [call("1", arguments)]}])
 
     (message,) = template_messages(body.messages)
-    told = message["tool_calls"][0]["function"]["arguments"]
-    assert told == ({} if arguments in ("", "{}") else arguments)
+    rendered = message["tool_calls"][0]["function"]["arguments"]
+    assert rendered == ({} if arguments in ("", "{}") else arguments)
 
 
 def test_an_answer_must_follow_its_call() -> None:
@@ -89,7 +89,9 @@ def test_an_answer_must_follow_its_call() -> None:
         ),
     ],
 )
-def test_which_tools_may_be_called(choice: Any, mode: CallMode, names: list[str]) -> None:
+def test_tool_choice_limits_the_callable_tools(
+    choice: Any, mode: CallMode, names: list[str]
+) -> None:
     body = chat([{"role": "user", "content": "x"}], tools=[TOOL, OTHER], tool_choice=choice)
 
     assert body.call_mode is mode
@@ -97,14 +99,14 @@ def test_which_tools_may_be_called(choice: Any, mode: CallMode, names: list[str]
 
 
 @pytest.mark.parametrize("choice", [None, "none", "auto"])
-def test_without_tools_nothing_is_called(choice: Any) -> None:
+def test_no_call_is_possible_without_tools(choice: Any) -> None:
     body = chat([{"role": "user", "content": "x"}], tools=[], tool_choice=choice)
 
     assert body.call_mode is CallMode.NONE
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "variables"),
     [
         ({}, {}),
         ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
@@ -120,7 +122,9 @@ def test_without_tools_nothing_is_called(choice: Any) -> None:
         ({"chat_template_kwargs": {"thinking": None, "date_string": "x"}}, {"date_string": "x"}),
     ],
 )
-def test_what_the_template_is_told(fields: dict[str, Any], told: dict[str, Any]) -> None:
+def test_template_variables_follow_the_request(
+    fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
     body = chat([{"role": "user", "content": "x"}], **fields)
 
-    assert body.template_variables == told
+    assert body.template_variables == variables

@@ -1,4 +1,4 @@
-"""JSON of clients: what would be millions of values is refused before it is read."""
+"""JSON of clients: bodies with millions of values are refused before parsing."""
 
 import json
 from random import Random
@@ -12,7 +12,7 @@ from services.gateway.vocabulary.errors import BadRequest
 
 
 def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether it is refused without being read."""
+    """Whether the body is refused before parsing."""
     read = list[str]()
     monkeypatch.setattr(json_object.json, "loads", lambda text, **_: read.append(text) or {})
     try:
@@ -36,7 +36,7 @@ def refused(text: bytes | str, monkeypatch: pytest.MonkeyPatch) -> bool:
         (b'{"a":1', b',"b":1', b"}", PARTS_MAX - 2),
     ],
 )
-def test_many_small_parts(
+def test_small_values_are_limited_in_number(
     begin: bytes, again: bytes, end: bytes, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not refused(begin + again * most + end, monkeypatch)
@@ -44,7 +44,7 @@ def test_many_small_parts(
 
 
 @pytest.mark.parametrize("again", ["[", "{,", ",", '\\"', "\\\\", '\\",['])
-def test_what_stands_in_a_text_is_text(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brackets_in_strings_are_not_counted(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = again * (2 * VALUES_MAX // len(again) + 1)
     assert not refused(f'{{"a":"{text}"}}', monkeypatch)
     # Also in one that breaks off.
@@ -60,20 +60,20 @@ def parts_of(value: Any) -> int:
     return isinstance(value, str)
 
 
-def some(rng: Random, depth: int) -> Any:
-    """A value with anything in its texts."""
+def random_json(rng: Random, depth: int) -> Any:
+    """A random value with arbitrary strings."""
     kind = rng.randrange(5 if depth else 2)
     if kind == 0:
         return rng.randrange(10)
     if kind < 3:
         return "".join(rng.choices('",[]{}:\\ a\né', k=rng.randrange(8)))
-    inner = [some(rng, depth - 1) for _ in range(rng.randrange(4))]
-    return inner if kind == 3 else {f'{place}"': one for place, one in enumerate(inner)}
+    inner = [random_json(rng, depth - 1) for _ in range(rng.randrange(4))]
+    return inner if kind == 3 else {f'{place}"': value for place, value in enumerate(inner)}
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_counts_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"a": [some(Random(seed), 4)]}
+    data = {"a": [random_json(Random(seed), 4)]}
     text, parts = json.dumps(data), parts_of(data)
     monkeypatch.setattr(json_object, "PARTS_MAX", parts)
     assert parse_object(text) == data

@@ -19,7 +19,7 @@ from tests.support.postgres_server import PostgresServer
 
 
 class Observed:
-    """All transactions of a database."""
+    """A database that records all transactions."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, bool]] = []
@@ -156,7 +156,7 @@ async def test_the_files_of_sqlite_are_private(tmp_path: Path) -> None:
         ("sqlite:////no/such/folder/x.db", "create its folder"),
     ],
 )
-def test_a_url_that_cannot_work_is_refused(url: str, sentence: str) -> None:
+def test_an_unusable_url_is_refused(url: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         BatchStore(url)
 

@@ -148,7 +148,7 @@ async def test_a_stale_validation_has_no_effect(store: BatchStore, tmp_path: Pat
     files.close()
 
 
-async def test_a_cancelled_batch_says_which_lines_never_ran(
+async def test_a_cancelled_batch_lists_the_lines_that_never_ran(
     store: BatchStore, tmp_path: Path
 ) -> None:
     files = ObjectFiles(str(tmp_path / "objects"))
@@ -169,7 +169,7 @@ async def test_a_cancelled_batch_says_which_lines_never_ran(
     files.close()
 
 
-async def test_a_former_leader_leaves_the_files_of_the_next(
+async def test_a_former_leader_does_not_delete_files_of_its_successor(
     store: BatchStore, tmp_path: Path
 ) -> None:
     files = ObjectFiles(str(tmp_path / "objects"))

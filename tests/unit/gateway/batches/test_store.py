@@ -148,7 +148,7 @@ async def test_a_returned_line_keeps_its_tokens_and_waits(store: BatchStore) -> 
     assert (line.attempts, line.output_ids) == (1, (5,))
 
 
-async def test_a_new_leader_continues_and_the_former_changes_nothing(store: BatchStore) -> None:
+async def test_a_new_leader_continues_and_the_former_is_fenced(store: BatchStore) -> None:
     first = await store.lead(10)
     batch_id = await begun_batch(store, first, 4)
     await store.lines.claim(first, batch_id, 3)
@@ -204,7 +204,7 @@ async def test_a_cancelled_batch_drops_its_pending_lines(store: BatchStore) -> N
     assert (await store.cancel(OWNER, batch_id)).state is BatchState.CANCELLED
 
 
-async def test_a_batch_past_its_window_keeps_what_ended(store: BatchStore) -> None:
+async def test_a_batch_past_its_window_keeps_completed_lines(store: BatchStore) -> None:
     token = await store.lead(1)
     batch_id = await begun_batch(store, token, 3)
     (line,) = await store.lines.claim(token, batch_id, 1)

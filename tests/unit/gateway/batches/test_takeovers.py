@@ -1,4 +1,4 @@
-"""However leaders follow each other, each line ends once, and none is left behind."""
+"""Under any sequence of leaders each line ends once, and none is left behind."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ async def lost_leader(store: BatchStore) -> None:
 
 
 async def repeated_result(store: BatchStore) -> None:
-    """A leader sends a result again, as after a timeout."""
+    """A leader repeats a result, as after a timeout."""
     token = await store.lead(1)
     batch_id = await begun_batch(store, token, 1)
     await store.lines.claim(token, batch_id, 1)
@@ -128,7 +128,7 @@ async def test_each_rule_is_needed(
 async def test_a_leader_waits_for_the_claims_of_the_former(
     store_url: str, monkeypatch: Patch, locked: bool
 ) -> None:
-    """A claim that has compared the token holds the next leader off until it is committed."""
+    """A claim that has compared the token delays the next leader until it is committed."""
     if not locked and store_url.startswith("sqlite"):
         pytest.skip("SQLite has one writer at a time")
     compared, led = threading.Event(), threading.Event()

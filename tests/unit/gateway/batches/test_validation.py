@@ -1,4 +1,4 @@
-"""Inputs are validated in one pass, and each mistake has its line."""
+"""Inputs are validated in a single pass, and each error names its line."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A block is ended from outside, by an error of the caller's, and its task goes on."""
+"""A block is ended from outside with an error of the caller, and its task continues."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -12,44 +12,44 @@ from services.gateway.vocabulary.errors import CancelledByClient, EngineFailed, 
 GONE = CancelledByClient("gone")
 
 
-async def never() -> None:
+async def wait_forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
+def cancel_soon(cancel_scope: CancelScope, error: Exception = GONE) -> None:
     asyncio.get_running_loop().call_soon(cancel_scope.cancel, error)
 
 
-async def test_the_block_ends_with_the_first_error_and_the_task_goes_on() -> None:
+async def test_the_first_error_ends_the_block_but_not_the_task() -> None:
     with pytest.raises(CancelledByClient, match="gone"), CancelScope() as cancel_scope:
-        soon(cancel_scope)
-        soon(cancel_scope, EngineFailed("late"))
-        await never()
+        cancel_soon(cancel_scope)
+        cancel_soon(cancel_scope, EngineFailed("late"))
+        await wait_forever()
     cancel_scope.cancel(GONE)
     await asyncio.sleep(0)
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
 
 
-async def test_time_ends_it_and_leaving_it_ends_the_timer() -> None:
+async def test_the_deadline_ends_the_block_and_exit_ends_the_timer() -> None:
     with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
         cancel_scope.cancel_after(0.0, GONE)
-        await never()
+        await wait_forever()
     with CancelScope() as cancel_scope:
         cancel_scope.cancel_after(0.0, GONE)
     await asyncio.sleep(0.01)
 
 
-async def test_what_fails_on_the_way_out_does_not_hide_the_error() -> None:
+async def test_an_error_during_cleanup_does_not_hide_the_first_error() -> None:
     async def fail() -> None:
         try:
-            await never()
+            await wait_forever()
         finally:
             raise EngineFailed("aborted")
 
     for inner in (fail, in_group(fail)):
         with pytest.raises(CancelledByClient), CancelScope() as cancel_scope:
-            soon(cancel_scope)
+            cancel_soon(cancel_scope)
             await inner()
 
 
@@ -59,35 +59,35 @@ def in_group(
     async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(function())
-            await never()
+            await wait_forever()
 
     return run
 
 
-async def test_errors_of_our_own_and_of_the_block_pass() -> None:
+async def test_errors_of_the_scope_and_of_the_block_propagate() -> None:
     async def wrong() -> None:
         try:
-            await never()
+            await wait_forever()
         finally:
             raise KeyError("a defect")
 
     with pytest.raises(KeyError), CancelScope() as cancel_scope:
-        soon(cancel_scope)
+        cancel_soon(cancel_scope)
         await wrong()
     with pytest.raises(GatewayError, match="its own"), CancelScope():
         raise EngineFailed("its own")
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_a_task_that_must_end_ends(interrupted: bool) -> None:
+async def test_a_cancelled_task_stays_cancelled(interrupted: bool) -> None:
     begun = asyncio.Event()
 
     async def run() -> None:
         with CancelScope() as cancel_scope:
             if interrupted:
-                soon(cancel_scope)
+                cancel_soon(cancel_scope)
             begun.set()
-            await never()
+            await wait_forever()
 
     task = asyncio.create_task(run())
     await begun.wait()
@@ -96,7 +96,7 @@ async def test_a_task_that_must_end_ends(interrupted: bool) -> None:
         await task
 
 
-async def test_a_group_around_it_that_fails_is_no_interruption() -> None:
+async def test_a_failing_outer_task_group_is_not_swallowed() -> None:
     async def fail() -> None:
         raise EngineFailed("beside it")
 
@@ -104,5 +104,5 @@ async def test_a_group_around_it_that_fails_is_no_interruption() -> None:
         async with asyncio.TaskGroup() as tasks:
             with CancelScope():
                 tasks.create_task(fail())
-                await never()
+                await wait_forever()
     assert raised.group_contains(EngineFailed)

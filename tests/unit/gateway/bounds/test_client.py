@@ -1,4 +1,4 @@
-"""Clients that take nothing are noticed, however many sends wait."""
+"""Stalled clients are detected, however many sends wait."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,13 +11,13 @@ from services.gateway.bounds.client import ClientGone, WatchedClient
 
 
 async def never_served(client: WatchedClient[int]) -> None:
-    """Raise ClientGone when the client is found to stall."""
+    """Raise ClientGone once the client is found to stall."""
     with CancelScope() as cancel_scope, client.watched(cancel_scope):
         await asyncio.get_running_loop().create_future()
 
 
 async def stalls(client: WatchedClient[int], sending: Coroutine[Any, Any, None]) -> None:
-    """Check that the client is found to stall while that goes on."""
+    """Check that the client is found to stall during the given work."""
     task = asyncio.create_task(sending)
     with pytest.raises(ClientGone):
         async with asyncio.timeout(20):
@@ -26,7 +26,7 @@ async def stalls(client: WatchedClient[int], sending: Coroutine[Any, Any, None])
     await asyncio.wait([task])
 
 
-async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
+async def test_a_stalled_send_is_detected_while_others_start() -> None:
     turn = asyncio.Lock()
 
     async def stuck(message: int) -> None:
@@ -44,7 +44,7 @@ async def test_a_stalled_send_is_noticed_while_others_begin() -> None:
     await stalls(client, ask_on())
 
 
-async def test_a_client_that_takes_something_is_not_cut() -> None:
+async def test_a_slow_reader_is_not_disconnected() -> None:
     turn, taken = asyncio.Lock(), asyncio.Semaphore(0)
 
     async def slow(message: int) -> None:
@@ -63,7 +63,7 @@ async def test_a_client_that_takes_something_is_not_cut() -> None:
     watch.cancel()
 
 
-async def test_sends_that_are_given_up_are_no_sign_of_life() -> None:
+async def test_cancelled_sends_are_not_progress() -> None:
     async def stuck(message: int) -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Which connections are admitted, restricted and closed."""
+"""Connections that are admitted, restricted and closed."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ class Table(ClientConnections):
     def open(
         self, address: str, *, busy: bool = False, idle: bool = True, descriptors: int = 1
     ) -> ClientConnection:
-        """A new connection; `idle`: after a request; else its client has sent none."""
+        """A new connection; `idle`: after a request, otherwise its client has sent none."""
         connection = self.enter("http", address, descriptors)
         connection.close = lambda: self.closed.append(connection)
         if busy:
@@ -62,7 +62,7 @@ def test_an_address_makes_room_for_itself() -> None:
     assert other.admit()
 
 
-def test_a_client_of_ipv6_has_a_network() -> None:
+def test_an_ipv6_client_counts_by_its_network() -> None:
     table = Table(all_max=10, address_max=1)
     for address in (
         "2001:db8::1",
@@ -107,7 +107,7 @@ def test_a_connection_without_a_request_makes_room_only_after_a_time() -> None:
     assert table.closed == [new[0], busy[0]]
 
 
-def test_the_longest_idle_connection_is_found_whatever_it_has_sent() -> None:
+def test_the_longest_idle_connection_is_found_regardless_of_history() -> None:
     table = Table(all_max=4, address_max=4)
     opened = []
     for number in range(4):
@@ -153,7 +153,7 @@ def test_a_line_is_logged_for_each_port_and_reason_with_the_number_of_others(
     assert "2 (2 of 192.0.2.2)" in lines[2]
 
 
-def test_what_left_is_counted_once() -> None:
+def test_a_closed_connection_is_counted_once() -> None:
     table = Table(all_max=1, address_max=1)
     connection = table.open("a", busy=True)
     connection.leave()
@@ -166,7 +166,7 @@ def test_what_left_is_counted_once() -> None:
     assert not table.closed
 
 
-def test_a_process_keeps_descriptors_for_itself() -> None:
+def test_descriptors_are_reserved_for_the_process() -> None:
     for open_files in (64, 256, 1024, 20_000, 65_536):
         limits = limits_of(open_files, None)
         own = open_files - limits.all_max

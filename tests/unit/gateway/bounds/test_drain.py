@@ -1,4 +1,4 @@
-"""A gateway that stops: first it says so, then it refuses, in the end it cuts."""
+"""A stopping gateway deregisters, then refuses requests, then cancels them."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from services.gateway.bounds.drain import Drain
 from services.gateway.vocabulary.errors import QueueFull, ShuttingDown
 
 
-async def test_it_leaves_before_it_drains() -> None:
+async def test_the_gateway_deregisters_before_it_drains() -> None:
     drain = Drain(inflight_max=1)
     await drain.leave(delay_s=0.0)
     assert drain.leaving and not drain.draining
@@ -29,7 +29,7 @@ async def test_it_leaves_before_it_drains() -> None:
         pass
 
 
-def test_batch_requests_hold_no_more_than_their_part() -> None:
+def test_batch_requests_use_only_part_of_the_drain_time() -> None:
     drain = Drain(inflight_max=3, batch_inflight_max=1)
     with drain.enter() as slot:
         for _ in range(2):
@@ -45,7 +45,7 @@ def test_batch_requests_hold_no_more_than_their_part() -> None:
     assert drain.inflight == drain.batch_inflight == 0
 
 
-async def test_without_a_delay_it_leaves_with_the_drain() -> None:
+async def test_the_gateway_deregisters_at_the_drain_without_a_delay() -> None:
     drain = Drain(inflight_max=1)
     with (
         drain.enter(),

@@ -1,4 +1,4 @@
-"""Answers that are made once and read several times, and what bounds them."""
+"""Responses that are produced once and read several times, and their bounds."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,28 +34,28 @@ def new(answers: IdempotencyCache[int], name: str) -> SharedResponse[int]:
 
 
 async def served(answers: IdempotencyCache[int], name: str, *sizes: int) -> None:
-    """An answer of messages that have these sizes, and are their sizes."""
+    """A response of messages with these sizes, which are also their values."""
     answer = new(answers, name)
     for size in sizes:
         await answer.put(size, size)
     answer.end(whole=True)
 
 
-async def rest(reader: ResponseReader[int]) -> list[int]:
-    found = []
+async def remaining(reader: ResponseReader[int]) -> list[int]:
+    messages = []
     while (message := await reader.next()) is not None:
-        found.append(message)
-    return found
+        messages.append(message)
+    return messages
 
 
 @asynccontextmanager
 async def reading(answer: SharedResponse[int]) -> AsyncIterator["asyncio.Task[list[int]]"]:
-    """A reader that takes what comes, in a task of its own."""
+    """A reader that takes messages in its own task."""
     with answer.reading() as reader:
-        yield asyncio.create_task(rest(reader))
+        yield asyncio.create_task(remaining(reader))
 
 
-async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> None:
+async def test_readers_get_the_whole_response_during_and_after_it() -> None:
     answers = kept()
     answer = new(answers, "a")
     async with reading(answer) as first:
@@ -70,10 +70,10 @@ async def test_every_reader_gets_all_of_it_while_it_is_made_and_afterwards() -> 
     later, is_new = answers.claim("a", b"d", "cmpl-c")
     assert not is_new
     with later.reading() as reader:
-        assert await rest(reader) == [1, 2]
+        assert await remaining(reader) == [1, 2]
 
 
-async def test_a_name_is_good_for_one_request() -> None:
+async def test_a_key_belongs_to_a_single_request() -> None:
     answers = kept()
     new(answers, "a")
     with pytest.raises(IdempotencyKeyReused):
@@ -81,7 +81,7 @@ async def test_a_name_is_good_for_one_request() -> None:
     assert "a" in answers and "b" not in answers
 
 
-async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
+async def test_a_response_expires_after_its_end() -> None:
     clock = Clock()
     answers = kept(clock=clock)
     answer = new(answers, "a")
@@ -95,7 +95,7 @@ async def test_an_answer_is_forgotten_some_time_after_its_end() -> None:
     assert "a" not in answers and answers.bytes_held == 0
 
 
-async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> None:
+async def test_the_earliest_ended_response_is_evicted_first() -> None:
     answers = kept(answers_max=3)
     runs = new(answers, "runs")
     await served(answers, "b", 1)
@@ -114,7 +114,7 @@ async def test_the_one_that_ended_first_goes_first_and_running_ones_stay() -> No
     assert "runs" in answers
 
 
-async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() -> None:
+async def test_a_response_without_room_waits_for_its_slowest_reader() -> None:
     answers = kept(bytes_max=ENTRY_BYTES + 100)
     answer = new(answers, "a")
     with answer.reading() as slow:
@@ -135,7 +135,7 @@ async def test_what_finds_no_room_goes_on_at_the_pace_of_its_slowest_reader() ->
     assert answers.bytes_held == 0
 
 
-async def test_nobody_waits_after_the_last_message() -> None:
+async def test_readers_end_after_the_last_message() -> None:
     answers = kept(grace_s=0)
     answer = new(answers, "a")
     desertion = asyncio.create_task(answer.abandoned())
@@ -149,7 +149,7 @@ async def test_nobody_waits_after_the_last_message() -> None:
     desertion.cancel()
 
 
-async def test_a_reader_that_leaves_holds_nobody_up() -> None:
+async def test_a_reader_that_leaves_does_not_block_the_response() -> None:
     answers = kept(bytes_max=ENTRY_BYTES)
     answer = new(answers, "a")
     async with reading(answer) as quick:
@@ -162,18 +162,18 @@ async def test_a_reader_that_leaves_holds_nobody_up() -> None:
         assert await quick == [9]
 
 
-async def test_others_are_forgotten_for_room() -> None:
+async def test_ended_responses_are_evicted_for_room() -> None:
     answers = kept(bytes_max=2 * ENTRY_BYTES + 100)
     await served(answers, "old", 60)
     with answers.claim("old", b"d", "x")[0].reading() as reader:
         answer = new(answers, "new")
         await answer.put(41, 41)
         assert "old" not in answers and "new" in answers
-        assert await rest(reader) == [60], "who reads it gets the rest"
+        assert await remaining(reader) == [60], "who reads it gets the rest"
     assert answers.bytes_held == ENTRY_BYTES + 41
 
 
-async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
+async def test_a_response_without_readers_ends_after_the_grace_period() -> None:
     answers = kept(grace_s=0.05)
     answer = new(answers, "a")
     desertion = asyncio.create_task(answer.abandoned())
@@ -186,12 +186,12 @@ async def test_one_that_nobody_reads_ends_after_the_time_of_grace() -> None:
     with pytest.raises(ClientGone):
         async with asyncio.timeout(60):
             await desertion
-    assert "a" not in answers, "a retry runs anew"
+    assert "a" not in answers, "a retry runs again"
     answer.end(whole=False)
     assert answers.bytes_held == 0
 
 
-async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
+async def test_an_uncached_response_ends_with_its_only_reader() -> None:
     answers = kept(bytes_max=0)
     answer = new(answers, "a")
     with answer.reading():
@@ -203,7 +203,7 @@ async def test_one_that_is_not_kept_ends_with_its_only_reader() -> None:
 
 
 @pytest.mark.parametrize("error", [QueueFull("full"), None])
-async def test_one_that_fails_is_told_to_its_readers_and_not_kept(
+async def test_a_failed_response_is_raised_to_readers_and_not_cached(
     error: GatewayError | None,
 ) -> None:
     answers = kept()
@@ -227,12 +227,12 @@ OPS = st.lists(
 
 
 @given(OPS)
-def test_bytes_stay_bounded_and_come_back(ops: list[tuple[str, int, int]]) -> None:
-    asyncio.run(walk(ops))
+def test_stored_bytes_are_bounded_and_released(ops: list[tuple[str, int, int]]) -> None:
+    asyncio.run(random_walk(ops))
 
 
-async def walk(ops: list[tuple[str, int, int]]) -> None:
-    """Whatever happens to four requests, the bytes are bounded, and nothing is left."""
+async def random_walk(ops: list[tuple[str, int, int]]) -> None:
+    """Random events of four requests: the bytes are bounded, and nothing leaks."""
     clock = Clock()
     answers = kept(answers_max=3, bytes_max=3 * ENTRY_BYTES + 100, clock=clock)
     walks = [Walk(answers, str(number)) for number in range(4)]
@@ -245,8 +245,8 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
         # Beside what is kept, each of the four may hold one message more, and what it had before.
         assert answers.bytes_held <= 3 * ENTRY_BYTES + 100 + 4 * 90
         assert len(answers) <= 3
-    for one in walks:
-        one.stop()
+    for random_walk in walks:
+        random_walk.stop()
     await settle()
     clock.now_s += 1000
     assert "0" not in answers
@@ -254,7 +254,7 @@ async def walk(ops: list[tuple[str, int, int]]) -> None:
 
 
 class Walk:
-    """One name: the answer that is being made, and those that read it."""
+    """A key: the response in progress, and its readers."""
 
     def __init__(self, answers: IdempotencyCache[int], name: str) -> None:
         self.answers = answers

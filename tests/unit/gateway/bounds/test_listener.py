@@ -49,7 +49,7 @@ class Leaving(asyncio.Protocol):
         self._connection.leave()
 
 
-async def test_failures_to_accept_are_logged_once_and_end(
+async def test_accept_errors_are_logged_once_until_they_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener, "PAUSE_S", 0.01)

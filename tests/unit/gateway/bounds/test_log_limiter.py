@@ -1,4 +1,4 @@
-"""Which events are logged, and how the others are counted."""
+"""Limited log events, and the count of omitted ones."""
 
 from services.gateway.bounds.log_limiter import LOG_INTERVAL_S, SUBJECTS_MAX, LogLimiter
 

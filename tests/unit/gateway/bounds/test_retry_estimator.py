@@ -1,4 +1,4 @@
-"""When a request that had no room may come again."""
+"""Retry times of requests refused for lack of capacity."""
 
 import math
 
@@ -12,10 +12,10 @@ from services.gateway.vocabulary.errors import Forbidden, QueueFull
 from tests.support.clock import Clock
 
 
-def test_refused_requests_are_told_to_come_one_after_another() -> None:
+def test_refused_requests_get_staggered_retry_times() -> None:
     clock = Clock()
     turnover = RetryEstimator(clock)
-    assert turnover.count_refusal() == RETRY_AFTER_MAX_S, "nobody leaves"
+    assert turnover.count_refusal() == RETRY_AFTER_MAX_S, "no request leaves"
     for _ in range(50):
         turnover.count_completion()
     assert turnover.count_refusal() == 1, "five leave in a second"
@@ -26,7 +26,7 @@ def test_refused_requests_are_told_to_come_one_after_another() -> None:
     assert turnover.count_refusal() == 10
 
 
-def test_the_gateways_own_limits_say_when_there_is_room() -> None:
+def test_gateway_limits_set_retry_after() -> None:
     drain, bodies = Drain(inflight_max=1), BodyBudget(100)
     with drain.enter(), pytest.raises(QueueFull) as full, drain.enter():
         pass
@@ -42,7 +42,7 @@ def test_the_gateways_own_limits_say_when_there_is_room() -> None:
     assert full.value.retry_after_s == RETRY_AFTER_MAX_S
 
 
-def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
+def test_batch_retry_times_follow_the_batch_turnover() -> None:
     drain = Drain(inflight_max=3, batch_inflight_max=1)
     for _ in range(100):
         with drain.enter() as place:
@@ -64,7 +64,7 @@ def test_a_batch_request_may_come_again_when_batch_requests_have_left() -> None:
 
 @pytest.mark.parametrize("wait_s", [1.0, 5.0, RETRY_AFTER_MAX_S, 58.0, 600.0])
 def test_requests_refused_with_the_same_wait_retry_at_different_times(wait_s: float) -> None:
-    """At the least and the greatest wait as well, and with the whole seconds of HTTP."""
+    """Also at the shortest and the longest wait, and with the whole seconds of HTTP."""
     errors = [QueueFull("full", retry_after_s=wait_s) for _ in range(200)]
     delays_s = [error.retry_delay_s for error in errors if error.retry_delay_s is not None]
     assert len(set(delays_s)) > 100

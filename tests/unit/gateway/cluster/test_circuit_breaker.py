@@ -1,9 +1,9 @@
-"""For how long a worker that cannot be reached is avoided."""
+"""The time for which an unreachable worker is avoided."""
 
 from services.gateway.cluster.worker_link import PAUSE_FIRST_S, PAUSE_MAX_S, CircuitBreaker
 
 
-def test_the_time_grows_with_each_failure_in_a_row_and_ends() -> None:
+def test_open_time_doubles_with_consecutive_failures() -> None:
     breaker, now_s, pauses = CircuitBreaker(), 0.0, []
     for _ in range(8):
         breaker.record_failure("a", now_s)
@@ -17,7 +17,7 @@ def test_the_time_grows_with_each_failure_in_a_row_and_ends() -> None:
     assert pauses == [min(PAUSE_FIRST_S * 2**count, PAUSE_MAX_S) for count in range(8)]
 
 
-def test_an_answer_forgives() -> None:
+def test_a_success_resets_the_breaker() -> None:
     breaker = CircuitBreaker()
     breaker.record_failure("a", 0.0)
     breaker.record_failure("a", PAUSE_FIRST_S)
@@ -27,7 +27,7 @@ def test_an_answer_forgives() -> None:
     assert breaker.avoided(9.0) == (("a",), PAUSE_FIRST_S)
 
 
-def test_the_shortest_time_holds_of_all() -> None:
+def test_the_shortest_open_time_is_reported() -> None:
     breaker = CircuitBreaker()
     breaker.record_failure("a", 0.0)
     breaker.record_failure("b", 0.5)

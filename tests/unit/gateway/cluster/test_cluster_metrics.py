@@ -24,7 +24,7 @@ MODELS = {"w0": "m", "w1": "m", "other": "n"}
 
 
 class Memmgr:
-    """Answers after a moment, and counts the queries."""
+    """Responds after a moment and counts the queries."""
 
     def __init__(self, answer: ClusterStatus | None) -> None:
         self.answer = answer
@@ -86,7 +86,7 @@ async def test_scrapes_share_a_query() -> None:
     assert memmgr.queries == 2
 
 
-async def test_nothing_is_exported_that_is_unknown() -> None:
+async def test_unknown_values_are_not_exported() -> None:
     memmgr, clock = Memmgr(CLUSTER), [0.0]
     made = metrics(memmgr, clock, None)
     assert await made.render()

@@ -1,7 +1,8 @@
-"""What the memory manager tells becomes plain values for the status page."""
+"""Cluster state of the memory manager as plain values for the status page."""
 
 import json
 
+from services.core.adapter import AdapterUse, LoadedAdapter
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.core.role import Role
@@ -14,7 +15,7 @@ from tideserve.common.v1 import record_pb2
 from tideserve.memmgr.v1 import memmgr_pb2
 
 
-def test_decisions_and_layers() -> None:
+def test_decisions_and_layers_are_translated() -> None:
     answer = memmgr_pb2.GetClusterResponse()
     answer.decisions.add(
         model="m",
@@ -49,7 +50,15 @@ def test_workers_without_a_role_record_are_mixed() -> None:
     assert [row["role"] for row in rows] == ["mixed", "decode"]
 
 
-def test_what_a_registration_adds() -> None:
+def test_the_adapters_of_a_worker() -> None:
+    use = AdapterUse((LoadedAdapter(2**63 + 1, running=2, load_s=1.5),), adapter_slots=4)
+    worker = memory_report("a", EngineReport(Load(0, 0, 2, 0, adapter_use=use)))
+    (row,) = cluster_rows(ClusterStatus((worker,), ()), {})["workers"]
+    row = json.loads(json.dumps(row))
+    assert row["adapters"] == [{"digest": "8000000000000001", "loading": False, "running": 2}]
+
+
+def test_registration_fields_are_shown() -> None:
     shape = record_pb2.ModelShape(num_layers=3, layer_cost=1.5)
     facts = worker_facts(worker_record(shape=shape, arena_bytes=9, capabilities=["paced:A100"]))
     assert (facts["host"], facts["arena_bytes"], facts["paced"]) == ("127.0.0.1", 9, "A100")

@@ -19,7 +19,7 @@ def apply(
     message: str = "",
     logprobs: Sequence[TokenLogprobs] = (),
 ) -> int:
-    """Have the journal take an event."""
+    """Add an event to the journal."""
     ids, rows = tuple(token_ids), tuple(logprobs)
     return journal.apply(TokenEvent("r", first_index, ids, finish, message, logprobs=rows))
 
@@ -61,7 +61,7 @@ def test_more_tokens_than_allowed_is_an_error() -> None:
     assert journal.token_ids == []
 
 
-def test_nothing_new_comes_after_the_end() -> None:
+def test_events_after_the_end_are_ignored() -> None:
     journal = Journal(5)
     apply(journal, 0, [1], Finish.STOP)
     for news in ([2], []):
@@ -70,7 +70,7 @@ def test_nothing_new_comes_after_the_end() -> None:
     assert journal.finish is Finish.STOP
 
 
-def test_the_message_of_the_end_is_kept() -> None:
+def test_the_final_message_is_kept() -> None:
     journal = Journal(5)
     apply(journal, 0, [], Finish.INVALID, "no")
     assert journal.message == "no"
@@ -94,13 +94,13 @@ def test_tokens_of_which_only_some_have_log_probabilities_are_an_error(rows: int
     assert (journal.token_ids, journal.logprobs) == ([5], some[:1])
 
 
-def test_log_probabilities_are_taken_once() -> None:
+def test_log_probabilities_are_returned_once() -> None:
     rows = [TokenLogprobs(-float(i), 1) for i in range(4)]
     journal = Journal(10)
     apply(journal, 0, [5, 6], logprobs=rows[:2])
     assert list(journal.take_logprobs()) == rows[:2]
     assert list(journal.take_logprobs()) == []
-    # As a worker tells them again that has taken over.
+    # A worker that has taken over repeats them.
     apply(journal, 1, [6, 7, 8], logprobs=rows[1:])
     assert list(journal.take_logprobs()) == rows[2:]
     with pytest.raises(JournalError, match="only some"):

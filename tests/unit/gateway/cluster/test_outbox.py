@@ -1,4 +1,4 @@
-"""Frames that wait for a peer are bounded in number and in bytes."""
+"""Frames queued for a peer are bounded in number and in bytes."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ def abort(number: int, size: int = 0) -> Frame:
     return Frame(abort=worker_pb2.Abort(request_id=f"{number:04}" + "x" * size))
 
 
-async def test_frames_leave_in_order_one_or_all() -> None:
+async def test_frames_are_taken_in_order_singly_or_together() -> None:
     outbox: Outbox[Frame] = Outbox()
     for number in range(5):
         outbox.put(abort(number))
@@ -31,7 +31,7 @@ async def test_frames_leave_in_order_one_or_all() -> None:
     assert (await waiting)[0] == [abort(9)]
 
 
-async def test_it_is_full_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outbox_is_full_at_its_frame_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FRAMES_MAX", 3)
     outbox: Outbox[Frame] = Outbox()
     for number in range(3):
@@ -40,7 +40,7 @@ async def test_it_is_full_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outbox.full
 
 
-async def test_requests_wait_for_room_until_what_is_there_is_written() -> None:
+async def test_requests_wait_until_queued_frames_are_written() -> None:
     outbox: Outbox[Frame] = Outbox(bytes_max=1000)
     began: list[int] = []
     held = []
@@ -65,7 +65,7 @@ async def test_requests_wait_for_room_until_what_is_there_is_written() -> None:
     assert held == [2, 2, 2]
 
 
-async def test_a_request_that_finds_no_room_in_time_is_refused_and_blocks_nobody() -> None:
+async def test_a_request_without_room_times_out_and_blocks_no_other() -> None:
     outbox: Outbox[Frame] = Outbox(bytes_max=1, room_timeout_s=0.05)
     outbox.put(abort(0))
     for _ in range(2):
@@ -78,7 +78,7 @@ async def test_a_request_that_finds_no_room_in_time_is_refused_and_blocks_nobody
         pass
 
 
-async def test_nobody_waits_for_a_peer_that_has_gone() -> None:
+async def test_requests_do_not_wait_for_a_lost_peer() -> None:
     outbox: Outbox[Frame] = Outbox(bytes_max=1)
     outbox.put(abort(0))
 

@@ -1,4 +1,4 @@
-"""When a gateway says that it is ready: at first once all is there, later while it can serve."""
+"""Readiness of a gateway: all workers at first, later a single serving group."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.support.clock import Clock
 
 @dataclass
 class Cluster:
-    """What the gateway knows; `groups` of the scheduler is None while it does not answer."""
+    """The gateway's view; `groups` of the scheduler is None while it does not respond."""
 
     model: str = "m"
     registered: int = 2
@@ -60,7 +60,7 @@ def probe(
         ({"leaving": True}, "this gateway is shutting down"),
     ],
 )
-def test_at_first_everything_has_to_be_there(fields: dict[str, Any], missing: str) -> None:
+def test_all_workers_are_needed_at_first(fields: dict[str, Any], missing: str) -> None:
     cluster = Cluster(**fields)
     looked = probe(cluster).evaluate()
     assert looked.missing == (missing,) and not looked.ready
@@ -78,42 +78,44 @@ def test_at_first_everything_has_to_be_there(fields: dict[str, Any], missing: st
         ({"leaving": True}, False),
     ],
 )
-def test_later_it_is_ready_while_a_group_serves(fields: dict[str, Any], ready: bool) -> None:
+def test_after_the_start_a_single_serving_group_suffices(
+    fields: dict[str, Any], ready: bool
+) -> None:
     cluster = Cluster()
-    one = probe(cluster)
-    assert one.ready()
+    ready_probe = probe(cluster)
+    assert ready_probe.ready()
     for name, value in fields.items():
         setattr(cluster, name, value)
-    assert one.ready() is ready
+    assert ready_probe.ready() is ready
 
 
-def test_a_worker_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+def test_a_missing_worker_is_waited_for_until_a_deadline() -> None:
     cluster, clock = Cluster(registered=1, in_groups=1, stable=0, groups=0), Clock()
-    one = probe(cluster, clock=clock)
-    assert not one.ready()
+    ready_probe = probe(cluster, clock=clock)
+    assert not ready_probe.ready()
     clock.now_s += 1000  # no group serves: the time has not begun
-    assert not one.ready()
+    assert not ready_probe.ready()
     cluster.stable = cluster.groups = 1
-    assert one.evaluate().missing == ("1 of 2 workers have registered",)
+    assert ready_probe.evaluate().missing == ("1 of 2 workers have registered",)
     clock.now_s += 59
-    assert not one.ready()
+    assert not ready_probe.ready()
     clock.now_s += 1
-    assert one.ready()
+    assert ready_probe.ready()
     cluster.groups = 0
-    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
+    assert ready_probe.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
 
 
-def test_one_that_is_told_to_wait_for_none_is_ready_at_once() -> None:
+def test_a_gateway_that_expects_no_workers_is_ready_at_once() -> None:
     assert probe(Cluster(registered=1, in_groups=1, stable=1, groups=1), wait_s=0.0).ready()
 
 
-async def test_that_all_were_there_is_noticed_though_nobody_asks() -> None:
+async def test_complete_registration_is_noticed_without_probes() -> None:
     cluster = Cluster()
-    one = probe(cluster)
-    running = asyncio.ensure_future(one.run())
+    ready_probe = probe(cluster)
+    running = asyncio.ensure_future(ready_probe.run())
     await asyncio.sleep(0)
     cluster.registered = cluster.in_groups = cluster.stable = cluster.groups = 1
-    assert one.ready()
+    assert ready_probe.ready()
     with contextlib.suppress(asyncio.CancelledError):
         running.cancel()
         await running
@@ -145,5 +147,7 @@ def test_a_scheduler_that_sees_groups_of_another_model_only() -> None:
     cluster = Cluster()
     beat = Heartbeat(2, 0, models={"n": ModelBeat(2, 0)})
     admission = SimpleNamespace(heartbeat=beat)
-    one = ReadinessProbe(cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0)
-    assert one.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)
+    ready_probe = ReadinessProbe(
+        cast(Any, cluster), cast(Any, admission), cast(Any, cluster), None, 60.0
+    )
+    assert ready_probe.evaluate().missing == ("the scheduler sees 0 of 1 groups serving",)

@@ -1,4 +1,4 @@
-"""Calls that are no requests: a guest that makes too many is in no other guest's way."""
+"""Auxiliary gRPC calls: a client with too many calls delays no other."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ def test_guests_are_owners_or_addresses() -> None:
     assert (anna.limit_key, anyone.limit_key) == ("owner anna", "192.0.2.1")
 
 
-def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
+def test_a_full_queue_admits_guests_without_a_queued_call() -> None:
     line = ConcurrencyLimit(each_max=3, all_max=4)
     with contextlib.ExitStack() as stack:
         for limit_key in ("a", "a", "a", "b"):
@@ -32,7 +32,7 @@ def test_a_full_line_takes_guests_that_have_no_call_in_it() -> None:
     assert not line.full("a") and not line.full("b")
 
 
-async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> None:
+async def test_calls_are_read_in_turn_and_a_guest_delays_no_other() -> None:
     room = CallLimits(reading_max=2, slot_timeout_s=0.05)
     async with room.waiting("a"), room.waiting("a"):
         with pytest.raises(QueueFull, match="send no message"):
@@ -44,7 +44,7 @@ async def test_calls_are_read_in_turn_and_one_guest_is_in_no_others_way() -> Non
         pass
 
 
-async def test_calls_begin_when_their_turn_comes() -> None:
+async def test_calls_start_in_turn() -> None:
     room = CallLimits(reading_max=1, slot_timeout_s=60)
     began: list[int] = []
 
@@ -57,7 +57,7 @@ async def test_calls_begin_when_their_turn_comes() -> None:
     assert began == list(range(100))
 
 
-def test_what_nobody_takes_counts_by_its_bytes() -> None:
+def test_unread_responses_count_in_bytes() -> None:
     room = CallLimits()
     with room.parked("a", PARKED_MAX * PARKED_BYTES // 2):
         room.check("a")
@@ -68,7 +68,7 @@ def test_what_nobody_takes_counts_by_its_bytes() -> None:
     room.check("a")
 
 
-async def test_each_kind_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_kind_of_call_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WAITING_MAX", "STREAMS_MAX", "PARKED_MAX"):
         monkeypatch.setattr(call_limits, name, 1)
     room = CallLimits()
@@ -91,14 +91,14 @@ async def test_calls_are_counted_in_metrics() -> None:
     metrics, here = Metrics(("m",), CollectorRegistry()), CallLimits()
     metrics.export_calls(here.by_kind)
 
-    def told() -> dict[str, float | None]:
-        found = samples(metrics.render().decode())
+    def exported() -> dict[str, float | None]:
+        all_samples = samples(metrics.render().decode())
         return {
-            state: value(found, "tideserve_gateway_grpc_calls", state=state)
+            state: value(all_samples, "tideserve_gateway_grpc_calls", state=state)
             for state in ("waiting", "streams", "parked")
         }
 
     async with here.waiting("a"), here.waiting("b"):
         with here.stream("a"), here.parked("a"):
-            assert told() == {"waiting": 2, "streams": 1, "parked": 1}
-    assert told() == {"waiting": 0, "streams": 0, "parked": 0}
+            assert exported() == {"waiting": 2, "streams": 1, "parked": 1}
+    assert exported() == {"waiting": 0, "streams": 0, "parked": 0}

@@ -1,4 +1,4 @@
-"""Which connections of an address may go on, and when."""
+"""Order and rate at which connections of an address resume."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from services.gateway.grpc.frame_budget import BURST_STEPS, STEPS_PER_S, FrameBu
 STEPS = 1000
 
 
-async def test_connections_go_on_in_turn_at_the_rate_of_the_budget() -> None:
+async def test_connections_resume_in_turn_at_the_budget_rate() -> None:
     loop = asyncio.get_running_loop()
     budget, turns, done = FrameBudget(), list[str](), asyncio.Event()
     turns_max = int(2 * STEPS_PER_S / STEPS / 10 + BURST_STEPS / STEPS)

@@ -1,4 +1,4 @@
-"""The table of errors: every class has a row, and details say what clients act on."""
+"""The table of errors: every class has a row, and details are machine-readable."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -44,7 +44,7 @@ def detail(status: status_pb2.Status, kind: type[M]) -> M | None:
     return None
 
 
-def test_every_error_has_a_row_of_its_own() -> None:
+def test_every_error_has_its_own_row() -> None:
     kinds = [kind for kind in family(GatewayError) if kind.__module__.startswith("services.")]
     assert {kind for kind in kinds if not kind.__module__.startswith(HTTP_ONLY)} == set(TABLE)
     reasons = [reason_of(kind("it failed")) for kind in TABLE]
@@ -52,7 +52,7 @@ def test_every_error_has_a_row_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", TABLE)
-def test_codes_mean_what_their_http_statuses_mean(kind: type[GatewayError]) -> None:
+def test_grpc_codes_match_http_statuses(kind: type[GatewayError]) -> None:
     status = status_of(kind("it failed"), "id-1")
     fitting = {
         400: {"INVALID_ARGUMENT"},
@@ -81,20 +81,21 @@ def test_codes_mean_what_their_http_statuses_mean(kind: type[GatewayError]) -> N
     assert request is not None and request.request_id == "id-1"
 
 
-def test_a_wrong_field_is_named() -> None:
+def test_an_invalid_field_is_named() -> None:
     status = status_of(errors.BadRequest("'n' is 0; raise it", param="n"), "id")
     bad = detail(status, error_details_pb2.BadRequest)
     assert bad is not None
-    assert [(one.field, one.description) for one in bad.field_violations] == [
-        ("n", "'n' is 0; raise it")
-    ]
+    assert [
+        (field_violation.field, field_violation.description)
+        for field_violation in bad.field_violations
+    ] == [("n", "'n' is 0; raise it")]
     assert detail(status, error_details_pb2.RetryInfo) is None
     missing = status_of(errors.NoSuchModel("no such model", param="model"), "id")
     resource = detail(missing, error_details_pb2.ResourceInfo)
     assert resource is not None and resource.resource_type == "model"
 
 
-def test_an_error_that_passes_says_when_to_try_again() -> None:
+def test_a_transient_error_has_a_retry_delay() -> None:
     error = errors.QueueFull("full", retry_after_s=1.2345)
     status = status_of(error, "id")
     retry = detail(status, error_details_pb2.RetryInfo)
@@ -107,7 +108,7 @@ def test_an_error_that_passes_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize("kind", TABLE)
-def test_nothing_may_be_retried_blindly_once_tokens_are_out(kind: type[GatewayError]) -> None:
+def test_errors_after_tokens_are_not_retryable(kind: type[GatewayError]) -> None:
     error = kind("it broke")
     status = status_of(error, "id", next_index=7)
     info = detail(status, error_details_pb2.ErrorInfo)
@@ -122,7 +123,7 @@ def test_nothing_may_be_retried_blindly_once_tokens_are_out(kind: type[GatewayEr
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "語", "😀"])
-def test_trailers_stay_below_what_clients_take(letter: str) -> None:
+def test_trailers_stay_below_client_limits(letter: str) -> None:
     error = errors.BadRequest(letter * 5000, param="messages")
     status = status_of(error, "r" * 128)
     assert len(status.message.encode()) <= MESSAGE_BYTES_MAX

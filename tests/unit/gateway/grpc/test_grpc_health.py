@@ -1,4 +1,4 @@
-"""Probes of anybody: how much they may hold."""
+"""Health checks without a key: their memory is bounded."""
 
 import asyncio
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def run(methods: dict[str, Method], name: str, call: FakeCall) -> asyncio.Task[N
     return asyncio.ensure_future(methods[f"/{SERVICE}/{name}"].run(made))
 
 
-async def test_few_messages_of_one_address_are_read_at_a_time(methods: dict[str, Method]) -> None:
+async def test_concurrent_reads_of_an_address_are_bounded(methods: dict[str, Method]) -> None:
     loud = [FakeCall("10.0.0.1") for _ in range(READING_MAX + 3)]
     tasks = [run(methods, "Check", call) for call in loud]
     quiet = FakeCall("10.0.0.2")

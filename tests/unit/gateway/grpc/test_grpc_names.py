@@ -15,7 +15,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 
 
 def names_in(descriptor: Descriptor) -> set[str]:
-    """The names of all fields and choices of fields in a message, and in its inner messages."""
+    """The names of fields and oneofs in a message and its nested messages."""
     todo, seen, names = [descriptor], set[str](), set[str]()
     while todo:
         message = todo.pop()
@@ -75,7 +75,7 @@ CHATS: list[tuple[pb.ChatRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "name"), CHATS)
-def test_chats(request_: pb.ChatRequest, name: str) -> None:
+def test_errors_of_chats_name_message_fields(request_: pb.ChatRequest, name: str) -> None:
     names = translate.NAMES["Chat"]
     with pytest.raises(BadRequest) as refused:
         chat_of(translate.chat_fields(request_), UnknownFields(refuse=False))
@@ -101,14 +101,14 @@ COMPLETIONS: list[tuple[pb.CompleteRequest, str]] = [
 
 
 @pytest.mark.parametrize(("request_", "name"), COMPLETIONS)
-def test_completions(request_: pb.CompleteRequest, name: str) -> None:
+def test_errors_of_completions_name_message_fields(request_: pb.CompleteRequest, name: str) -> None:
     with pytest.raises(BadRequest) as refused:
         completion_of(translate.completion_fields(request_), UnknownFields(refuse=False))
     names = translate.NAMES["Complete"]
     assert check_names(refused.value, names, pb.CompleteRequest.DESCRIPTOR) == name
 
 
-def test_other_calls() -> None:
+def test_errors_of_other_calls_name_message_fields() -> None:
     error = BadRequest("'prompt' is empty; send text", param="prompt")
     names = translate.NAMES["Tokenize"]
     assert check_names(error, names, pb.TokenizeRequest.DESCRIPTOR) == "text"

@@ -1,4 +1,4 @@
-"""The page on gRPC says what the code does."""
+"""The page on gRPC matches the code."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ PAGE = (Path(__file__).resolve().parents[4] / "docs" / "grpc.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_table_of_errors_is_what_the_client_raises() -> None:
+def test_the_error_table_matches_the_client() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| (\d+) \|$", PAGE, re.MULTILINE)
     written = {(name, code, reason, int(status)) for name, code, reason, status in rows}
     raised = set()
@@ -38,15 +38,15 @@ def test_the_table_of_errors_is_what_the_client_raises() -> None:
         code = rpc_status.to_status(status).code
         trailer = grpc.aio.Metadata(*trailer_of(status, error))
         call = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailer, status.message)
-        found = error_of(call)
-        raised.add((type(found).__name__, code.name, found.reason, error.status))
+        translated = error_of(call)
+        raised.add((type(translated).__name__, code.name, translated.reason, error.status))
     assert written == raised
     for name, *_ in written:
         assert name in tideserve.client.__all__
         assert issubclass(getattr(tideserve.client, name), tideserve.client.TideserveError)
 
 
-def test_the_examples_use_what_there_is() -> None:
+def test_the_examples_use_existing_names() -> None:
     assert len(BLOCKS) == 4
     for code in BLOCKS:
         imported = [
@@ -61,7 +61,7 @@ def test_the_examples_use_what_there_is() -> None:
 
 
 def names_in(cell: str) -> set[str]:
-    """The names of fields in a cell of a table, without what is in them."""
+    """The names of fields in a table cell, without nested ones."""
     return {name.partition(".")[0] for name in re.findall(r"`([\w.]+)`", cell)}
 
 
@@ -72,22 +72,22 @@ def table_after(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in lines[2:]]
 
 
-def test_every_field_of_http_has_a_keyword_or_stands_in_a_table() -> None:
+def test_every_http_field_has_a_keyword_or_a_table_row() -> None:
     renamed = table_after("### Not over gRPC")
     absent = table_after("The contract has no fields for these")
     keywords = ChatFields.__optional_keys__ | CompletionFields.__optional_keys__
-    told = keywords | {"model", "messages"}
+    documented = keywords | {"model", "messages"}
     for http, _, python in renamed:
-        told |= names_in(http)
+        documented |= names_in(http)
         known = keywords | {name for name in vars(Client) if name.startswith("stream_")}
         assert names_in(python) <= known
     missing = set().union(*(names_in(http) for http, _ in absent))
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert missing <= fields
-    assert fields - told == missing
+    assert fields - documented == missing
 
 
-def test_fields_of_the_contract_that_are_named_exist() -> None:
+def test_named_contract_fields_exist() -> None:
     parts = {
         "sampling": pb.Sampling,
         "structure": pb.Structure,
@@ -101,7 +101,7 @@ def test_fields_of_the_contract_that_are_named_exist() -> None:
         assert name in parts[part].DESCRIPTOR.fields_by_name
 
 
-def test_numbers_are_those_of_the_code() -> None:
+def test_numbers_match_the_code() -> None:
     assert f"({connection.TIMEOUT_S:g} s unless" in PAGE
     assert f"| {BODY_BYTES_MAX >> 20} MiB; {METADATA_BYTES_MAX >> 10} KiB |" in PAGE
     assert f"| {STREAMS_MAX:,}; more wait" in PAGE
@@ -116,7 +116,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"for {REMEMBER_S / 60:g} minutes" in PAGE and f"last {REMEMBERED_MAX:,}" in PAGE
 
 
-def test_the_methods_that_are_named_exist() -> None:
+def test_named_methods_exist() -> None:
     for service, method in re.findall(r"tideserve\.gateway\.v1\.(\w+)/(\w+)", PAGE):
-        found = pb.DESCRIPTOR.services_by_name[service].methods_by_name
-        assert method in found
+        methods = pb.DESCRIPTOR.services_by_name[service].methods_by_name
+        assert method in methods

@@ -1,4 +1,4 @@
-"""Fields that the contract does not have: found wherever they are, named by number and place."""
+"""Unknown fields of messages are found at any depth, and named by number and path."""
 
 import pytest
 from google.protobuf.message import Message
@@ -27,7 +27,7 @@ def hi() -> pb.Message:
     return pb.Message(role=pb.ROLE_USER, text="hi")
 
 
-def test_unknown_fields_are_named_with_their_place() -> None:
+def test_unknown_fields_are_named_with_their_path() -> None:
     parts = pb.ContentParts(parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")])
     request = pb.ChatRequest(model="m", messages=[hi(), pb.Message(parts=parts)])
     assert warnings(request) == ()
@@ -50,7 +50,7 @@ def test_unknown_fields_are_removed() -> None:
     assert read == request and read.SerializeToString() == data
 
 
-def test_other_ways_of_writing_the_same_are_not_unknown() -> None:
+def test_alternative_encodings_are_not_unknown_fields() -> None:
     request = pb.ChatRequest(model="m", messages=[hi()])
     request.sampling.logit_bias[5] = 0.0
     data = pb.ChatRequest(model="other").SerializeToString() + request.SerializeToString()
@@ -58,12 +58,12 @@ def test_other_ways_of_writing_the_same_are_not_unknown() -> None:
     assert decoded_known(pb.ChatRequest, data, unknown) == request
 
 
-def test_few_unknown_fields_are_named_however_many_there_are() -> None:
+def test_the_list_of_unknown_fields_is_bounded() -> None:
     request = pb.ChatRequest(messages=[hi() for _ in range(20)])
     for message in request.messages:
         odd(message)
-    (told,) = warnings(request)
-    assert told.count("field-111") == 8 and told.endswith(" and 12 more")
+    (warning,) = warnings(request)
+    assert warning.count("field-111") == 8 and warning.endswith(" and 12 more")
     hidden = pb.ChatRequest(messages=[hi() for _ in range(3 * SEARCHED_MAX)])
     odd(hidden.messages[-1])
     assert warnings(hidden) == ("ignored unknown fields: field-of-a-long-message",)

@@ -1,4 +1,4 @@
-"""Header blocks of HTTP/2: their bound, and the header that each gets."""
+"""Header blocks of HTTP/2: their bound, and the header added to each."""
 
 import random
 
@@ -50,7 +50,7 @@ RECEIVED = (
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_each_block_gets_the_header_however_its_bytes_arrive(seed: int) -> None:
+def test_each_block_gets_the_header_with_any_chunking(seed: int) -> None:
     rng = random.Random(seed)
     blocks, received, rest = HeaderBlocks("name", "value"), b"", SENT
     while rest:
@@ -63,7 +63,7 @@ def test_each_block_gets_the_header_however_its_bytes_arrive(seed: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 8000])
-def test_a_block_is_bounded_whatever_its_parts(size: int) -> None:
+def test_a_block_is_bounded_with_any_chunking(size: int) -> None:
     blocks = HeaderBlocks("name", "value")
     blocks.feed(frame(HEADERS, 0, 1, b"x" * size))
     part = frame(CONTINUATION, 0, 1, b"x" * size)
@@ -73,7 +73,7 @@ def test_a_block_is_bounded_whatever_its_parts(size: int) -> None:
 
 
 @pytest.mark.parametrize("steps_max", [1, 3, 7])
-def test_the_rest_is_kept_when_the_steps_are_used(steps_max: int) -> None:
+def test_the_rest_is_kept_when_the_step_limit_is_reached(steps_max: int) -> None:
     blocks, received, rest, rounds = HeaderBlocks("name", "value"), b"", SENT, 0
     while rest:
         before = blocks.steps
@@ -96,7 +96,7 @@ def test_a_block_lasts_until_its_last_byte() -> None:
         assert not blocks.block_stream
 
 
-def test_blocks_of_many_calls_do_not_add_up() -> None:
+def test_blocks_of_calls_are_bounded_separately() -> None:
     blocks = HeaderBlocks("name", "value")
     for number in range(100):
         blocks.feed(frame(HEADERS, 0, 2 * number + 1, b"x" * (BLOCK_BYTES_MAX // 2)))

@@ -1,4 +1,4 @@
-"""Tensors of KServe's protocol, in both dialects, and what is wrong with them."""
+"""Tensors of the KServe protocol in both dialects, and errors in them."""
 
 import json
 import struct
@@ -42,7 +42,7 @@ def request(raw: bool = True, parameters: Any = None, **inputs: str | bool) -> p
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_both_dialects_say_the_same(raw: bool) -> None:
+def test_both_dialects_translate_equally(raw: bool) -> None:
     wanted = {"model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 0.5, "stream": True}
     sampling = {"max_tokens": 5, "temperature": 0.5}
     triton, by_tensor = inference_of(
@@ -53,7 +53,7 @@ def test_both_dialects_say_the_same(raw: bool) -> None:
     assert triton == dynamo
 
 
-def test_numbers_may_come_as_text() -> None:
+def test_numbers_may_be_strings() -> None:
     """As in the examples of Triton's vLLM backend."""
     sampling = {"temperature": "0.1", "max_tokens": "100", "ignore_eos": "True", "stop": "5"}
     more = {"structured_outputs": '{"json": {"type": "object"}}', "seed": 7, "top_k": "x"}
@@ -74,7 +74,7 @@ def test_numbers_may_come_as_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["42", "0.5", "true", "True", "null", "[1]", '"x"', '{"a": 1}'])
-def test_fields_of_text_stay_text_whatever_it_looks_like(text: str) -> None:
+def test_string_fields_stay_strings(text: str) -> None:
     names = (
         *("request_id", "cache_salt", "service_tier", "slo_class", "truncation_side"),
         *("stop", "bad_words", "guided_regex", "guided_grammar", "guided_json"),
@@ -85,7 +85,7 @@ def test_fields_of_text_stay_text_whatever_it_looks_like(text: str) -> None:
     assert by_tensor == by_parameters == given | {"model": "m", "prompt": "hi"}
 
 
-def test_what_steers_triton_is_no_sampling() -> None:
+def test_triton_parameters_are_not_sampling_parameters() -> None:
     made = request(
         parameters={"triton_enable_empty_final_response": True, "sequence_id": 5}, text_input="hi"
     )
@@ -104,7 +104,7 @@ def test_what_steers_triton_is_no_sampling() -> None:
         ({"stream": True}, ""),
     ],
 )
-def test_whether_the_prompt_is_in_the_answer(inputs: Any, prefix: str) -> None:
+def test_the_prompt_is_echoed_unless_excluded(inputs: Any, prefix: str) -> None:
     assert inference_of(request(text_input="hi", **inputs))[0].prefix == prefix
 
 
@@ -156,13 +156,13 @@ def with_raw(*raw: bytes) -> pb.ModelInferRequest:
         ),
     ],
 )
-def test_what_is_wrong_is_named(made: pb.ModelInferRequest, param: str) -> None:
+def test_invalid_input_is_named(made: pb.ModelInferRequest, param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         inference_of(made)
     assert caught.value.param == param
 
 
-def test_a_parameter_that_says_nothing_and_versions_and_outputs() -> None:
+def test_empty_parameters_versions_and_outputs_are_validated() -> None:
     made = request(text_input="hi")
     made.parameters["seed"].SetInParent()
     cases: list[tuple[pb.ModelInferRequest, type[GatewayError]]] = [(made, BadRequest)]
@@ -177,19 +177,19 @@ def test_a_parameter_that_says_nothing_and_versions_and_outputs() -> None:
             inference_of(wrong)
 
 
-def test_responses_hold_what_was_asked_for() -> None:
+def test_responses_have_the_requested_outputs() -> None:
     made = request(text_input="hi")
     made.id = "7"
     both = response_of(inference_of(made)[0], ["a", "é"], ["stop", "length"])
     assert (both.id, both.model_name, both.model_version) == ("7", "m", "1")
-    assert [(one.name, list(one.shape)) for one in both.outputs] == [
+    assert [(response.name, list(response.shape)) for response in both.outputs] == [
         ("text_output", [2]),
         ("finish_reason", [2]),
     ]
     assert both.raw_output_contents[0] == raw_of("a") + raw_of("é")
     assert FINAL not in both.parameters
     made.outputs.add(name="finish_reason")
-    one = response_of(inference_of(made)[0], ["a"], ["stop"], final=True)
-    assert [output.name for output in one.outputs] == ["finish_reason"]
-    assert list(one.raw_output_contents) == [raw_of("stop")]
-    assert one.parameters[FINAL].bool_param
+    response = response_of(inference_of(made)[0], ["a"], ["stop"], final=True)
+    assert [output.name for output in response.outputs] == ["finish_reason"]
+    assert list(response.raw_output_contents) == [raw_of("stop")]
+    assert response.parameters[FINAL].bool_param

@@ -1,4 +1,4 @@
-"""Browsers whose pages are of another origin."""
+"""Requests of browsers from another origin."""
 
 import httpx
 import pytest
@@ -29,9 +29,7 @@ def client(origins: str) -> httpx.AsyncClient:
     ("origins", "allowed"),
     [("", None), ("https://other.example", None), (f"http://a:3000, {PAGE}", PAGE), ("*", "*")],
 )
-async def test_a_browser_asks_before_the_key_is_looked_at(
-    origins: str, allowed: str | None
-) -> None:
+async def test_preflight_requests_need_no_key(origins: str, allowed: str | None) -> None:
     async with client(origins) as http:
         asked = await http.options("/v1/completions", headers=PREFLIGHT | {"origin": PAGE})
         refused = await http.post("/v1/completions", headers={"origin": PAGE})
@@ -40,16 +38,16 @@ async def test_a_browser_asks_before_the_key_is_looked_at(
         )
     assert (asked.status_code == 200) is (allowed is not None)
     assert (refused.status_code, served.status_code) == (401, 200)
-    for one in (asked, refused, served):
-        assert one.headers.get("access-control-allow-origin") == allowed
-        assert "access-control-allow-credentials" not in one.headers
+    for response in (asked, refused, served):
+        assert response.headers.get("access-control-allow-origin") == allowed
+        assert "access-control-allow-credentials" not in response.headers
     if allowed is not None:
         assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
         exposed = refused.headers["access-control-expose-headers"]
         assert "x-ratelimit-remaining-tokens" in exposed and "retry-after" in exposed
 
 
-async def test_only_a_browsers_question_passes_without_a_key() -> None:
+async def test_only_preflight_requests_pass_without_a_key() -> None:
     async with client("*") as http:
         assert (await http.options("/v1/completions")).status_code == 401
         assert (await http.options("/v1/completions", headers={"origin": PAGE})).status_code == 401
@@ -58,6 +56,6 @@ async def test_only_a_browsers_question_passes_without_a_key() -> None:
 @pytest.mark.parametrize(
     "wrong", ["app.example", "https://app.example/", "https://*.example", "null", "file://x"]
 )
-def test_what_is_no_origin_is_refused(wrong: str) -> None:
+def test_invalid_origins_are_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="is not an origin"):
         origins_of(f"{PAGE},{wrong}")

@@ -1,4 +1,4 @@
-"""Bodies of Responses and Messages: what chats they stand for, and that nothing breaks them."""
+"""Bodies of Responses and Messages: conversion to chats, and random input."""
 
 import json
 import random
@@ -33,14 +33,14 @@ BODIES = 4000
 
 
 def schema_of(kind: Any, vocabulary: BodyFields) -> dict[str, Any]:
-    """What the description says of a body."""
+    """The schema of a body in the OpenAPI description."""
     described = describe_body(kind, vocabulary.policy, vocabulary.passed_on)
     schema: dict[str, Any] = described["requestBody"]["content"]["application/json"]["schema"]
     return schema
 
 
-def said_by(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    """A message of Messages."""
+def turn_of(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    """A message of the Messages API."""
     return {"role": role, "content": [*blocks]}
 
 
@@ -57,7 +57,7 @@ VOCABULARIES = dict.fromkeys(("messages", "count_tokens"), messages.FIELDS) | {
 
 
 def check_names(error: GatewayError, vocabulary: BodyFields) -> None:
-    """Assert that an error has no name of the chat's that the API lacks."""
+    """Assert that an error has no field name of the chat API that this API lacks."""
     if error.code == "unknown_parameter":
         return
     own = set(vocabulary.names.names.values()) | vocabulary.own
@@ -80,11 +80,11 @@ NAMES: list[tuple[str, dict[str, Any], str]] = [
         ("messages", fields, name)
         for fields, name in (
             ({"messages": [{"role": "user", "content": [USE]}]}, "tool_use"),
-            ({"messages": [said_by("assistant", USE | {"id": ""})]}, f"{AT_USE}.id"),
-            ({"messages": [said_by("assistant", USE | {"name": ""})]}, f"{AT_USE}.name"),
-            ({"messages": [said_by("assistant", *[USE] * 129)]}, "tool_use"),
+            ({"messages": [turn_of("assistant", USE | {"id": ""})]}, f"{AT_USE}.id"),
+            ({"messages": [turn_of("assistant", USE | {"name": ""})]}, f"{AT_USE}.name"),
+            ({"messages": [turn_of("assistant", *[USE] * 129)]}, "tool_use"),
             (
-                {"messages": [said_by("user", {"type": "tool_result", "tool_use_id": "stop"})]},
+                {"messages": [turn_of("user", {"type": "tool_result", "tool_use_id": "stop"})]},
                 "tool_use_id",
             ),
             ({"system": "\ud800"}, "system"),
@@ -136,12 +136,15 @@ NAMES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "fields", "name"), NAMES)
-def test_errors_name_the_fields_of_the_api(
+def test_errors_name_the_fields_of_the_dialect(
     endpoint: str, fields: dict[str, Any], name: str
 ) -> None:
     body: dict[str, Any] = {"model": "m"}
     if endpoint == "messages":
-        body |= {"max_tokens": 8, "messages": [said_by("user", {"type": "text", "text": "hi"})]}
+        body |= {
+            "max_tokens": 8,
+            "messages": [turn_of("user", {"type": "text", "text": "hi"})],
+        }
     else:
         body |= {"input": "hi"}
     with pytest.raises(BadRequest) as refused:
@@ -152,7 +155,7 @@ def test_errors_name_the_fields_of_the_api(
 
 
 def mutated(rng: random.Random, value: Any, bad: float) -> Any:
-    """The value with junk in some places of it."""
+    """The value with random junk in some places."""
     if rng.random() < bad:
         return junk(rng)
     if isinstance(value, dict):
@@ -164,7 +167,7 @@ def mutated(rng: random.Random, value: Any, bad: float) -> Any:
 
 
 @pytest.mark.parametrize("endpoint", list(ENDPOINTS))
-def test_random_bodies_are_taken_or_refused(endpoint: str) -> None:
+def test_random_bodies_are_accepted_or_refused(endpoint: str) -> None:
     parse, schema = ENDPOINTS[endpoint]
     taken = 0
     for seed in range(BODIES):
@@ -191,37 +194,37 @@ def chat_of(fields: dict[str, Any]) -> ChatRequest:
 
 
 def call(call_id: str) -> dict[str, Any]:
-    """A call as the chat has it."""
+    """A call in the form of the chat API."""
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
     "field", [{"text": {"format": {"type": "text", "x": "\ud800"}}}, {"tool_choice": {"\ud800": 1}}]
 )
-def test_what_a_response_repeats_is_unicode(field: dict[str, Any]) -> None:
-    """It would be found out only when the answer is written."""
+def test_echoed_fields_are_valid_unicode(field: dict[str, Any]) -> None:
+    """Otherwise the error would occur only when the response is written."""
     with pytest.raises(BadRequest) as refused:
         parse_responses({"model": "m", "input": "hi", **field})
     assert refused.value.param is not None
 
 
-def said(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
-    """A message of the chat, with calls of these ids."""
-    called = {"tool_calls": [call(one) for one in calls]} if calls else {}
+def chat_message(role: str, content: str | None, *calls: str, **fields: Any) -> dict[str, Any]:
+    """A chat message with calls of these ids."""
+    called = {"tool_calls": [call(entry) for entry in calls]} if calls else {}
     return {"role": role, "content": content} | called | fields
 
 
 def result(call_id: str, content: str) -> dict[str, Any]:
-    return said("tool", content, tool_call_id=call_id)
+    return chat_message("tool", content, tool_call_id=call_id)
 
 
-def test_items_of_one_turn_are_one_message() -> None:
-    told = [{"type": "summary_text", "text": "hm"}]
+def test_items_of_a_turn_become_a_single_message() -> None:
+    summary = [{"type": "summary_text", "text": "hm"}]
     use = {"type": "function_call", "name": "f", "arguments": "{}"}
     output = {"type": "function_call_output"}
     items = [
-        said("user", "a"),
-        {"type": "reasoning", "id": "rs_1", "summary": told, "encrypted_content": None},
+        chat_message("user", "a"),
+        {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": None},
         {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
         use | {"call_id": "1", "status": "completed"},
         use | {"call_id": "2"},
@@ -230,23 +233,27 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]},
         use | {"call_id": "3"},
         output | {"call_id": "3", "output": "z"},
-        said("assistant", "c"),
+        chat_message("assistant", "c"),
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "d"}]},
         {"role": "user", "content": [{"type": "input_text", "text": "e"}]},
     ]
     chat = [
-        said("user", "a"),
-        said("assistant", "b", "1", "2", reasoning="hm"),
+        chat_message("user", "a"),
+        chat_message("assistant", "b", "1", "2", reasoning="hm"),
         *(result("1", "x"), result("2", "y")),
-        said("assistant", None, "3", reasoning="so"),
+        chat_message("assistant", None, "3", reasoning="so"),
         result("3", "z"),
-        *(said("assistant", "c"), said("assistant", "d"), said("user", "e")),
+        *(
+            chat_message("assistant", "c"),
+            chat_message("assistant", "d"),
+            chat_message("user", "e"),
+        ),
     ]
     parsed = parse_responses({"model": "m", "input": items}).chat
     assert parsed.messages == chat_of({"messages": chat}).messages
 
 
-def test_results_of_tools_stand_between_texts() -> None:
+def test_tool_results_are_kept_between_texts() -> None:
     use = {"type": "tool_use", "name": "f", "input": {}}
     text = [{"type": "text", "text": letter} for letter in "xbc"]
     results = [
@@ -256,21 +263,21 @@ def test_results_of_tools_stand_between_texts() -> None:
         text[2],
     ]
     asked = [
-        said("user", "a"),
+        chat_message("user", "a"),
         {"role": "assistant", "content": [use | {"id": "1"}, use | {"id": "2"}]},
         {"role": "user", "content": results},
     ]
     chat = [
-        said("user", "a"),
-        said("assistant", "", "1", "2"),
-        *(result("1", "x"), said("user", "b"), result("2", ""), said("user", "c")),
+        chat_message("user", "a"),
+        chat_message("assistant", "", "1", "2"),
+        *(result("1", "x"), chat_message("user", "b"), result("2", ""), chat_message("user", "c")),
     ]
     parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": asked})
     assert parsed.messages == chat_of({"messages": chat}).messages
 
 
 @pytest.mark.parametrize("vocabulary", [messages.FIELDS, responses.FIELDS])
-def test_words_of_a_dialect_are_those_of_the_chat(vocabulary: BodyFields) -> None:
+def test_dialect_terms_map_to_chat_terms(vocabulary: BodyFields) -> None:
     chat = ChatRequest.model_fields.keys()
     assert vocabulary.absent <= chat
     # `verbosity` is one that the chat refuses; the others are fields of messages and of formats.
@@ -310,10 +317,10 @@ def test_the_page_names_the_fields_of_the_chat_that_dialects_take() -> None:
         [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": ""}],
     ],
 )
-def test_an_empty_message_of_the_assistant_at_the_end_is_as_if_absent(
+def test_a_trailing_empty_assistant_message_is_ignored(
     parse: Callable[[Mapping[str, Any]], ChatRequest], end: Any
 ) -> None:
-    hi = [said_by("user", {"type": "text", "text": "hi"})]
+    hi = [turn_of("user", {"type": "text", "text": "hi"})]
     body = {"model": "m", "max_tokens": 1}
     empty = {"role": "assistant", "content": end}
     for before in (hi, [*hi, {"role": "assistant", "content": "I"}]):
@@ -323,21 +330,21 @@ def test_an_empty_message_of_the_assistant_at_the_end_is_as_if_absent(
 
 
 def test_a_call_at_the_end_is_not_continued() -> None:
-    use = said_by("assistant", {"type": "text", "text": "So"}, USE)
-    hi = said_by("user", {"type": "text", "text": "hi"})
+    use = turn_of("assistant", {"type": "text", "text": "So"}, USE)
+    hi = turn_of("user", {"type": "text", "text": "hi"})
     parsed = parse_messages({"model": "m", "max_tokens": 1, "messages": [hi, use]})
     assert not parsed.continue_final_message and parsed.add_generation_prompt is not False
 
 
-def test_text_stands_between_calls() -> None:
+def test_text_is_kept_between_calls() -> None:
     pieces = [OutputPiece("", delta=delta) for delta in (BEGUN, ENDED, TEXT, NEXT)]
     items = Items(None)
     for piece in pieces:
         items.push(piece)
-    told = items.written("completed")
-    assert [item["type"] for item in told] == ["function_call", "message", "function_call"]
-    assert [item.get("arguments") for item in told] == ["{}", None, "{}"]
-    assert {item["status"] for item in told} == {"completed"}
+    items_written = items.written("completed")
+    assert [item["type"] for item in items_written] == ["function_call", "message", "function_call"]
+    assert [item.get("arguments") for item in items_written] == ["{}", None, "{}"]
+    assert {item["status"] for item in items_written} == {"completed"}
 
     prepared = PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS)
     answer = MessageBuilder(prepared)
@@ -349,7 +356,7 @@ def test_text_stands_between_calls() -> None:
 
 
 def input_of(arguments: str) -> Any:
-    """What a client reads as the input of a call with these arguments."""
+    """The input of a call with these arguments, as a client reads it."""
     answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     answer.push(OutputPiece("", delta=Delta(tool_calls=(ToolCallDelta(0, "1", "f", arguments),))))
     return json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))["content"][0]["input"]
@@ -365,11 +372,11 @@ def input_of(arguments: str) -> Any:
         "{}",
     ],
 )
-def test_arguments_are_told_as_the_model_wrote_them(arguments: str) -> None:
+def test_arguments_are_returned_verbatim(arguments: str) -> None:
     assert input_of(arguments) == json.loads(arguments)
 
 
-def test_arguments_that_are_no_json_are_told_as_text() -> None:
+def test_invalid_json_arguments_are_returned_as_text() -> None:
     assert input_of('{"a": "b') == {"INVALID_JSON": '{"a": "b'}
     assert input_of("") == {}
     number = f'{{"a": {"7" * 5_000}}}'

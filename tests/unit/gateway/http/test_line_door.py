@@ -1,4 +1,4 @@
-"""Which lines of batches go on after the tokens of an earlier start."""
+"""Batch lines that resume after the tokens of an earlier start."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,9 +15,9 @@ ADAPTER = Adapter("tone", "0f" * 32, "/adapters/tone", 8)
 
 
 def call_of(**fields: Any) -> LineCall:
-    """A line that has begun to run; "tone" is an adapter."""
-    found = {"m": SimpleNamespace(adapter=None), "tone": SimpleNamespace(adapter=ADAPTER)}
-    serving = SimpleNamespace(models=SimpleNamespace(find=found.get))
+    """A line that has started; "tone" is an adapter."""
+    models = {"m": SimpleNamespace(adapter=None), "tone": SimpleNamespace(adapter=ADAPTER)}
+    serving = SimpleNamespace(models=SimpleNamespace(find=models.get))
     door = cast(LineDoor, SimpleNamespace(serving=serving, incarnation="i"))
     batch = cast(BatchRow, SimpleNamespace(endpoint="/v1/completions"))
     call = LineCall(door, batch, LINE)
@@ -26,12 +26,12 @@ def call_of(**fields: Any) -> LineCall:
     return call
 
 
-def test_a_line_goes_on_after_its_tokens() -> None:
+def test_a_resumed_line_continues_after_its_tokens() -> None:
     assert call_of().output_ids == LINE.output_ids
 
 
 @pytest.mark.parametrize("fields", [{"model": "tone"}, {"n": 2}, {"logprobs": 1}])
-def test_a_line_of_which_the_rest_could_differ_starts_again(fields: dict[str, Any]) -> None:
+def test_a_line_that_cannot_resume_exactly_restarts(fields: dict[str, Any]) -> None:
     call = call_of(**fields)
     assert call.output_ids is None
     assert not call._record.choices[0].output_ids, "the tokens of the earlier start are dropped"

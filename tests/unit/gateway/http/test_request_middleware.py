@@ -1,4 +1,4 @@
-"""What is told of requests that do not come past the door."""
+"""Records of requests that are refused by the middleware."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
 
 
 @pytest.mark.parametrize(
-    ("headers", "status", "told"),
+    ("headers", "status", "traces_per_request"),
     [
         ({"authorization": f"Bearer {KEY}"}, 200, 1),
         ({"authorization": "Bearer wrong"}, 401, 0),
@@ -28,8 +28,8 @@ CALLER = TraceContext("1" * 32, "2" * 16, sampled=True)
         ({"x-long": "x" * HEADER_BYTES_MAX}, 431, 0),
     ],
 )
-async def test_only_an_authorized_caller_decides_what_is_traced(
-    headers: dict[str, str], status: int, told: int
+async def test_only_authorized_callers_control_sampling(
+    headers: dict[str, str], status: int, traces_per_request: int
 ) -> None:
     kept = KeptTraces()
     recorder = RequestRecorder(Metrics(("m",), CollectorRegistry()), Tracer(1.0, kept))
@@ -40,11 +40,13 @@ async def test_only_an_authorized_caller_decides_what_is_traced(
         got = await client.post("/v1/chat/completions", headers=given)
         bare = await client.post("/v1/chat/completions", headers=headers)
     assert got.status_code == bare.status_code == status
-    assert len(kept.traces) == 2 * told
-    assert [one.trace_id for one, _ in kept.traces[:1]] == [CALLER.trace_id] * told
+    assert len(kept.traces) == 2 * traces_per_request
+    assert [trace.trace_id for trace, _ in kept.traces[:1]] == [
+        CALLER.trace_id
+    ] * traces_per_request
 
 
-async def test_a_record_knows_where_its_request_comes_from() -> None:
+async def test_a_record_has_the_client_address() -> None:
     addresses = list[str]()
 
     async def noted(scope: Any, receive: Any, send: Any) -> None:

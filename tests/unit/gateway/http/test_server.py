@@ -6,7 +6,7 @@ import socket
 from services.gateway.http.server import bind
 
 
-async def test_no_part_of_an_answer_waits_for_the_one_before_to_be_acknowledged() -> None:
+async def test_response_parts_are_sent_without_waiting_for_acknowledgements() -> None:
     loop = asyncio.get_running_loop()
     accepted: asyncio.Future[asyncio.BaseTransport] = loop.create_future()
 

@@ -1,4 +1,4 @@
-"""HTTPS with a real server: its certificate changes below connections that stand."""
+"""HTTPS with a real server: its certificate changes below open connections."""
 
 import asyncio
 import ssl
@@ -67,7 +67,7 @@ async def serving(tls: ServerTls) -> AsyncIterator[int]:
 
 
 class Connection:
-    """A client of its own TLS connection."""
+    """A client with its own TLS connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -91,10 +91,8 @@ class Connection:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-async def test_a_new_certificate_is_shown_to_new_connections(
-    certified: Certified, host: str
-) -> None:
-    """With a name, which clients tell in the handshake, and with an address, which they do not."""
+async def test_new_connections_use_a_new_certificate(certified: Certified, host: str) -> None:
+    """With a host name, which clients send in the handshake, and with an address."""
     async with asyncio.timeout(TIMEOUT_S), serving(tls_of(certified)) as port:
         old = await Connection.opened(certified, port, host)
         first = (certified.folder / "http.pem").read_text()
@@ -109,7 +107,7 @@ async def test_a_new_certificate_is_shown_to_new_connections(
             connection.writer.transport.abort()
 
 
-async def test_half_a_pair_changes_nothing(certified: Certified) -> None:
+async def test_a_mismatched_pair_is_not_loaded(certified: Certified) -> None:
     async with asyncio.timeout(TIMEOUT_S), serving(tls_of(certified)) as port:
         first = (certified.folder / "http.pem").read_text()
         issued = certified.authority.issue("http", HOSTS, DAY)
@@ -119,7 +117,7 @@ async def test_half_a_pair_changes_nothing(certified: Certified) -> None:
         connection.writer.transport.abort()
 
 
-async def test_plain_http_is_not_answered(certified: Certified) -> None:
+async def test_plain_http_is_refused(certified: Certified) -> None:
     async with asyncio.timeout(TIMEOUT_S), serving(tls_of(certified)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -127,7 +125,7 @@ async def test_plain_http_is_not_answered(certified: Certified) -> None:
         writer.transport.abort()
 
 
-def test_one_file_without_the_other_is_one_sentence(certified: Certified) -> None:
+def test_a_missing_file_of_the_pair_is_a_short_error(certified: Certified) -> None:
     with pytest.raises(ConfigError, match="'http_tls_key_file' need each other"):
         server_tls(certified.files("http").cert, None)
     assert server_tls(None, None) is None

@@ -27,14 +27,14 @@ def refusal(*lines: object) -> str:
     return str(caught.value)
 
 
-def test_keys_differ_and_are_of_one_form() -> None:
+def test_generated_keys_are_unique_and_well_formed() -> None:
     keys = {new_key() for _ in range(1000)}
     assert len(keys) == 1000
     allowed = set(string.ascii_letters + string.digits)
     assert all(len(k) == 47 and k.startswith("tsk_") and set(k[4:]) <= allowed for k in keys)
 
 
-def test_an_entry_comes_back_as_it_was_written() -> None:
+def test_an_entry_round_trips() -> None:
     full = KeyEntry(
         owner="team/a",
         sha256=HASH,
@@ -55,7 +55,7 @@ def test_an_entry_comes_back_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ({"sha256": HASH}, "'owner' is missing"),
         ({"owner": "a"}, "'sha256' is missing"),
@@ -75,22 +75,22 @@ def test_an_entry_comes_back_as_it_was_written() -> None:
         ("owner: a", "is not a JSON object"),
     ],
 )
-def test_a_wrong_line_is_named(line: object, words: str) -> None:
-    told = refusal("# first", {"owner": "z", "sha256": OTHER}, line)
-    assert words in told and "keys, line 3" in told
+def test_an_invalid_line_is_named(line: object, message: str) -> None:
+    error = refusal("# first", {"owner": "z", "sha256": OTHER}, line)
+    assert message in error and "keys, line 3" in error
 
 
-def test_what_is_refused_is_never_a_key_in_the_message() -> None:
+def test_error_messages_never_contain_a_key() -> None:
     key = new_key()
     for line in ({"owner": "a", "sha256": key}, f'{{"owner": "a", "sha256": "{key}"', key):
         assert key not in refusal(line)
 
 
-def test_lines_that_contradict_each_other_are_named() -> None:
-    one = {"owner": "a", "sha256": HASH, "concurrent": 1}
-    assert "line 1 and line 3" in refusal(one, "", one)
-    told = refusal(one, {"owner": "a", "sha256": OTHER, "concurrent": 2})
-    assert "different limits for 'a' in line 2 and line 1" in told
+def test_conflicting_lines_are_named() -> None:
+    first = {"owner": "a", "sha256": HASH, "concurrent": 1}
+    assert "line 1 and line 3" in refusal(first, "", first)
+    error = refusal(first, {"owner": "a", "sha256": OTHER, "concurrent": 2})
+    assert "different limits for 'a' in line 2 and line 1" in error
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o602])
@@ -104,7 +104,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, mode: int) -> N
         read_keys(path)
 
 
-def test_a_missing_file_and_one_that_is_no_text_are_told(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     with pytest.raises(ConfigError, match="No such file"):
         read_keys(path)

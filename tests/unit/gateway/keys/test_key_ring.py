@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 
 def write(path: Path, **keys: str) -> None:
-    """Replace the file by one with these keys by their owners; one in capitals is an admin's."""
+    """Replace the file by one with these keys by owner; upper-case owners are admins."""
     entries = [
         KeyEntry(owner=owner.lower(), sha256=hash_of(key), admin=owner.isupper())
         for owner, key in keys.items()
@@ -35,18 +35,18 @@ def refused(ring: KeyRing, authorization: str | None) -> bool:
     return False
 
 
-def test_without_keys_anyone_may_come() -> None:
+def test_all_requests_pass_without_keys() -> None:
     ring = KeyRing()
     assert ring.principal(None) is ANYONE and ring.operator("Bearer x") is ANYONE
     assert not ring.key_required
 
 
-def test_the_key_of_the_settings() -> None:
+def test_the_configured_key_is_accepted() -> None:
     ring = KeyRing(api_key="schlüssel")
     header = "Bearer schlüssel".encode().decode("latin-1")
     assert ring.principal(header).owner == ""
     wrong = [None, "", "Bearer", "Bearer ", "Bearer x", "schlüssel", "Basic schlüssel", "Bearer é"]
-    assert all(refused(ring, one) for one in wrong)
+    assert all(refused(ring, key) for key in wrong)
 
 
 def test_each_key_has_its_owner_and_its_rights(tmp_path: Path) -> None:
@@ -74,18 +74,18 @@ def test_a_file_closes_the_admin_port_to_those_without_admin_keys(tmp_path: Path
         KeyRing(path=path).operator(None)
 
 
-def test_a_file_without_keys_lets_nobody_in(tmp_path: Path) -> None:
+def test_an_empty_key_file_admits_no_request(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write(path)
     assert refused(KeyRing(path=path), None)
 
 
-def test_a_file_that_is_not_usable_is_told_at_the_start(tmp_path: Path) -> None:
+def test_an_invalid_key_file_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         KeyRing(path=tmp_path / "none")
 
 
-def test_a_changed_file_is_read_and_a_broken_one_is_told_once(
+def test_a_changed_file_is_reloaded_and_an_invalid_one_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"
@@ -121,7 +121,7 @@ def lines(**keys: str) -> dict[str, str]:
     return {"keys.jsonl": "".join(entry.line() + "\n" for entry in entries)}
 
 
-def test_a_secret_of_kubernetes_is_followed(tmp_path: Path) -> None:
+def test_a_kubernetes_secret_is_reloaded(tmp_path: Path) -> None:
     volume = SecretVolume(tmp_path / "keys", lines(alice="one"))
     source = KeySource(tmp_path / "keys" / "keys.jsonl")
 
@@ -143,7 +143,7 @@ def test_a_secret_of_kubernetes_is_followed(tmp_path: Path) -> None:
     assert source.poll() and not source.failing and owners() == ["carol"]
 
 
-def test_a_secret_that_is_swapped_on_the_way_to_it_is_read_again(
+def test_a_secret_swapped_during_the_read_is_reloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "keys" / "keys.jsonl"
@@ -153,10 +153,10 @@ def test_a_secret_that_is_swapped_on_the_way_to_it_is_read_again(
 
     def swapped(name: Path) -> list[KeyEntry]:
         # The links are followed first, and what they lead to is gone then.
-        found = name.resolve()
+        target = name.resolve()
         if swaps:
             volume.update(swaps.pop())
-        return read_keys(found)
+        return read_keys(target)
 
     monkeypatch.setattr(key_ring, "read_keys", swapped)
     volume.update(lines(bob="two"))
@@ -164,7 +164,7 @@ def test_a_secret_that_is_swapped_on_the_way_to_it_is_read_again(
     assert [entry.owner for entry in source.entries] == ["carol"]
 
 
-async def test_a_ring_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_ring_watches_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_ring, "POLL_S", 0.01)
     path = tmp_path / "keys"
     write(path, alice="old")
@@ -178,7 +178,7 @@ async def test_a_ring_follows_its_file(tmp_path: Path, monkeypatch: pytest.Monke
         following.cancel()
 
 
-def test_the_digest_is_that_of_the_keys_in_force(tmp_path: Path) -> None:
+def test_the_digest_covers_the_active_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     assert KeyRing("settings").digest == 0
     write(path, alice="a-key", bob="b-key")

@@ -1,4 +1,4 @@
-"""Tokens of an owner in any minute, whatever its requests are."""
+"""Tokens of an owner in any minute, for all kinds of requests."""
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ PAUSES = st.sampled_from([0.0, 0.3, 2.0, 10.0, 61.0])
     st.sampled_from([0, 80]),
     st.lists(st.tuples(PAUSES, st.sampled_from([1, 3, 100]), asks()), min_size=1, max_size=15),
 )
-def test_a_minute_has_at_most_a_tenth_more_than_the_limit(
+def test_any_minute_exceeds_the_limit_by_at_most_a_tenth(
     limit: int, short: int, steps: list[tuple[float, int, Ask]]
 ) -> None:
     """Beyond the largest request that began alone at a full bucket; some short outputs first, so
@@ -49,7 +49,7 @@ def test_a_minute_has_at_most_a_tenth_more_than_the_limit(
 @pytest.mark.parametrize("tokens_per_s", [100, 300, 1000, 100_000])
 @pytest.mark.parametrize("limit", [6000, 100_000, 400_000])
 @pytest.mark.parametrize("choices", [1, 4])
-def test_short_outputs_do_not_open_the_door_for_many_long_ones(
+def test_short_outputs_do_not_admit_many_long_ones(
     limit: int, tokens_per_s: float, choices: int
 ) -> None:
     load = QuotaLoad(limit)
@@ -83,7 +83,7 @@ def test_debt_is_paid_before_it_is_forgotten() -> None:
 
 
 def served(limit: int, ask: Ask, at_once: int, per_s: float) -> float:
-    """The part of requests at a rate that is served, for five minutes, `at_once` each time."""
+    """The served part of requests at a rate, for five minutes, `at_once` each time."""
     load, outcomes = QuotaLoad(limit), list[bool]()
     for _ in range(int(5 * MINUTE_S * per_s / at_once)):
         load.wait(at_once / per_s)
@@ -93,7 +93,7 @@ def served(limit: int, ask: Ask, at_once: int, per_s: float) -> float:
     return sum(outcomes) / len(outcomes)
 
 
-def test_a_client_within_its_limit_is_served_whatever_its_maximum_is() -> None:
+def test_max_tokens_does_not_block_a_client_within_its_limit() -> None:
     # 100 tokens each, and seven of them run at a time: 48,000 a minute of 60,000.
     for longest in (50, 1000, CONTEXT):
         ask = Ask(prompt_tokens=50, length_max=longest, length=50, tokens_per_s=50)
@@ -112,14 +112,14 @@ def test_a_client_within_its_limit_is_served_whatever_its_maximum_is() -> None:
 def test_outputs_within_the_limit_never_end_early(
     limit: int, length: int, tokens_per_s: float, longest: int, piece: int
 ) -> None:
-    """Requests at a steady rate of 90 % of the limit are served, most of them at once."""
+    """A steady 90 % of the limit is served, mostly at once."""
     ask = Ask(20, 1, longest, length, tokens_per_s, piece)
     per_s = min(10.0, 0.9 * limit / MINUTE_S / (20 + length))
     assert served(limit, ask, 1, per_s) >= 0.9
 
 
 def test_few_outputs_start_after_some_have_ended_early() -> None:
-    """Twelve at a time, of which the minute has room for five."""
+    """Twelve at a time, while the quota of a minute covers five."""
     load = QuotaLoad(1000)
     for _ in range(60):
         assert load.send(Ask())

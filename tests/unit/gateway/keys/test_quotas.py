@@ -1,4 +1,4 @@
-"""Requests within the limits of their owners, and what their answers tell."""
+"""Requests within the limits of their owners, and the headers of responses."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,7 +22,7 @@ class Case:
         metrics.set_limits({("alice", limit): value for limit, value in given})
 
     def send(self, fails: type[Exception] | None = None, output_tokens: int = 0) -> None:
-        """One request from its beginning to its end."""
+        """A whole request."""
         with self.quotas.entered(self.alice) as lease:
             assert lease is not None
             lease.reserve(100, [50], lambda error: None)
@@ -31,10 +31,10 @@ class Case:
             if fails is not None:
                 raise fails("it broke")
 
-    def told(self, name: str, **labels: str) -> float | None:
+    def metric(self, name: str, **labels: str) -> float | None:
         """A metric of the owner."""
-        found = samples(generate_latest(self.registry).decode())
-        return value(found, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
+        exported = samples(generate_latest(self.registry).decode())
+        return value(exported, f"tideserve_gateway_quota_{name}", owner="alice", **labels)
 
     def remaining(self, limit: str) -> int:
         return int(dict(self.quotas.headers(self.alice))[f"x-ratelimit-remaining-{limit}"])
@@ -57,18 +57,18 @@ class Case:
         (3661.25, "1h1m1.25s"),
     ],
 )
-def test_times_look_like_openais(seconds: float, text: str) -> None:
+def test_times_are_formatted_as_by_openai(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_without_limits_nothing_is_told() -> None:
+def test_no_headers_are_sent_without_limits() -> None:
     case = Case()
     assert case.quotas.headers(case.alice) == case.quotas.headers(ANYONE) == ()
     with case.quotas.entered(case.alice) as lease:
         assert lease is None
 
 
-def test_what_every_answer_tells() -> None:
+def test_every_response_has_limit_headers() -> None:
     case = Case(requests_per_minute=60, tokens_per_minute=60_000)
     case.send(output_tokens=10)
     assert dict(case.quotas.headers(case.alice)) == {
@@ -83,7 +83,7 @@ def test_what_every_answer_tells() -> None:
     assert only_places.quotas.headers(only_places.alice) == ()
 
 
-def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
+def test_a_refusal_has_retry_after_and_is_counted() -> None:
     case = Case(requests_per_minute=60)
     for _ in range(5):
         case.send()
@@ -92,13 +92,13 @@ def test_a_refusal_says_when_to_come_again_and_is_counted() -> None:
     error = caught.value
     assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "requests")
     assert error.retry_after_s == pytest.approx(1)
-    assert case.told("refusals_total", limit="requests") == 1
-    assert case.told("used_total", limit="requests") == 5
+    assert case.metric("refusals_total", limit="requests") == 1
+    assert case.metric("used_total", limit="requests") == 5
     case.clock.now_s += error.retry_after_s
     case.send()
 
 
-def test_places_come_back_however_a_request_ends() -> None:
+def test_concurrent_places_are_released_however_a_request_ends() -> None:
     case = Case(concurrent=1)
     for fails in (None, QueueFull, Expired, ValueError, KeyboardInterrupt):
         if fails is None:
@@ -106,32 +106,32 @@ def test_places_come_back_however_a_request_ends() -> None:
         else:
             with pytest.raises(fails), case.quotas.entered(case.alice):
                 raise fails("it broke")
-    assert case.told("running") == 0
+    assert case.metric("running") == 0
     with (
         case.quotas.entered(case.alice),
         pytest.raises(OverQuota, match=r"alice has reached its limit of 1 concurrent"),
         case.quotas.entered(case.alice),
     ):
         pass
-    assert case.told("refusals_total", limit="concurrent") == 1
+    assert case.metric("refusals_total", limit="concurrent") == 1
     with case.quotas.entered(case.alice):
-        assert case.told("running") == 1
-    assert case.told("running") == 0
+        assert case.metric("running") == 1
+    assert case.metric("running") == 0
 
 
-def test_what_we_do_not_serve_costs_nothing() -> None:
+def test_unserved_requests_are_not_charged() -> None:
     case = Case(requests_per_minute=60, tokens_per_minute=60_000)
     for fails in (QueueFull, Expired):
         with pytest.raises(fails):
             case.send(fails)
         assert (case.remaining("requests"), case.remaining("tokens")) == (5, 3000)
-        assert case.told("used_total", limit="requests") == 0
+        assert case.metric("used_total", limit="requests") == 0
     # The requests before the failure were served.
     with pytest.raises(QueueFull):
         case.send(QueueFull, output_tokens=20)
     assert (case.remaining("requests"), case.remaining("tokens")) == (4, 2880)
-    assert case.told("used_total", limit="requests") == 1
-    assert case.told("used_total", limit="tokens") == 120
+    assert case.metric("used_total", limit="requests") == 1
+    assert case.metric("used_total", limit="tokens") == 120
     # The prompt of a client that hangs up, or waits too briefly, has been read.
     with pytest.raises(ValueError):
         case.send(ValueError)
@@ -166,14 +166,14 @@ def test_a_token_of_a_heavy_model_costs_more() -> None:
         lease.reserve(100, [50], lambda error: None, 2.5)
         for _ in range(3):
             assert lease.count_output(1)
-    assert case.told("used_total", limit="tokens") == 250 + 8
+    assert case.metric("used_total", limit="tokens") == 250 + 8
     with case.quotas.entered(case.alice) as lease:
         assert lease is not None
         with pytest.raises(OverQuota):
             lease.reserve(24_001, [1], lambda error: None, 2.5)
 
 
-def test_limits_that_change_hold_at_once() -> None:
+def test_changed_limits_apply_at_once() -> None:
     case = Case(requests_per_minute=5)
     for _ in range(5):
         case.send()
@@ -190,15 +190,15 @@ def test_owners_without_limits_are_forgotten() -> None:
     metrics = QuotaMetrics(registry)
     metrics.set_limits({("alice", Limit.TOKENS): 1000, ("alice", Limit.CONCURRENT): 3})
     metrics.count_usage("alice", Limit.TOKENS, 7)
-    # No limits of theirs, so nobody asks.
+    # Owners without limits do not query their state.
     metrics.count_usage("alice", Limit.REQUESTS, 1)
     metrics.set_running("bob", 1)
-    found = samples(generate_latest(registry).decode())
-    assert value(found, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
-    assert value(found, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
-    assert {dict(labels).get("owner") for _, labels in found} == {"alice"}
+    exported = samples(generate_latest(registry).decode())
+    assert value(exported, "tideserve_gateway_quota_limit", owner="alice", limit="concurrent") == 3
+    assert value(exported, "tideserve_gateway_quota_used_total", owner="alice", limit="tokens") == 7
+    assert {dict(labels).get("owner") for _, labels in exported} == {"alice"}
     metrics.set_limits({("bob", Limit.REQUESTS): 5})
     metrics.count_refusal("alice", Limit.TOKENS)
     metrics.set_running("alice", 1)
-    found = samples(generate_latest(registry).decode())
-    assert {dict(labels).get("owner") for _, labels in found} == {"bob"}
+    exported = samples(generate_latest(registry).decode())
+    assert {dict(labels).get("owner") for _, labels in exported} == {"bob"}

@@ -35,7 +35,7 @@ def write(tmp_path: Path, model_dir: Path, **config: Any) -> Path:
     return make_tiny_adapter(tmp_path / "adapter", model_dir, **config)
 
 
-def test_an_adapter_that_fits(tmp_path: Path, model_dir: Path) -> None:
+def test_a_compatible_adapter_is_accepted(tmp_path: Path, model_dir: Path) -> None:
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     folder = write(tmp_path, model_dir, rank=4, targets=targets)
     adapter = read_adapter(folder, model_dir)
@@ -73,7 +73,7 @@ def test_modules_of_other_architectures_are_left_to_the_engine(
         ({"r": 4}, "has rank 8, but the configuration says at most 4"),
     ],
 )
-def test_a_configuration_that_engines_do_not_apply(
+def test_unsupported_adapter_configurations_are_refused(
     tmp_path: Path, model_dir: Path, config: dict[str, Any], message: str
 ) -> None:
     folder = write(tmp_path, model_dir, **config)
@@ -95,7 +95,7 @@ NAME = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
         ({"lora_magnitude_vector": (8,)}, "no matrix of a decoder layer"),
     ],
 )
-def test_tensors_that_do_not_fit_the_model(
+def test_mismatched_tensors_are_refused(
     tmp_path: Path, model_dir: Path, change: dict[str, tuple[int, ...] | None], message: str
 ) -> None:
     folder = write(tmp_path, model_dir)
@@ -115,21 +115,21 @@ def write_header(folder: Path, header: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", [["8", "32"], [[8], [32]], [8.0, 32.0], [None, 32], 8])
-def test_shapes_that_are_no_sizes(tmp_path: Path, model_dir: Path, shape: Any) -> None:
+def test_invalid_tensor_shapes_are_refused(tmp_path: Path, model_dir: Path, shape: Any) -> None:
     folder = write(tmp_path, model_dir)
     write_header(folder, {NAME.format(0, part): {"shape": shape} for part in "AB"})
     with pytest.raises(AdapterUnreadable, match="is not a safetensors file"):
         read_adapter(folder, model_dir)
 
 
-def test_a_layer_beyond_all_models(tmp_path: Path, model_dir: Path) -> None:
+def test_a_layer_number_out_of_range_is_refused(tmp_path: Path, model_dir: Path) -> None:
     folder = write(tmp_path, model_dir)
     write_header(folder, {NAME.format("9" * 5000, "A"): {"shape": [8, 32]}})
     with pytest.raises(AdapterUnreadable, match="which is no matrix of a decoder layer"):
         read_adapter(folder, model_dir)
 
 
-def test_files_that_are_damaged_or_empty(tmp_path: Path, model_dir: Path) -> None:
+def test_damaged_or_empty_files_are_refused(tmp_path: Path, model_dir: Path) -> None:
     folder = write(tmp_path, model_dir)
     save_file({}, folder / WEIGHTS)
     with pytest.raises(AdapterUnreadable, match="has no tensors"):

@@ -1,4 +1,4 @@
-"""How a model is asked, how it answers, and what holds it to that."""
+"""Chat models: prompts, output parsers and output constraints."""
 
 from typing import Any
 
@@ -39,29 +39,29 @@ CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": 
 def model(
     source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS, tools: str = "auto"
 ) -> ChatModel:
-    """A model's chat."""
+    """A chat model with this template and these tokens."""
     return ChatModel(source, ChatTemplate(source, {}).variables, tokens, tools, "auto")
 
 
 def prompt_of(body: ChatRequest, source: str = QWEN, tokens: dict[int, str] = QWEN_TOKENS) -> str:
-    """The prompt that a model's template makes of a body."""
+    """The prompt for a body."""
     return ChatTemplate(source, {}).render(**model(source, tokens).template_fields(body))
 
 
 def chat(**fields: Any) -> ChatRequest:
-    """A body."""
+    """A chat body."""
     messages = [{"role": "user", "content": "hi"}]
     return parse_chat({"model": "m", "messages": messages} | fields)
 
 
-def test_a_template_that_takes_tools_gets_them() -> None:
+def test_tools_are_passed_to_a_template_that_supports_them() -> None:
     prompt = prompt_of(chat(tools=[STRICT]))
 
     assert prompt.startswith('[{"type": "function", "function": {"name": "get", "description": ')
     assert "strict" not in prompt
 
 
-def test_calls_come_to_the_template_as_objects() -> None:
+def test_call_arguments_reach_the_template_as_objects() -> None:
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "1", "content": "fine"},
@@ -73,7 +73,7 @@ def test_calls_come_to_the_template_as_objects() -> None:
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_tools_are_told_in_words_where_the_template_takes_none(system: bool) -> None:
+def test_tools_become_prompt_text_if_the_template_lacks_tools(system: bool) -> None:
     messages = [{"role": "system", "content": "Be brief."}] if system else []
     messages += [{"role": "user", "content": "hi"}]
     prompt = prompt_of(chat(messages=messages, tools=[TOOL]), PLAIN, {})
@@ -84,7 +84,7 @@ def test_tools_are_told_in_words_where_the_template_takes_none(system: bool) -> 
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n")
 
 
-def test_calls_are_told_in_words_where_the_template_takes_no_tools() -> None:
+def test_calls_become_prompt_text_if_the_template_lacks_tools() -> None:
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "Well.", "tool_calls": [CALL]},
@@ -103,7 +103,7 @@ def test_calls_are_told_in_words_where_the_template_takes_no_tools() -> None:
     )
 
 
-def test_a_template_of_unknown_calls_takes_no_tools() -> None:
+def test_tools_are_refused_if_the_call_format_is_unknown() -> None:
     source = "{{ tools }}{{ messages }}"
     unknown = model(source, {})
 
@@ -146,7 +146,7 @@ def test_harmony_has_the_reasoning_of_calls_as_thinking() -> None:
     assert "<|start|>assistant<|channel|>,<|message|>Well." in prompt
 
 
-def test_harmony_is_a_format_of_both() -> None:
+def test_harmony_is_a_tool_format_and_a_reasoning_format() -> None:
     made = model(HARMONY, {5: "<|channel|>", 6: "<|end|>"})
 
     form = made.form(chat(tools=[TOOL]), Thinking.POSSIBLE)
@@ -159,7 +159,7 @@ def test_harmony_is_a_format_of_both() -> None:
 XML = "{{ tools }}<tool_call><function={{ messages }}"
 
 
-def test_the_types_of_arguments_are_known_where_texts_have_none() -> None:
+def test_argument_types_come_from_the_schema_for_untyped_formats() -> None:
     form = model(XML, QWEN_TOKENS).form(chat(tools=[TOOL]), Thinking.OVER)
     other = model().form(chat(tools=[TOOL]), Thinking.OVER)
 
@@ -190,7 +190,7 @@ def test_thinking_can_be_switched_off() -> None:
     assert [qwen.thinking(prompt) for prompt in prompts] == [Thinking.POSSIBLE, Thinking.OVER]
 
 
-def test_answers_are_read_for_what_was_asked() -> None:
+def test_parser_follows_the_requested_features() -> None:
     plain = model(PLAIN, {})
     asked = plain.form(chat(tools=[TOOL]), Thinking.OVER)
     thinks = model().form(chat(include_reasoning=False), Thinking.POSSIBLE)
@@ -276,7 +276,7 @@ def test_marks_that_are_tokens_are_shown() -> None:
         ({"tools": [STRICT]}, PLAIN, {}, Thinking.OVER, None),
     ],
 )  # fmt: skip
-def test_what_holds_for_the_output(
+def test_output_constraints_follow_the_tool_choice(
     fields: dict[str, Any],
     source: str,
     tokens: dict[int, str],
@@ -306,7 +306,7 @@ def test_what_holds_for_the_output(
         },
     ],
 )
-def test_without_parallel_calls_or_by_its_name_one_is_forced(fields: dict[str, Any]) -> None:
+def test_a_single_call_is_forced_by_name_or_without_parallel_calls(fields: dict[str, Any]) -> None:
     body = chat(tools=[TOOL], **fields)
     structure = model().structure(body, None, model().argument_schemas(body), Thinking.OVER)
 

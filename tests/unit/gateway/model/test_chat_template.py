@@ -34,7 +34,7 @@ def render(source: str, **tokens: str) -> str:
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],
 )
-def test_what_templates_use(source: str, text: str) -> None:
+def test_capabilities_are_detected_from_the_template(source: str, text: str) -> None:
     assert render(source, bos_token="<s>") == text
 
 
@@ -49,13 +49,13 @@ def test_what_templates_use(source: str, text: str) -> None:
         "{{ undefined_thing() }}",
     ],
 )
-def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
+def test_an_exception_of_the_template_is_a_client_error(source: str) -> None:
     with pytest.raises(BadRequest, match="chat template refuses") as caught:
         render(source)
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_does_not_compile() -> None:
+def test_a_template_with_a_syntax_error_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not compile"):
         render("{% if %}")
 
@@ -190,12 +190,12 @@ def test_a_system_message_is_merged_where_the_template_has_none() -> None:
     assert template.render(chat(("system", "a"), ("user", "b"))) == "[user:a\n\nb]"
 
 
-def test_messages_that_no_form_helps_are_refused() -> None:
+def test_messages_that_the_template_cannot_render_are_refused() -> None:
     with pytest.raises(BadRequest, match="must alternate"):
         ChatTemplate(ALTERNATING, {}).render(chat(("assistant", "a"), ("user", "b"), ("user", "c")))
 
 
-def test_a_refusal_names_the_fault_that_merging_does_not_mend() -> None:
+def test_a_refusal_names_the_error_that_remains_after_merging() -> None:
     unnamed = "{% if not messages[-1].content.count('d') %}{{ raise_exception('no d') }}{% endif %}"
     turns = chat(("user", "a"), ("user", "b"))
     with pytest.raises(BadRequest, match="no d"):

@@ -1,4 +1,4 @@
-"""Templates are rendered in a process that no template brings down or fills."""
+"""Templates are rendered in a separate process that no template can crash or block."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def request(content: str, bytes_max: int = 1000) -> bytes:
 
 @pytest.fixture
 async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRenderer]:
-    """A renderer of `SOURCE`; requests may wait long, as machines of tests are busy."""
+    """A renderer of `SOURCE`; its time limit is long, as test machines are busy."""
     monkeypatch.setattr(renderer_module, "RENDER_TIMEOUT_S", 120)
     made = TemplateRenderer(SOURCE, {"bos_token": "<s>"})
     yield made
@@ -54,14 +54,14 @@ async def renderer(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateRen
 
 
 async def started(renderer: TemplateRenderer) -> Child:
-    """The process, once it has rendered a chat."""
+    """The process, after it has rendered a chat."""
     await renderer.render(request(""), OWNER)
     assert renderer._short._process is not None
     return renderer._short._process._pipes.process
 
 
 @pytest.mark.parametrize("text", ["hi", "日本語 \U0001f30a\n", "", "lone \ud800"])
-async def test_texts_arrive_as_they_are(renderer: TemplateRenderer, text: str) -> None:
+async def test_rendered_texts_arrive_unchanged(renderer: TemplateRenderer, text: str) -> None:
     assert await renderer.render(request(text), OWNER) == f"<s>{text}"
 
 
@@ -143,7 +143,7 @@ async def test_a_process_that_ended_is_replaced(renderer: TemplateRenderer) -> N
     assert await renderer.render(request("hi"), OWNER) == "<s>hi"
 
 
-async def test_a_chat_whose_process_ends_is_rendered_by_the_next(
+async def test_a_chat_is_retried_in_the_next_process(
     renderer: TemplateRenderer,
 ) -> None:
     process = await started(renderer)
@@ -176,7 +176,7 @@ async def test_the_end_of_a_killed_renderer_is_logged_with_its_signal(
     assert "ended with code 137" in caplog.text
 
 
-async def test_a_process_that_ends_each_time_fails_the_chat(
+async def test_a_chat_fails_if_every_process_ends(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(renderer_module, "_MODULE", "services.gateway.missing")
@@ -230,7 +230,7 @@ async def test_the_process_has_no_keys_in_its_environment(
     assert "TIDESERVE__API_KEYS" not in environment
 
 
-def test_arguments_that_are_nested_too_deeply() -> None:
+def test_too_deeply_nested_arguments_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"a": deep}

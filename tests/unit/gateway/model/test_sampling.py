@@ -1,4 +1,4 @@
-"""From fields and the model's defaults to core's sampling."""
+"""Request fields and model defaults become sampling parameters."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ TOKENIZER = Tokenizer(byte_tokenizer())
 ADVICE = SamplingDefaults(0.6, 0.95, 20, 0.01, 1.05)
 
 
-def test_defaults_hold_for_what_is_left_out_only() -> None:
+def test_model_defaults_apply_to_absent_fields_only() -> None:
     plain = sampling_of(parse_chat(CHAT | {"seed": 3}), PLAIN_DEFAULTS, ())
     assert plain == Sampling(seed=3)
     advised = sampling_of(parse_chat(CHAT | {"seed": 3}), ADVICE, ())
@@ -41,11 +41,11 @@ def test_defaults_hold_for_what_is_left_out_only() -> None:
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_seeds_of_choices_follow_from_the_first_and_differ(seed: int) -> None:
+def test_seeds_of_choices_derive_from_the_first_and_differ(seed: int) -> None:
     seeds = [choice_seed(seed, choice) for choice in range(16)]
     assert seeds[0] == seed
     assert len(set(seeds)) == 16
-    assert all(0 <= one < 2**64 for one in seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
     assert seeds == [choice_seed(seed, choice) for choice in range(16)]
 
 
@@ -53,7 +53,7 @@ def test_seeds_of_choices_are_the_same_in_every_release() -> None:
     assert choice_seed(7, 1) == int.from_bytes(bytes.fromhex("e0f322135f97a7cd"), "little")
 
 
-def test_bad_words_stand_with_and_without_a_blank() -> None:
+def test_bad_words_are_encoded_with_and_without_a_leading_space() -> None:
     encode = byte_tokenizer().encode
     texts = ("no", " no", "a b", " a b", "\n", " \n", " ", "  ")
     wanted = tuple(tuple(encode(text).ids) for text in texts)
@@ -69,7 +69,7 @@ def test_bad_words_stand_with_and_without_a_blank() -> None:
         (Sampling(bad_words=((1, 2),) * 30_000), "bad_words"),
     ],
 )
-def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: str) -> None:
+def test_total_token_names_of_all_choices_are_bounded(sampling: Sampling, param: str) -> None:
     given = sampling != Sampling()
     each = 60_000 * given
     prompt_tokens = CHOICE_IDS_MAX // 16 - each
@@ -93,7 +93,7 @@ def test_choices_that_name_too_many_tokens_together(sampling: Sampling, param: s
         ({"max_tokens": 2**21}, INT32_MAX),
     ],
 )
-def test_output_tokens_of_several_choices(fields: dict[str, Any], kept: int | None) -> None:
+def test_max_tokens_of_several_choices_are_summed(fields: dict[str, Any], kept: int | None) -> None:
     body = parse_completion({"model": "m", "prompt": "a"} | fields)
     if kept is not None:
         assert kept_output_tokens(body) == kept
@@ -103,11 +103,14 @@ def test_output_tokens_of_several_choices(fields: dict[str, Any], kept: int | No
     assert caught.value.param == "max_tokens"
 
 
-def test_too_many_bad_words() -> None:
+def test_too_many_bad_words_are_refused() -> None:
     bad_word_ids([f"w{number}" for number in range(64)], TOKENIZER)
-    for words in ([f"w{number}" for number in range(65)], ["x" * 200 + str(n) for n in range(12)]):
+    for bad_words in (
+        [f"w{number}" for number in range(65)],
+        ["x" * 200 + str(n) for n in range(12)],
+    ):
         with pytest.raises(BadRequest, match="bad_words"):
-            bad_word_ids(words, TOKENIZER)
+            bad_word_ids(bad_words, TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +123,13 @@ def test_too_many_bad_words() -> None:
         ({"prompt_logprobs": 2, "logprobs": 0}, True, LogprobOptions(0, 2)),
     ],
 )
-def test_which_log_probabilities_the_worker_is_asked_for(
+def test_log_probabilities_requested_from_the_worker(
     fields: dict[str, int], echo: bool, options: LogprobOptions
 ) -> None:
     assert logprob_options(parse_completion(COMPLETION | fields), echo, 100) == options
 
 
-def test_too_many_log_probabilities() -> None:
+def test_too_many_log_probabilities_are_refused() -> None:
     body = parse_completion(COMPLETION | {"prompt_logprobs": 20})
     most = PROMPT_LOGPROBS_MAX // 21
     logprob_options(body, False, most)

@@ -1,4 +1,4 @@
-"""What a gateway reads of a model folder."""
+"""Files that a gateway reads of a model folder."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.byte_tokenizer import VOCAB_SIZE, write_model_folder
 
 
 def folder(tmp_path: Path, **advice: Any) -> Path:
-    """A model whose generation_config.json says this."""
+    """A model folder with this generation_config.json."""
     write_model_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
     return tmp_path
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, **advice: Any) -> Path:
         ({"top_k": 10**6}, SamplingDefaults(top_k=VOCAB_SIZE)),
     ],
 )
-def test_defaults_of_the_model(
+def test_sampling_defaults_are_read_from_the_folder(
     tmp_path: Path, advice: dict[str, Any], defaults: SamplingDefaults
 ) -> None:
     assert load_model("m", folder(tmp_path, **advice)).defaults == defaults
@@ -45,7 +45,7 @@ def test_defaults_of_the_model(
     assert plain.defaults == PLAIN_DEFAULTS
 
 
-def test_a_folder_without_advice(tmp_path: Path) -> None:
+def test_a_folder_without_generation_config_has_no_defaults(tmp_path: Path) -> None:
     assert load_model("m", write_model_folder(tmp_path)).defaults == PLAIN_DEFAULTS
 
 
@@ -73,13 +73,13 @@ def test_a_text_beyond_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
         {"max_new_tokens": 0},
     ],
 )
-def test_advice_that_cannot_be_served(tmp_path: Path, advice: dict[str, Any]) -> None:
+def test_an_invalid_generation_config_is_refused(tmp_path: Path, advice: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(advice))}.*'generation_config' to none"):
         load_model("m", folder(tmp_path, **advice))
     load_model("m", folder(tmp_path, **advice), own_defaults=False)
 
 
-def test_aliases_stand_once_each(tmp_path: Path) -> None:
+def test_aliases_are_listed_without_duplicates(tmp_path: Path) -> None:
     model = load_model("m", folder(tmp_path), ["b", "m", "a", "b"])
     assert model.names == ("m", "b", "a")
 
@@ -95,14 +95,14 @@ def test_aliases_stand_once_each(tmp_path: Path) -> None:
         ("max_position_embeddings", 10**18),
     ],
 )
-def test_sizes_that_cannot_be_served(tmp_path: Path, key: str, value: object) -> None:
+def test_invalid_model_sizes_are_refused(tmp_path: Path, key: str, value: object) -> None:
     path = write_model_folder(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(ConfigError, match=f"{key} is {value}, but must be 1 to"):
         load_model("m", tmp_path)
 
 
-def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+def test_a_too_deeply_nested_file_is_a_short_error(tmp_path: Path) -> None:
     (write_model_folder(tmp_path) / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ConfigError, match=r"cannot read .*recursion"):
         load_model("m", tmp_path)

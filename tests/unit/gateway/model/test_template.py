@@ -1,4 +1,4 @@
-"""Where the chat template of a model folder is."""
+"""Location of the chat template in a model folder."""
 
 import json
 from pathlib import Path
@@ -9,25 +9,25 @@ from services.common.errors import ConfigError
 from services.gateway.model.template import load_template
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_template_lookup_order(tmp_path: Path) -> None:
     assert load_template(tmp_path) is None
     settings = tmp_path / "tokenizer_config.json"
     settings.write_text(json.dumps({"chat_template": "one", "eos_token": {"content": "</s>"}}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "one"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "one"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "two"}]
     settings.write_text(json.dumps({"chat_template": named}))
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "two"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "two"
     (tmp_path / "chat_template.jinja").write_text("three")
-    found = load_template(tmp_path)
-    assert found is not None
-    assert found.source == "three"
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.source == "three"
 
 
-def test_settings_that_are_no_json(tmp_path: Path) -> None:
+def test_invalid_template_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config"):
         load_template(tmp_path)

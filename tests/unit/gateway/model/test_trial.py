@@ -1,4 +1,4 @@
-"""A hostile tokenizer or template is refused at the start, and ends only its trial."""
+"""A hostile tokenizer or template is refused at the start, and ends only its trial process."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from tests.support.byte_tokenizer import byte_tokenizer, write_model_folder
 
 
 def grown(text: str, times: int, steps: int) -> dict[str, Any]:
-    """A normalizer that makes `text` so many times as long, in each of `steps`."""
+    """A normalizer that multiplies the length of `text` in each of `steps`."""
     step = {"type": "Replace", "pattern": {"String": text}, "content": text * times}
     return {"normalizer": {"type": "Sequence", "normalizers": [step] * steps}}
 
@@ -62,7 +62,7 @@ def test_a_hostile_tokenizer_is_refused(
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000 + "]" * 200_000, "{", "[]", ""])
-def test_a_tokenizer_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path, text: str) -> None:
     (write_model_folder(tmp_path) / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError, match="is not a usable tokenizer"):
         load_model("m", tmp_path)
@@ -92,7 +92,7 @@ def test_a_hostile_template_is_refused(tmp_path: Path, template: str, reason: st
         load_model("m", write_model_folder(tmp_path, template=template))
 
 
-def test_what_a_usable_template_reads(tmp_path: Path) -> None:
+def test_trial_reports_the_variables_of_a_template(tmp_path: Path) -> None:
     template = "{{ messages }}{% if tools %}{{ tools }}{% endif %}"
     assert try_model(write_model_folder(tmp_path, template=template)) == {"messages", "tools"}
     assert try_model(write_model_folder(tmp_path, template=None)) == set()
@@ -108,7 +108,7 @@ def test_a_large_tokenizer_may_take_longer(tmp_path: Path) -> None:
         assert cpu_max_s(tmp_path) == CPU_MAX_S + extra_s
 
 
-def test_hard_limits_of_the_process_stay(tmp_path: Path) -> None:
+def test_hard_limits_of_the_process_are_unchanged(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
     code = (
         "import resource, sys; from pathlib import Path\n"

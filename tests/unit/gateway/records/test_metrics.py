@@ -1,4 +1,4 @@
-"""What a gateway observes of requests."""
+"""Metrics of requests."""
 
 from dataclasses import replace
 
@@ -29,19 +29,19 @@ CHOICE = PreparedChoice(REQUEST, "m", n=3)
 
 
 class World:
-    """Metrics of requests that all take the same time."""
+    """Metrics of requests with identical times."""
 
     def __init__(self) -> None:
         self.metrics = Metrics(("m",), CollectorRegistry())
         self.times: WorkerTimes | None = WorkerTimes(0.25, 0.5, 2.0)
 
-    def told(self) -> Samples:
+    def samples(self) -> Samples:
         return samples(self.metrics.render().decode())
 
     def run(
         self, ending: BaseException | None, *bursts: int, service: Service = DEFAULT_SERVICE
     ) -> None:
-        """One choice: bursts of tokens a second apart, and then its end."""
+        """A choice: bursts of tokens a second apart, and then its end."""
         now_s = 100.0
         choice = ChoiceRecord([(101.0, 104.0)])
         request = replace(REQUEST, arrival_s=now_s, service=service)
@@ -65,7 +65,7 @@ def world() -> World:
 
 def test_a_finished_request_is_in_every_histogram(world: World) -> None:
     world.run(None, 1, 2, 1)
-    found = world.told()
+    exported = world.samples()
     sums = {
         "e2e_request_latency_seconds": 7.0,
         "request_queue_time_seconds": 3.25,
@@ -79,38 +79,38 @@ def test_a_finished_request_is_in_every_histogram(world: World) -> None:
         "request_params_max_tokens": 9,
     }
     for name, total in sums.items():
-        assert value(found, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
-        assert value(found, f"vllm:{name}_count", model_name="m") == 1, name
+        assert value(exported, f"vllm:{name}_sum", model_name="m") == pytest.approx(total), name
+        assert value(exported, f"vllm:{name}_count", model_name="m") == 1, name
     for name, total, count in (
         ("time_to_first_token_seconds", 5.0, 1),
         ("inter_token_latency_seconds", 0.5 + 1.0, 2),
         ("request_time_per_output_token_seconds", 2 / 3, 1),
     ):
-        assert of_class(found, f"{name}_sum") == pytest.approx(total), name
-        assert of_class(found, f"{name}_count") == count, name
-    assert value(found, "tideserve_gateway_output_tokens_total", model_name="m") == 4
-    assert ended(found) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+        assert of_class(exported, f"{name}_sum") == pytest.approx(total), name
+        assert of_class(exported, f"{name}_count") == count, name
+    assert value(exported, "tideserve_gateway_output_tokens_total", model_name="m") == 4
+    assert ended(exported) == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     totals = world.metrics.totals()["m"]
     assert (totals.output_tokens, totals.first_tokens, totals.first_tokens_s) == (4, 1, 5.0)
 
 
-def test_phases_that_the_worker_has_not_told_are_left_out(world: World) -> None:
+def test_phases_missing_from_the_worker_are_not_recorded(world: World) -> None:
     world.times = None
     world.run(None, 1)
-    found = world.told()
-    assert value(found, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
+    exported = world.samples()
+    assert value(exported, "vllm:request_queue_time_seconds_sum", model_name="m") == 3.0
     for phase in ("prefill", "decode", "inference"):
-        assert value(found, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
+        assert value(exported, f"vllm:request_{phase}_time_seconds_count", model_name="m") == 0
 
 
-def of_class(found: Samples, name: str, service_class: str = "standard") -> float | None:
+def of_class(exported: Samples, name: str, service_class: str = "standard") -> float | None:
     labels = {"model_name": "m", "class": service_class}
-    return value(found, f"vllm:{name}", **labels)
+    return value(exported, f"vllm:{name}", **labels)
 
 
-def slo(found: Samples, which: str, service_class: str, metric: str) -> float | None:
+def slo(exported: Samples, which: str, service_class: str, metric: str) -> float | None:
     labels = {"model_name": "m", "class": service_class, "metric": metric}
-    return value(found, f"tideserve_gateway_slo_{which}_total", **labels)
+    return value(exported, f"tideserve_gateway_slo_{which}_total", **labels)
 
 
 @pytest.mark.parametrize(
@@ -124,26 +124,28 @@ def slo(found: Samples, which: str, service_class: str, metric: str) -> float | 
         (Service(ServiceClass.BATCH), (0, 0), (0, 0)),
     ],
 )
-def test_promises_that_were_kept_and_missed(
+def test_attained_and_missed_targets_are_counted(
     world: World, service: Service, ttft: tuple[int, int], tpot: tuple[int, int]
 ) -> None:
-    """First tokens count once a choice, the others once a group of the promise's size."""
+    """First tokens count once per choice, the others once per group of the promised size."""
     world.run(None, 1, 2, 1, 2, service=service)
-    found = world.told()
+    exported = world.samples()
     name = service.service_class.value
     for metric, counts in (("ttft", ttft), ("tpot", tpot)):
-        assert tuple(slo(found, which, name, metric) for which in ("attained", "missed")) == counts
-    assert of_class(found, "time_to_first_token_seconds_count", name) == 1
+        assert (
+            tuple(slo(exported, which, name, metric) for which in ("attained", "missed")) == counts
+        )
+    assert of_class(exported, "time_to_first_token_seconds_count", name) == 1
 
 
 def test_a_group_that_did_not_end_counts_only_if_its_request_finished(world: World) -> None:
     service = Service(tpot_s=0.5, token_group=4)
     with pytest.raises(WorkerLost):
         world.run(WorkerLost("gone"), 1, 2, service=service)
-    assert slo(world.told(), "attained", "standard", "tpot") == 0
+    assert slo(world.samples(), "attained", "standard", "tpot") == 0
     world.run(None, 1, 2, service=service)
-    assert slo(world.told(), "attained", "standard", "tpot") == 1
-    assert slo(world.told(), "missed", "standard", "tpot") == 0
+    assert slo(world.samples(), "attained", "standard", "tpot") == 1
+    assert slo(world.samples(), "missed", "standard", "tpot") == 0
 
 
 def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> None:
@@ -152,11 +154,11 @@ def test_a_request_that_fails_before_a_token_misses_its_target(world: World) -> 
         world.run(WorkerLost("gone"), service=service)
     with pytest.raises(GeneratorExit):
         world.run(GeneratorExit(), service=service)
-    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+    assert slo(world.samples(), "missed", "interactive", "ttft") == 1
     with pytest.raises(WorkerLost):
         world.run(WorkerLost("gone"), 1, service=service)
-    assert slo(world.told(), "attained", "interactive", "ttft") == 1
-    assert slo(world.told(), "missed", "interactive", "ttft") == 1
+    assert slo(world.samples(), "attained", "interactive", "ttft") == 1
+    assert slo(world.samples(), "missed", "interactive", "ttft") == 1
 
 
 def test_choices_inflight_are_counted_by_class(world: World) -> None:
@@ -164,27 +166,31 @@ def test_choices_inflight_are_counted_by_class(world: World) -> None:
     name = "tideserve_gateway_choices_inflight"
     choice = replace(CHOICE, request=replace(REQUEST, service=Service(ServiceClass.BATCH)))
     with measured(world.metrics.of("m"), choice, ChoiceRecord(), 0.0):
-        assert value(world.told(), name, **labels) == 1
-    assert value(world.told(), name, **labels) == 0
+        assert value(world.samples(), name, **labels) == 1
+    assert value(world.samples(), name, **labels) == 0
 
 
-def ended(found: Samples) -> dict[str, float]:
+def ended(exported: Samples) -> dict[str, float]:
     name = "vllm:request_success_total"
     return {
-        dict(labels)["finished_reason"]: count for (n, labels), count in found.items() if n == name
+        dict(labels)["finished_reason"]: count
+        for (n, labels), count in exported.items()
+        if n == name
     }
 
 
 @pytest.mark.parametrize(
     ("ending", "reason"), [(GeneratorExit(), "abort"), (WorkerLost("gone"), "error")]
 )
-def test_a_request_that_does_not_finish(world: World, ending: BaseException, reason: str) -> None:
+def test_unfinished_requests_are_counted_by_reason(
+    world: World, ending: BaseException, reason: str
+) -> None:
     with pytest.raises(type(ending)):
         world.run(ending, 1)
-    found = world.told()
-    assert ended(found)[reason] == 1 and sum(ended(found).values()) == 1
-    assert of_class(found, "time_to_first_token_seconds_count") == 1
-    assert value(found, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
+    exported = world.samples()
+    assert ended(exported)[reason] == 1 and sum(ended(exported).values()) == 1
+    assert of_class(exported, "time_to_first_token_seconds_count") == 1
+    assert value(exported, "vllm:e2e_request_latency_seconds_count", model_name="m") == 0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +198,7 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
     [
         (QueueFull("full"), "queue_full"),
         (TooLate("long"), "too_late"),
-        (ServiceUnavailable("nobody"), "unavailable"),
+        (ServiceUnavailable("no worker"), "unavailable"),
         (ShuttingDown("stops"), "shutting_down"),
         (Expired("late"), "expired"),
         (WorkerLost("gone"), None),
@@ -200,14 +206,16 @@ def test_a_request_that_does_not_finish(world: World, ending: BaseException, rea
     ],
 )
 @pytest.mark.parametrize("service_class", [None, *ServiceClass])
-def test_refusals_for_want_of_room(
+def test_capacity_refusals_are_counted_by_reason(
     world: World, error: GatewayError, reason: str | None, service_class: ServiceClass | None
 ) -> None:
     world.metrics.count_refusal(error, service_class, None)
     name = "vllm:admission_rejections_total"
-    rows = {labels: count for (which, labels), count in world.told().items() if which == name}
-    found = {(dict(one)["reason"], dict(one)["class"]): count for one, count in rows.items()}
+    rows = {labels: count for (which, labels), count in world.samples().items() if which == name}
+    counts = {(dict(row)["reason"], dict(row)["class"]): count for row, count in rows.items()}
     reasons = {"queue_full", "too_late", "unavailable", "shutting_down", "expired"}
-    assert set(found) == {(one, kind) for one in reasons for kind in (*ServiceClass, "unknown")}
+    assert set(counts) == {
+        (reason, kind) for reason in reasons for kind in (*ServiceClass, "unknown")
+    }
     counted = {(reason, service_class or "unknown")} if reason else set()
-    assert {which for which, count in found.items() if count} == counted
+    assert {which for which, count in counts.items() if count} == counted

@@ -1,4 +1,4 @@
-"""The line of a request, and how many lines a flood of refusals gets."""
+"""The log line of a request, and limited lines for a flood of refusals."""
 
 import logging
 from collections.abc import Callable
@@ -35,9 +35,9 @@ def served() -> RequestRecord:
 def test_warnings_fit_into_the_headers_of_an_answer() -> None:
     record = served()
     record.warnings = ("short", "x" * 1000, *(f"not enforced: {n}" for n in range(300)))
-    told = record.warning_headers
-    assert told[0] == '299 tideserve "short"' and told[-1] == '299 tideserve "and 294 more"'
-    assert len(told) == 9 and sum(map(len, told)) < 2048
+    headers = record.warning_headers
+    assert headers[0] == '299 tideserve "short"' and headers[-1] == '299 tideserve "and 294 more"'
+    assert len(headers) == 9 and sum(map(len, headers)) < 2048
 
 
 def test_warnings_are_quoted_strings() -> None:
@@ -92,9 +92,9 @@ def test_an_unsafe_id_is_replaced_by_that_of_the_response(given: bytes | None) -
 
 @pytest.mark.parametrize("given", [b"x" * 128, b"Root=1-67891233-abcdef012345678912345678"])
 def test_a_safe_id_is_kept_and_the_response_has_its_own(given: bytes) -> None:
-    one, two = new_record(CHAT, given, 0.0), new_record(CHAT, given, 0.0)
-    assert one.client_request_id == two.client_request_id == given.decode()
-    assert one.response_id != two.response_id
+    first, second = new_record(CHAT, given, 0.0), new_record(CHAT, given, 0.0)
+    assert first.client_request_id == second.client_request_id == given.decode()
+    assert first.response_id != second.response_id
 
 
 def test_a_flood_of_refusals_gets_some_lines_and_a_count(
@@ -108,8 +108,8 @@ def test_a_flood_of_refusals_gets_some_lines_and_a_count(
         for _ in range(1000):
             log.write(refused)
         log.write(served())
-        (delay_s, tell), *_ = calls
-        tell()
+        (delay_s, report), *_ = calls
+        report()
         lines = [getattr(record, FIELDS) for record in caplog.records]
     kept = [line for line in lines if line.get("status") == 503]
     counted = [line["left_out"] for line in lines if "left_out" in line]
@@ -119,7 +119,7 @@ def test_a_flood_of_refusals_gets_some_lines_and_a_count(
     assert sum(line.get("status") == 200 for line in lines) == 1, "served ones are never left out"
 
 
-def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_one_status_does_not_hide_others(caplog: pytest.LogCaptureFixture) -> None:
     log = RequestLog(lambda delay_s, call: None)
     flood, other, failed = (new_record(CHAT, None, 0.0) for _ in range(3))
     flood.fail(Unauthorized("no"))
@@ -132,12 +132,12 @@ def test_a_flood_of_one_kind_hides_no_other(caplog: pytest.LogCaptureFixture) ->
         for _ in range(100):
             log.write(other)
         log.write(failed)
-    told = [getattr(record, FIELDS)["status"] for record in caplog.records]
-    assert told.count(401) >= REFUSALS_PER_S and told.count(400) >= REFUSALS_PER_S
-    assert told.count(503) == 1
+    statuses = [getattr(record, FIELDS)["status"] for record in caplog.records]
+    assert statuses.count(401) >= REFUSALS_PER_S and statuses.count(400) >= REFUSALS_PER_S
+    assert statuses.count(503) == 1
 
 
-def test_probes_are_told_at_level_debug_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_are_logged_at_debug_level_only(caplog: pytest.LogCaptureFixture) -> None:
     log, probe = RequestLog(), new_record("/ready", None, 0.0)
     probe.endpoint, probe.status = "/ready", 503
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""What a request's trace consists of."""
+"""Spans and attributes of a request's trace."""
 
 import pytest
 
@@ -38,10 +38,10 @@ def chat() -> RequestRecord:
 
 
 def times(span: Span) -> list[tuple[str, float, float]]:
-    return [(one.name, round(one.start_s, 6), round(one.end_s, 6)) for one in span.children]
+    return [(child.name, round(child.start_s, 6), round(child.end_s, 6)) for child in span.children]
 
 
-def test_spans_follow_each_other_and_the_workers_times_are_theirs() -> None:
+def test_spans_are_consecutive_and_use_worker_times() -> None:
     root = request_span(chat())
     assert (root.name, root.start_s, root.end_s, root.server) == ("chat m", 10.0, 13.0, True)
     assert times(root) == [
@@ -54,14 +54,14 @@ def test_spans_follow_each_other_and_the_workers_times_are_theirs() -> None:
         ("wait", 11.5, 12.0),
         ("decode", 12.0, 13.0),
     ]
-    assert [one.attributes.get(genai.WORKER) for one in root.children[3:]] == [
+    assert [span.attributes.get(genai.WORKER) for span in root.children[3:]] == [
         *["w0"] * 3,
         *["w1"] * 2,
     ]
     assert root.error == ""
 
 
-def test_attributes_follow_the_conventions() -> None:
+def test_attributes_follow_semantic_conventions() -> None:
     attributes = request_span(chat()).attributes
     latencies = {
         name: round(float(str(attributes[name])), 6) for name in attributes if "late" in name
@@ -87,7 +87,7 @@ def test_attributes_follow_the_conventions() -> None:
     assert expected.items() <= attributes.items()
 
 
-def test_events_say_when_it_was_preempted_and_moved_and_the_link_why() -> None:
+def test_events_and_link_record_preemption_and_move() -> None:
     root = request_span(chat())
     moved, preempted = root.events
     assert (moved.name, moved.at_s) == ("moved", 11.5)
@@ -101,7 +101,7 @@ def test_events_say_when_it_was_preempted_and_moved_and_the_link_why() -> None:
     assert [link.context for link in root.links] == [CHANGE]
 
 
-def test_without_the_workers_times_the_gateways_do() -> None:
+def test_gateway_times_replace_missing_worker_times() -> None:
     record = chat()
     for segment in record.choices[0].segments:
         segment.times = None
@@ -111,10 +111,10 @@ def test_without_the_workers_times_the_gateways_do() -> None:
         ("decode", 10.9, 11.5),
         ("wait", 11.5, 13.0),
     ]
-    assert {one.attributes[genai.TIMES_FROM] for one in root.children[3:]} == {"gateway"}
+    assert {span.attributes[genai.TIMES_FROM] for span in root.children[3:]} == {"gateway"}
 
 
-def test_one_token_has_all_spans() -> None:
+def test_a_single_token_has_all_spans() -> None:
     record = chat()
     choice = record.choices[0]
     choice.segments = [WorkerSegment("w0", "g0", 1, 10.5, 10.9, 10.9, WorkerTimes(0.1, 0.3, 0.0))]
@@ -127,7 +127,7 @@ def test_one_token_has_all_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "failure", "told"),
+    ("path", "failure", "exported"),
     [
         ("/v1/chat/completions", None, False),
         ("/v1/chat/completions", BadRequest("no"), False),
@@ -135,8 +135,8 @@ def test_one_token_has_all_spans() -> None:
         ("/metrics", EngineFailed("broke"), False),
     ],
 )
-def test_what_is_not_sampled_is_told_if_it_failed(
-    path: str, failure: EngineFailed | None, told: bool
+def test_unsampled_failures_are_exported(
+    path: str, failure: EngineFailed | None, exported: bool
 ) -> None:
     sink = KeptTraces()
     tracer = Tracer(0.0, sink)
@@ -145,7 +145,7 @@ def test_what_is_not_sampled_is_told_if_it_failed(
     if failure is not None:
         record.fail(failure)
     export_trace(tracer, record)
-    assert bool(sink.traces) == told
+    assert bool(sink.traces) == exported
 
 
 def test_a_failure_before_parsing_is_a_span_and_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Cancels that other gateways are asked for: one owner is in nobody's way."""
+"""Cancels forwarded to other gateways: an owner with many delays no other."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 
 class Cluster:
-    """Three gateways; those that are asked wait until the test lets them answer."""
+    """Three gateways; queried gateways wait until the test lets them respond."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -32,7 +32,7 @@ class Cluster:
         return True
 
 
-async def test_an_owner_that_cancels_much_is_in_no_other_ones_way(
+async def test_an_owner_with_many_cancels_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(canceller_module, "FORWARDS_MAX", 4)

@@ -25,7 +25,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 def parsed(
     form: ChatForm, pieces: list[str], finish: FinishReason = FinishReason.STOP
 ) -> tuple[AnswerAccumulator, list[Delta]]:
-    """All that is said, and the deltas."""
+    """The parsed output, and its deltas."""
     ids = itertools.count()
     output, total, deltas = ChatOutput(form, lambda _: f"id{next(ids)}"), Output(), []
     for number, text in enumerate(pieces):
@@ -39,7 +39,7 @@ def parsed(
     return total.parsed, deltas
 
 
-def test_all_parts_in_any_cut() -> None:
+def test_all_parts_are_parsed_with_any_chunking() -> None:
     text = f"<think>\nhm\n</think>\n\nLet me see.\n\n{CALL}\n{CALL}"
 
     for pieces in cuttings(text, seed=1):
@@ -58,7 +58,7 @@ def test_all_parts_in_any_cut() -> None:
         assert ended == [0, 1]
 
 
-def test_a_call_in_pieces() -> None:
+def test_a_call_is_streamed_in_pieces() -> None:
     _, deltas = parsed(HERMES, ['<tool_call>{"name": "get", "arguments": {', '"a"', ": 1}}", ""])
 
     assert deltas == [
@@ -83,13 +83,13 @@ def test_a_call_in_pieces() -> None:
         (f'{CALL}<tool_call>{{"name": "get", "arguments": {{"a', FinishReason.LENGTH, "length"),
     ],
 )
-def test_why_it_ended(text: str, finish: FinishReason, reason: str) -> None:
+def test_the_finish_reason_reflects_calls(text: str, finish: FinishReason, reason: str) -> None:
     whole, _ = parsed(HERMES, [text], finish)
 
     assert whole.finish_reason == reason
 
 
-def test_a_piece_tells_the_order_of_what_it_says() -> None:
+def test_a_piece_keeps_the_order_of_its_parts() -> None:
     form = replace(HERMES, thinking=Thinking.OPENED)
     output = ChatOutput(form, lambda _: "id")
     notes = (TokenWithLogprobs(1, 0, None),)
@@ -110,20 +110,20 @@ def test_a_piece_tells_the_order_of_what_it_says() -> None:
     )
 
 
-def test_reasoning_may_be_kept_back() -> None:
+def test_reasoning_can_be_hidden() -> None:
     form = ChatForm(thinking=Thinking.OPENED, include_reasoning=False)
     whole, _ = parsed(form, ["hm", "</think>", "Yes."])
 
     assert (whole.reasoning, whole.content) == ("", "Yes.")
 
 
-def test_calls_in_reasoning_are_none() -> None:
+def test_calls_within_reasoning_are_ignored() -> None:
     whole, _ = parsed(HERMES, [f"<think>{CALL}</think>", "Yes."])
 
     assert (whole.reasoning, whole.content, whole.calls) == (CALL, "Yes.", [])
 
 
-def test_text_without_a_form_is_content() -> None:
+def test_text_without_a_format_is_content() -> None:
     assert OutputPiece("a", (1,), FinishReason.STOP).parsed == Delta("a", finish_reason="stop")
 
 

@@ -1,4 +1,4 @@
-"""Which model a request names, and the error if its key may not use the model."""
+"""Resolution of model names, and errors for models that the key may not use."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ def entry(name: str, *aliases: str) -> ModelEntry:
     names = (name, *aliases)
 
     def allowed(principal: Principal) -> tuple[str, ...]:
-        return tuple(one for one in names if principal.may_use(one, name))
+        return tuple(candidate for candidate in names if principal.may_use(candidate, name))
 
     served = SimpleNamespace(name=name, names=names, allowed_names=allowed)
     return ModelEntry(cast(Any, served), cast(Any, None), cast(Any, None))
@@ -42,12 +42,14 @@ def key(*models: str) -> Principal:
         ("y", key("m", "n"), N),
     ],
 )
-def test_names_and_aliases(name: str, principal: Principal, expected: ModelEntry) -> None:
+def test_names_and_aliases_are_resolved(
+    name: str, principal: Principal, expected: ModelEntry
+) -> None:
     assert BOTH.entry(name, principal) is expected
 
 
 @pytest.mark.parametrize(
-    ("name", "principal", "error", "said"),
+    ("name", "principal", "error", "message"),
     [
         ("z", ANYONE, NoSuchModel, "this server has 'm' and 'n'"),
         ("z", key("n"), NoSuchModel, "this server has 'n'$"),
@@ -64,10 +66,10 @@ def test_names_and_aliases(name: str, principal: Principal, expected: ModelEntry
         ("z", key("other"), Forbidden, "^this key may not use the model 'z'; request"),
     ],
 )
-def test_names_that_are_refused(
-    name: str, principal: Principal, error: type[Exception], said: str
+def test_unknown_names_are_refused(
+    name: str, principal: Principal, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         BOTH.entry(name, principal)
 
 
@@ -76,7 +78,7 @@ def test_a_single_model_needs_no_name() -> None:
     assert ONLY.find("x") is M and ONLY.find("n") is None
 
 
-def test_the_names_of_a_key() -> None:
+def test_model_names_are_limited_by_the_key() -> None:
     assert dict(BOTH.allowed(ANYONE)) == {"m": M, "x": M, "n": N, "y": N}
     assert dict(BOTH.allowed(key("n"))) == {"n": N, "y": N}
     assert not dict(BOTH.allowed(key("other")))
@@ -113,7 +115,7 @@ def test_an_error_names_the_adapters_of_a_key_without_models() -> None:
         many.entry("z", key("m"))
 
 
-def test_a_name_is_allowed_as_it_is_listed() -> None:
+def test_a_listed_name_is_allowed() -> None:
     registry = with_adapters("t", "u")
     keys = (ANYONE, *(key(name) for name in ("m", "x", "n", "y", "t", "other")))
     for principal in keys:

@@ -1,4 +1,4 @@
-"""What an answer says, and in which order, never depends on how its text was cut."""
+"""The content and the order of an output do not depend on chunking."""
 
 import itertools
 import json
@@ -33,29 +33,29 @@ PLAIN = (" ", "\n", "text", "é", "a")
 
 
 def text_of(form: ToolFormat, rng: Random) -> str:
-    """An output with calls, reasoning, text, and some that goes wrong."""
-    words = [*WORDS[form] * 3, *OTHERS, *PLAIN * 2]
-    return "".join(rng.choices(words, k=rng.randrange(1, 14)))
+    """A random output with calls, reasoning, text, and malformed parts."""
+    vocabulary = [*WORDS[form] * 3, *OTHERS, *PLAIN * 2]
+    return "".join(rng.choices(vocabulary, k=rng.randrange(1, 14)))
 
 
 def pieces_of(form: ChatForm, cut: list[str], finish: FinishReason) -> list[OutputPiece]:
-    """What the text cut like this says."""
+    """The output pieces for a text with these cuts."""
     ids = itertools.count()
     output = ChatOutput(form, lambda _: f"id{next(ids)}")
     lasts = [None] * (len(cut) - 1) + [finish]
     given = [OutputPiece(text, (1,), last) for text, last in zip(cut, lasts, strict=True)]
-    return [piece for one in given for piece in output.push(one)]
+    return [piece for part in given for piece in output.push(part)]
 
 
 def story(pieces: Iterable[OutputPiece]) -> list[list[str]]:
-    """Everything that is said, in its order; neighbours of one kind are joined."""
-    told: list[list[str]] = []
+    """The parts in order; neighbours of the same kind are joined."""
+    parts: list[list[str]] = []
 
     def tell(kind: str, text: str) -> None:
-        if text and told and told[-1][0] == kind:
-            told[-1][1] += text
+        if text and parts and parts[-1][0] == kind:
+            parts[-1][1] += text
         elif text:
-            told.append([kind, text])
+            parts.append([kind, text])
 
     for piece in pieces:
         parsed = piece.parsed
@@ -66,7 +66,7 @@ def story(pieces: Iterable[OutputPiece]) -> list[list[str]]:
             tell(f"arguments {call.index}", call.arguments)
             tell(f"end {call.index}", "end" if call.ended else "")
         tell("finish", parsed.finish_reason or "")
-    return told
+    return parts
 
 
 def chat(pieces: Iterable[OutputPiece]) -> Any:
@@ -79,7 +79,7 @@ def chat(pieces: Iterable[OutputPiece]) -> Any:
 
 
 def message(pieces: Iterable[OutputPiece]) -> Any:
-    """The message of Anthropic's API, which its events make, too."""
+    """The message of Anthropic's API, which must equal the one from its events."""
     answer = MessageBuilder(PreparedRequest("msg_1", 0, "m", (), 1, NO_TEXTS))
     events = [event for piece in pieces for event in answer.push(piece)] + answer.end(Usage(1, 1))
     whole = json.loads(msgspec.json.encode(answer.message(Usage(1, 1))))
@@ -89,15 +89,15 @@ def message(pieces: Iterable[OutputPiece]) -> Any:
             (text,) = (value for name, value in event["delta"].items() if name != "type")
             texts[event["index"]] += text
     for block, text in zip(whole["content"], texts, strict=True):
-        told = block["input" if block["type"] == "tool_use" else block["type"]]
-        if isinstance(told, dict):
-            told = told.get("INVALID_JSON", told)
-        assert told == text or told == json.loads(text)
+        content = block["input" if block["type"] == "tool_use" else block["type"]]
+        if isinstance(content, dict):
+            content = content.get("INVALID_JSON", content)
+        assert content == text or content == json.loads(text)
     return whole
 
 
 def response(pieces: Iterable[OutputPiece]) -> Any:
-    """The items of a response, but for their ids."""
+    """The items of a response, without their ids."""
     items = Items(None)
     for piece in pieces:
         items.push(piece)
@@ -107,7 +107,7 @@ def response(pieces: Iterable[OutputPiece]) -> Any:
 @pytest.mark.parametrize("form", ToolFormat)
 @pytest.mark.parametrize("thinking", [None, Thinking.OPENED, Thinking.POSSIBLE])
 @pytest.mark.parametrize("include", [True, False])
-def test_any_cut_says_the_same_in_the_same_order(
+def test_output_and_its_order_do_not_depend_on_chunking(
     form: ToolFormat, thinking: Thinking | None, include: bool
 ) -> None:
     rng = Random(f"{form} {thinking} {include}")
@@ -120,7 +120,7 @@ def test_any_cut_says_the_same_in_the_same_order(
         between += len(whole) > 1
         for cut in cuttings(text, seed, count=8):
             pieces = pieces_of(chat_form, cut, finish)
-            for tell in (story, chat, message, response):
-                assert tell(pieces) == tell(whole)
+            for render in (story, chat, message, response):
+                assert render(pieces) == render(whole)
     # Texts between calls are what one delta cannot tell.
     assert between or thinking or form in (ToolFormat.NONE, ToolFormat.LLAMA3_JSON)

@@ -1,4 +1,4 @@
-"""Text, stop strings and token counts do not depend on how tokens were grouped."""
+"""Text, stop strings and token counts do not depend on the grouping of tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.support.cuttings import cuttings
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Token i is the i-th letter."""
+    """Token i becomes the i-th letter."""
     return "".join(chr(ord("a") + i) for i in ids)
 
 
@@ -37,7 +37,7 @@ def choice(
     prompt_ids: tuple[int, ...] = (1,),
     **more: Any,
 ) -> PreparedChoice:
-    """A choice whose only token of the model's own that ends it is 25."""
+    """A choice of a model whose only stop token is 25."""
     limits = Limits(100, min_tokens, frozenset({24, 25}))
     request = Request("r", prompt_ids, Sampling(), limits, arrival_s=0.0, logprobs=logprobs)
     return PreparedChoice(request, "m", tuple(stop), eos_ids=frozenset({25}), **more)
@@ -68,7 +68,7 @@ def output_of(
     min_tokens=st.integers(0, 5),
     finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),
 )
-def test_grouping_makes_no_difference(
+def test_output_does_not_depend_on_token_grouping(
     ids: list[int], cuts: set[int], stop: list[str], min_tokens: int, finish: Finish
 ) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
@@ -87,7 +87,7 @@ def test_grouping_makes_no_difference(
         ([0, 1], Finish.LENGTH, ["bc"], ("ab", 2, FinishReason.LENGTH)),
     ],
 )
-def test_endings(
+def test_finish_reasons_are_reported(
     ids: list[int], finish: Finish, stop: list[str], expected: tuple[str, int, FinishReason]
 ) -> None:
     assert output_of([ids], finish, stop) == expected
@@ -106,7 +106,7 @@ def test_stop_strings_count_only_after_min_tokens() -> None:
         ([0, 1], Finish.LENGTH, ["c"], None),
     ],
 )
-def test_what_of_the_client_has_stopped_the_output_is_told(
+def test_the_matched_stop_of_the_client_is_reported(
     ids: list[int], finish: Finish, stop: list[str], expected: int | str | None
 ) -> None:
     piece = OutputText(choice(stop), Detokenizer(decode)).push(UnreadTokens(ids, finish))
@@ -117,7 +117,7 @@ def logprobs_of(count: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(-float(i), i) for i in range(count)]
 
 
-def test_log_probabilities_end_with_the_tokens_that_count() -> None:
+def test_log_probabilities_end_with_the_counted_tokens() -> None:
     output = OutputText(choice(["b"], logprobs=LogprobOptions(0)), Detokenizer(decode))
     piece: OutputPiece = output.push(UnreadTokens([0, 1, 2, 3], None, logprobs_of(4)))
     assert piece.token_ids == (0, 1)
@@ -127,7 +127,7 @@ def test_log_probabilities_end_with_the_tokens_that_count() -> None:
     )
 
 
-def test_the_stop_token_has_a_log_probability_and_no_text() -> None:
+def test_a_stop_token_has_a_log_probability_and_no_text() -> None:
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(decode))
     piece = output.push(UnreadTokens([3, 25], Finish.STOP, logprobs_of(2)))
     assert (piece.text, piece.token_ids) == ("d", (3, 25))
@@ -137,7 +137,7 @@ def test_the_stop_token_has_a_log_probability_and_no_text() -> None:
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0], [1, 2], [3]]])
 def test_offsets_are_those_of_complete_characters(groups: list[list[int]]) -> None:
     def halves(ids: Sequence[int]) -> str:
-        """Two tokens make one letter."""
+        """Two tokens form a letter."""
         return "x" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
     output = OutputText(choice(logprobs=LogprobOptions(0)), Detokenizer(halves))
@@ -145,7 +145,7 @@ def test_offsets_are_those_of_complete_characters(groups: list[list[int]]) -> No
     assert [note.offset for piece in pieces for note in piece.logprobs] == [0, 0, 1, 1]
 
 
-def test_nothing_is_noted_of_tokens_where_it_is_not_wanted() -> None:
+def test_token_details_are_collected_only_on_request() -> None:
     output = OutputText(choice(), Detokenizer(decode))
     assert output.push(UnreadTokens([0, 1], None, logprobs_of(2), logprobs_of(1))) == OutputPiece(
         "ab", (0, 1)
@@ -168,7 +168,7 @@ def test_an_echo_comes_first_and_moves_the_offsets(echo: str) -> None:
     assert second.logprobs[0].offset == len(echo) + 1
 
 
-def test_of_a_prompt_alone_nothing_of_the_output_is_shown() -> None:
+def test_a_prompt_only_echo_shows_no_output() -> None:
     asked = choice(logprobs=LogprobOptions(0, 0), prompt_ids=(1, 2), echo="bc", prompt_only=True)
     output = OutputText(asked, Detokenizer(decode), Detokenizer(decode))
     piece = output.push(UnreadTokens([4], Finish.LENGTH, logprobs_of(1), logprobs_of(1)))
@@ -186,14 +186,12 @@ def test_of_a_prompt_alone_nothing_of_the_output_is_shown() -> None:
         ([0, 1], Finish.LENGTH, "ab"),
     ],
 )
-def test_what_stopped_the_output_is_shown_where_that_is_wanted(
-    ids: list[int], finish: Finish, text: str
-) -> None:
+def test_the_matched_stop_is_included_on_request(ids: list[int], finish: Finish, text: str) -> None:
     output = OutputText(choice(["bc"], include_stop=True), Detokenizer(decode))
     assert output.push(UnreadTokens(ids, finish)).text == text
 
 
-def test_pieces_add_up_to_an_output() -> None:
+def test_pieces_concatenate_to_the_output() -> None:
     output = Output()
     notes = tuple(TokenWithLogprobs(number, number, None) for number in range(3))
     output.add(OutputPiece("a", (0,), logprobs=notes[:1], prompt_logprobs=notes))
@@ -216,7 +214,7 @@ def test_pieces_add_up_to_an_output() -> None:
         (Thinking.POSSIBLE, " <thi", " <t"),
     ],
 )
-def test_stop_strings_end_the_answer_and_not_the_reasoning(
+def test_stop_strings_apply_to_the_answer_and_not_to_reasoning(
     thinking: Thinking | None, text: str, expected: str
 ) -> None:
     chat = ChatForm(thinking=thinking)

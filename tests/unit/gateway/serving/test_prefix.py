@@ -1,4 +1,4 @@
-"""What the scheduler is told of prompts, so that it can find them in the groups' caches."""
+"""Prompt hashes sent to the scheduler for lookups in the caches of groups."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +23,7 @@ PROMPT = [3 + place % 200 for place in range(600)]
 
 
 class Gateway:
-    """Prepares completions; `block_size` is what the scheduler wants to know, 0 for nothing."""
+    """Prepares completions; `block_size` is that of the scheduler, 0 for none."""
 
     def __init__(self, folder: Path) -> None:
         self.model = load_model("m", write_model_folder(folder))
@@ -48,7 +48,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     await gateway.checker.close()
 
 
-async def test_an_ask_tells_the_hashes_that_engines_use(gateway: Gateway) -> None:
+async def test_an_ask_has_the_block_hashes_of_engines(gateway: Gateway) -> None:
     (choice,) = await gateway.choices("anna", cache_salt="x")
     salt = choice.request.cache_salt
     assert salt == tenant_salt("anna", "x")
@@ -56,15 +56,15 @@ async def test_an_ask_tells_the_hashes_that_engines_use(gateway: Gateway) -> Non
     assert len(choice.prefix.hashes) == 600 // 128
 
 
-async def test_each_prompt_has_its_own_and_its_choices_the_same(gateway: Gateway) -> None:
+async def test_each_prompt_has_its_own_hashes_shared_by_its_choices(gateway: Gateway) -> None:
     other = [9, *PROMPT]
     choices = await gateway.choices(prompt=[PROMPT, other], n=2)
-    found = [choice.prefix for choice in choices]
-    assert found[0] == found[1] == prompt_prefix(PROMPT, "", 16)
-    assert found[2] == found[3] == prompt_prefix(other, "", 16)
+    prefixes = [choice.prefix for choice in choices]
+    assert prefixes[0] == prefixes[1] == prompt_prefix(PROMPT, "", 16)
+    assert prefixes[2] == prefixes[3] == prompt_prefix(other, "", 16)
 
 
-async def test_owners_and_salts_have_no_hash_in_common(gateway: Gateway) -> None:
+async def test_owners_and_salts_share_no_hash(gateway: Gateway) -> None:
     seen: set[int] = set()
     for owner, salt in (("", None), ("", "x"), ("anna", None), ("anna", "x"), ("ben", "x")):
         (choice,) = await gateway.choices(owner, cache_salt=salt)
@@ -75,15 +75,13 @@ async def test_owners_and_salts_have_no_hash_in_common(gateway: Gateway) -> None
 @pytest.mark.parametrize(
     "fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"echo": True}]
 )
-async def test_a_prompt_that_runs_wholly_has_no_prefix(
-    gateway: Gateway, fields: dict[str, Any]
-) -> None:
+async def test_an_uncached_prompt_has_no_prefix(gateway: Gateway, fields: dict[str, Any]) -> None:
     (choice,) = await gateway.choices(**fields)
     asked = ask_for(choice).prefix != NO_PREFIX
     assert asked is (fields == {"echo": True})
 
 
-async def test_a_scheduler_that_wants_nothing_is_told_nothing(gateway: Gateway) -> None:
+async def test_no_prefixes_are_sent_unless_the_scheduler_wants_them(gateway: Gateway) -> None:
     gateway.block_size = 0
     (choice,) = await gateway.choices()
     assert ask_for(choice).prefix == NO_PREFIX

@@ -1,4 +1,4 @@
-"""What takes long is done off the event loop, whichever part of a body makes it long."""
+"""Expensive preparation runs off the event loop, whichever part of a body is long."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -50,14 +50,14 @@ async def preparer(model: ServedModel) -> AsyncIterator[Preparer]:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the threads that prepared for rendering, encoded and decoded."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def noted(kind: type[Any], name: str) -> None:
         original = getattr(kind, name)
 
         def note(*arguments: Any, **named: Any) -> Any:
             thread = threading.current_thread()
-            found.add("loop" if thread is threading.main_thread() else thread.name)
+            names.add("loop" if thread is threading.main_thread() else thread.name)
             return original(*arguments, **named)
 
         monkeypatch.setattr(kind, name, note)
@@ -65,14 +65,14 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     noted(ChatModel, "template_fields")
     noted(Tokenizer, "encode")
     noted(Tokenizer, "decode")
-    return found
+    return names
 
 
 def record(address: str = "") -> RequestRecord:
     return RequestRecord("r", 0.0, response_id="r", address=address)
 
 
-async def test_short_prompts_are_made_at_once(preparer: Preparer, threads: set[str]) -> None:
+async def test_short_prompts_are_prepared_inline(preparer: Preparer, threads: set[str]) -> None:
     for body in (
         parse_chat({"model": "m", "messages": [SHORT]}),
         parse_completion({"model": "m", "prompt": ["hi", "ho"]}),
@@ -91,7 +91,7 @@ async def test_short_prompts_are_made_at_once(preparer: Preparer, threads: set[s
     ],
     ids=["empty-messages", "some-empty-messages", "tools", "prompts"],
 )
-async def test_what_is_long_in_any_way_is_not(
+async def test_long_input_is_prepared_off_the_loop(
     preparer: Preparer, threads: set[str], fields: dict[str, Any]
 ) -> None:
     parse = parse_chat if "messages" in fields else parse_completion
@@ -134,7 +134,7 @@ async def test_tokens_to_detokenize_are_bounded_in_number(
         await preparer.text_of([*ids, 65])
 
 
-async def test_chats_and_grammars_take_turns_by_address_where_there_are_no_keys(
+async def test_chats_and_grammars_alternate_by_address_without_keys(
     preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = list[str]()

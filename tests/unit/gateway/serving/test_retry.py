@@ -1,4 +1,4 @@
-"""When a request that failed at a worker is started again."""
+"""Conditions under which a request that failed at a worker is restarted."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ PLACE = Assignment("r", "g", 3, "w", "host:1")
 REQUEST = Request("r", (5, 6, 7), Sampling(seed=8), Limits(9, 2), 0.0)
 
 
-def test_before_a_token_a_request_may_lose_two_workers() -> None:
+def test_a_request_without_tokens_survives_two_lost_workers() -> None:
     attempts = RetryState(resumes=False)
     for _ in range(LOST_MAX - 1):
         attempts.fail(LOST, 0, 9)
@@ -51,7 +51,7 @@ def test_a_full_worker_ends_only_a_request_that_has_not_run() -> None:
     RetryState(resumes=True).fail(QueueFull("full"), 2, 9)
 
 
-def test_losses_count_in_a_row_without_a_token() -> None:
+def test_consecutive_losses_without_a_token_are_bounded() -> None:
     attempts = RetryState(resumes=True)
     for output in (1, 2, 3):
         for _ in range(LOST_MAX):
@@ -61,7 +61,7 @@ def test_losses_count_in_a_row_without_a_token() -> None:
 
 
 @pytest.mark.parametrize("output", [0, 4])
-def test_groups_that_keep_changing_end_a_request(output: int) -> None:
+def test_a_request_ends_after_too_many_group_changes(output: int) -> None:
     attempts = RetryState(resumes=True)
     for _ in range(FRUITLESS_MAX - (output == 0)):
         attempts.fail(StaleEpoch(), output, 9)
@@ -69,7 +69,7 @@ def test_groups_that_keep_changing_end_a_request(output: int) -> None:
         attempts.fail(Returned(), output, 9)
 
 
-def test_engines_that_die_count_in_all() -> None:
+def test_engine_deaths_are_bounded_in_total() -> None:
     attempts = RetryState(resumes=True)
     for output in (3, 5):
         assert not attempts.alone
@@ -80,7 +80,7 @@ def test_engines_that_die_count_in_all() -> None:
         attempts.fail(DIED, 8, 9)
 
 
-def test_deaths_lapse_with_the_tokens_after_them() -> None:
+def test_deaths_are_forgotten_after_further_tokens() -> None:
     attempts = RetryState(resumes=True)
     for number in range(9):
         attempts.fail(DIED, 1 + number * DEATHS_FORGOTTEN_AFTER, 99 * DEATHS_FORGOTTEN_AFTER)
@@ -89,8 +89,8 @@ def test_deaths_lapse_with_the_tokens_after_them() -> None:
     assert attempts.alone
 
 
-def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
-    """One that dies with its servicer does not tell of its engine."""
+def test_worker_deaths_are_bounded() -> None:
+    """A worker that dies with its servicer does not report its engine's death."""
     attempts = RetryState(resumes=True)
     with pytest.raises(EngineKilled):
         for output in range(1, 20):
@@ -98,7 +98,7 @@ def test_whole_workers_that_die_of_a_request_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("failure", [KvLost(), QueueFull("failed")])
-def test_losses_of_upstream_servers_count_in_all(failure: Returned | QueueFull) -> None:
+def test_upstream_losses_are_bounded_in_total(failure: Returned | QueueFull) -> None:
     attempts = RetryState(resumes=True)
     attempts.fail(failure, 5, 99, 1)
     assert not attempts.alone
@@ -108,7 +108,7 @@ def test_losses_of_upstream_servers_count_in_all(failure: Returned | QueueFull) 
         attempts.fail(failure, 7, 99, SERVER_LOSSES_MAX)
 
 
-def test_losses_of_upstream_servers_that_a_worker_forgot_do_not_count() -> None:
+def test_upstream_losses_unknown_to_the_worker_are_not_counted() -> None:
     attempts = RetryState(resumes=True)
     for losses in (1, 2, 1, 2):
         attempts.fail(KvLost(), 1000, 9999, losses)
@@ -117,7 +117,7 @@ def test_losses_of_upstream_servers_that_a_worker_forgot_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("returned", [Returned(), WorkerLeaving()])
-def test_a_worker_that_gives_a_request_back_is_not_lost(returned: Returned) -> None:
+def test_a_worker_that_returns_a_request_is_not_lost(returned: Returned) -> None:
     attempts = RetryState(resumes=True)
     for _ in range(LOST_MAX - 1):
         attempts.fail(LOST, 3, 9)
@@ -132,19 +132,19 @@ def test_a_worker_that_gives_a_request_back_is_not_lost(returned: Returned) -> N
     ("failure", "error"),
     [(LOST, WorkerLost), (StaleEpoch(), EngineFailed), (Returned(), EngineFailed)],
 )
-def test_what_has_begun_ends_where_nothing_is_resumed(
+def test_a_started_request_ends_if_resuming_is_off(
     failure: WorkerLost | StaleEpoch | Returned, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         RetryState(resumes=False).fail(failure, 1, 9)
 
 
-def test_nothing_is_left_of_a_request_with_all_its_tokens() -> None:
+def test_a_request_with_all_its_tokens_is_complete() -> None:
     with pytest.raises(WorkerLost):
         RetryState(resumes=True).fail(LOST, 9, 9)
 
 
-def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
+def test_a_retry_resumes_the_request_with_the_remaining_tokens() -> None:
     options = LogprobOptions(output=2, prompt=1)
     request = replace(REQUEST, logprobs=options)
     assert resumed(request, ()) is request
@@ -164,10 +164,10 @@ def test_it_goes_on_with_the_same_request_and_asks_for_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("loss", [LOST, KvLost(), WorkerLeaving()])
-def test_the_deadline_of_one_that_a_worker_has_failed_counts_from_then(
+def test_the_deadline_of_a_failed_request_counts_from_the_failure(
     loss: WorkerLost | Returned,
 ) -> None:
-    """Though it has no token: it had a place, and its wait in the line was over."""
+    """Even without a token: it had a place, and its time in the queue had ended."""
     ask = retry_ask(Ask("r", "m", 3, 9), REQUEST, 0, PLACE, loss, 4.0)
     assert (ask.prompt_tokens, ask.max_tokens, ask.resumed) == (3, 9, False)
     assert ask.failed is not None and ask.failed.returned == isinstance(loss, Returned)

@@ -1,4 +1,4 @@
-"""Cancelling by id, and ids that clients chose twice."""
+"""Cancelling by id, and duplicate client-chosen ids."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from tests.support.clock import Clock
 
 
 class Ended(CancelScope):
-    """Tells whether it was interrupted; there is no task."""
+    """Records whether it was interrupted; there is no task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Ended(CancelScope):
 
 
 def served(running: RunningRequests, owner: str, chosen_id: str) -> None:
-    """A request of which tokens came."""
+    """A request that has sent tokens."""
     record = RequestRecord("x", 0.0, principal=Principal(owner), response_id="r")
     with running.entered(record, chosen_id, Ended()):
         record.first_token_s = 1.0
@@ -49,7 +49,7 @@ def test_only_the_owner_cancels_by_either_id() -> None:
         assert not running.cancel("anna", request_id), "it is over"
 
 
-def test_an_id_of_a_header_cancels_all_that_carry_it_and_is_good_for_many() -> None:
+def test_a_header_id_cancels_all_requests_that_carry_it() -> None:
     running = RunningRequests()
     with contextlib.ExitStack() as stack:
         events = []
@@ -67,7 +67,7 @@ def test_an_id_of_a_header_cancels_all_that_carry_it_and_is_good_for_many() -> N
     assert not running.cancel("", "of-a-proxy") and not running.cancel("", "another")
 
 
-def test_the_id_of_a_header_blocks_no_chosen_one() -> None:
+def test_a_header_id_does_not_block_a_chosen_id() -> None:
     running = RunningRequests()
     proxied = new_record("/v1/completions", b"mine", 0.0)
     with (
@@ -83,7 +83,7 @@ def test_the_id_of_a_header_blocks_no_chosen_one() -> None:
     assert not running.cancel("", "mine")
 
 
-def test_an_id_is_used_once_in_ten_minutes() -> None:
+def test_an_id_can_be_used_once_in_10_minutes() -> None:
     clock = Clock()
     running = RunningRequests(now_s=clock)
     served(running, "anna", "mine")
@@ -97,7 +97,7 @@ def test_an_id_is_used_once_in_ten_minutes() -> None:
     served(running, "anna", "mine")
 
 
-def test_an_id_is_free_again_when_no_token_came() -> None:
+def test_an_id_is_free_again_if_no_token_was_sent() -> None:
     running = RunningRequests()
     record = RequestRecord("x", 0.0, response_id="r")
     with running.entered(record, "mine", Ended()), pytest.raises(DuplicateRequest):
@@ -105,7 +105,7 @@ def test_an_id_is_free_again_when_no_token_came() -> None:
     served(running, "", "mine")
 
 
-def test_memory_is_bounded_and_what_runs_is_never_forgotten() -> None:
+def test_memory_is_bounded_and_running_requests_are_kept() -> None:
     clock = Clock()
     running = RunningRequests(remembered_max=3, now_s=clock)
     record = RequestRecord("x", 0.0, response_id="long")

@@ -1,4 +1,4 @@
-"""What a request is promised, from fields and headers that may contradict each other."""
+"""Service class and targets of a request, from possibly contradictory fields and headers."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,7 +50,9 @@ CONFIGURED = ServicePolicy(
          Service(ttft_s=0.1, tpot_s=0.05)),
     ],
 )  # fmt: skip
-def test_promises(fields: dict[str, Any], headers: dict[str, str], service: Service) -> None:
+def test_service_fields_are_resolved(
+    fields: dict[str, Any], headers: dict[str, str], service: Service
+) -> None:
     assert POLICY.service_of(parse_chat(CHAT | fields), headers) == service
 
 
@@ -71,7 +73,7 @@ def test_targets_and_default_class_are_as_configured(
 
 
 @pytest.mark.parametrize(
-    ("classes", "words"),
+    ("classes", "message"),
     [
         ({"gold": {}}, "gold"),
         ({"interactive": {"ttft": 5}}, "did you mean 'ttft_ms'"),
@@ -81,17 +83,17 @@ def test_targets_and_default_class_are_as_configured(
         ({"batch": {"ttft_ms": 500}}, "'batch' of 'classes' has no targets"),
     ],
 )
-def test_bad_classes_are_refused(classes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_bad_classes_are_refused(classes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         class_targets(classes)
 
 
-def test_a_tenant_stands_in_the_promise() -> None:
+def test_the_tenant_is_part_of_the_service() -> None:
     assert POLICY.service_of(parse_chat(CHAT), {}, "alice") == Service(tenant="alice")
 
 
 @pytest.mark.parametrize(
-    ("fields", "headers", "words"),
+    ("fields", "headers", "sources"),
     [
         ({"service_tier": "flex", "priority": -1}, {}, ("service_tier", "priority")),
         ({"service_tier": "default", "slo_class": "batch"}, {}, ("service_tier", "slo_class")),
@@ -108,12 +110,12 @@ def test_a_tenant_stands_in_the_promise() -> None:
         ({}, {"x-slo-tpot-ms": "nan"}, ("x-slo-tpot-ms", "milliseconds")),
     ],
 )
-def test_contradictions_name_both_places(
-    fields: dict[str, Any], headers: dict[str, str], words: tuple[str, str]
+def test_contradictions_name_both_sources(
+    fields: dict[str, Any], headers: dict[str, str], sources: tuple[str, str]
 ) -> None:
     with pytest.raises(BadRequest) as caught:
         POLICY.service_of(parse_chat(CHAT | fields), headers)
-    assert all(word in caught.value.message for word in words)
+    assert all(word in caught.value.message for word in sources)
 
 
 @pytest.mark.parametrize("name", [FAIRNESS, LLMD_FAIRNESS])
@@ -126,7 +128,7 @@ def test_a_proxy_may_name_the_tenant_of_requests_without_an_owner(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("headers", "words"),
+    ("headers", "message"),
     [
         ({FAIRNESS: "a", LLMD_FAIRNESS: "b"}, "differ; send one"),
         ({FAIRNESS: "x" * 257}, "at most 256 printable"),
@@ -135,10 +137,8 @@ def test_a_proxy_may_name_the_tenant_of_requests_without_an_owner(name: str) -> 
         ({LLMD_OBJECTIVE: "gold"}, "'x-llm-d-inference-objective' must be one of"),
     ],
 )
-def test_headers_of_proxies_that_contradict_are_refused(
-    headers: dict[str, str], words: str
-) -> None:
-    with pytest.raises(BadRequest, match=words):
+def test_contradictory_proxy_headers_are_refused(headers: dict[str, str], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
         ServicePolicy(fairness_header=True).service_of(parse_chat(CHAT), headers)
 
 

@@ -1,4 +1,4 @@
-"""Objects of clients' schemas are closed where that leaves every output valid, and only there."""
+"""Client schemas are closed only where every output stays valid."""
 
 import copy
 import random
@@ -17,9 +17,9 @@ REFERENCE = {"$ref": "#/$defs/x"}
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    found = copy.deepcopy(schema)
-    forbid_additional_properties(found)
-    return found
+    closed_schema = copy.deepcopy(schema)
+    forbid_additional_properties(closed_schema)
+    return closed_schema
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_objects_are_closed(schema: dict[str, Any], wanted: dict[str, Any]) -> N
         {"default": NAMED, "examples": [NAMED]},
     ],
 )
-def test_other_schemas_stay_as_they_are(schema: dict[str, Any]) -> None:
+def test_other_schemas_are_unchanged(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
 
 
@@ -127,7 +127,7 @@ def drawn_value(rng: random.Random, depth: int) -> Any:
     return {name: drawn_value(rng, depth - 1) for name in rng.sample("abc", rng.randint(0, 3))}
 
 
-def test_what_follows_the_closed_schema_follows_the_open_one() -> None:
+def test_values_of_the_closed_schema_satisfy_the_open_schema() -> None:
     rng = random.Random(11)
     narrower = 0
     for _ in range(300):

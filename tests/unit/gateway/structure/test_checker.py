@@ -1,4 +1,4 @@
-"""Grammars are checked by a process that no bomb brings down, and bombs hurt nobody else."""
+"""Grammars are checked in a separate process, and a bomb delays only its own owner."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ OWNER = "alice"
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarChecker]:
-    """With two special tokens."""
+    """A checker with two special tokens."""
     made = GrammarChecker(1000, {7: "<|end|>", 900: "<tool_call>"})
     yield made
     await made.close()
@@ -61,7 +61,7 @@ async def running(checker: GrammarChecker) -> CheckClient:
 
 
 async def being_asked(checker: GrammarChecker) -> CheckClient:
-    """Return once a check has begun; nothing but steps of the loop is needed for that."""
+    """Return once a check has started; only turns of the event loop are needed."""
     for _ in range(100):
         if checker._client is not None and checker._client._pending:
             return checker._client
@@ -81,9 +81,7 @@ async def being_asked(checker: GrammarChecker) -> CheckClient:
         of_text(GrammarKind.LARK, "start: <tool_call> <[7]>"),
     ],
 )
-async def test_usable_grammars_stay_as_they_are(
-    checker: GrammarChecker, structure: Structure
-) -> None:
+async def test_valid_grammars_are_unchanged(checker: GrammarChecker, structure: Structure) -> None:
     checked = await checker.check(structure, OWNER)
 
     assert checked.grammar == structure.grammar
@@ -104,7 +102,7 @@ async def test_usable_grammars_stay_as_they_are(
         (of_text(GrammarKind.LARK, "root ::= other"), "cannot be enforced"),
     ],
 )
-async def test_others_are_refused_with_their_reason(
+async def test_invalid_grammars_are_refused_with_a_reason(
     checker: GrammarChecker, structure: Structure, reason: str
 ) -> None:
     with pytest.raises(BadRequest, match=reason) as caught:
@@ -114,7 +112,7 @@ async def test_others_are_refused_with_their_reason(
     assert "\n" not in caught.value.message and len(caught.value.message) < 400
 
 
-async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
+async def test_unenforced_keywords_are_reported(checker: GrammarChecker) -> None:
     checked = await checker.check(
         of_schema({"type": "array", "uniqueItems": True}, lenient=True), OWNER
     )
@@ -122,7 +120,7 @@ async def test_what_is_not_enforced_is_told(checker: GrammarChecker) -> None:
     assert checked.ignored == ("$.uniqueItems",)
 
 
-async def test_a_strict_schema_is_refused_with_all_that_is_not_enforced(
+async def test_a_strict_schema_is_refused_with_all_unenforced_keywords(
     checker: GrammarChecker,
 ) -> None:
     items = {"type": "string", "pattern": "(?=a)b"}
@@ -135,7 +133,7 @@ async def test_a_strict_schema_is_refused_with_all_that_is_not_enforced(
     assert f"cannot be enforced: {'; '.join(lenient.ignored)}; correct" in strict.value.message
 
 
-async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
+async def test_ebnf_is_converted_to_lark(checker: GrammarChecker) -> None:
     checked = await checker.check(of_text(GrammarKind.LARK, 'root ::= ("a" | "b")+'), OWNER)
     again = await checker.check(Structure(checked.grammar, "guided_grammar"), OWNER)
 
@@ -143,7 +141,7 @@ async def test_ebnf_becomes_lark(checker: GrammarChecker) -> None:
     assert again.grammar == checked.grammar
 
 
-async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) -> None:
+async def test_a_bomb_is_refused_without_delaying_other_checks(checker: GrammarChecker) -> None:
     async def refused(structure: Structure) -> str:
         with pytest.raises(BadRequest) as caught:
             await checker.check(structure, OWNER)
@@ -160,12 +158,12 @@ async def test_a_bomb_is_refused_and_holds_nobody_up(checker: GrammarChecker) ->
 
 
 def of_tool(number: int, properties: dict[str, Any]) -> Structure:
-    """The arguments of a tool."""
+    """The argument grammar of a tool."""
     text = schema_text({"type": "object", "properties": properties}, "tools", lenient=True)
     return Structure(Grammar(GrammarKind.JSON_SCHEMA, text), "tools", f"tool {number}")
 
 
-async def test_each_tool_has_the_time_of_a_grammar(checker: GrammarChecker) -> None:
+async def test_each_tool_has_its_own_time_limit(checker: GrammarChecker) -> None:
     tools = [
         of_tool(
             number,
@@ -200,17 +198,17 @@ async def test_an_error_names_the_tool_that_takes_too_long(checker: GrammarCheck
         (signal.SIGSEGV, "too much memory to compile"),
     ],
 )
-def test_how_a_check_ended_tells_what_was_wrong(ended_by: int, reason: str) -> None:
+def test_exit_of_the_process_determines_the_error(ended_by: int, reason: str) -> None:
     error = _verdict_of_end(-ended_by).error
     assert error is not None and reason in error
 
 
-def test_what_is_no_fault_of_the_grammars_is_not_remembered() -> None:
+def test_failures_of_the_process_are_not_cached() -> None:
     with pytest.raises(ServiceUnavailable, match="ended with code -9; try again"):
         _verdict_of_end(-signal.SIGKILL)
 
 
-async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> None:
+async def test_bombs_do_not_change_the_process(checker: GrammarChecker) -> None:
     await checker.run(delay_s=0)
     client = checker._client
     for bomb in (BOMB, BOMB | {"title": "another"}):
@@ -221,7 +219,7 @@ async def test_bombs_leave_the_process_as_it_was(checker: GrammarChecker) -> Non
     assert client is not None and checker._client is client and client.usable
 
 
-async def test_a_caller_that_leaves_goes_at_once_and_the_check_ends_with_its_place(
+async def test_a_cancelled_caller_returns_at_once_and_frees_its_place(
     checker: GrammarChecker,
 ) -> None:
     await checker.run(delay_s=0)
@@ -236,13 +234,15 @@ async def test_a_caller_that_leaves_goes_at_once_and_the_check_ends_with_its_pla
     assert checker._client is client and client.usable
 
 
-async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
+async def test_cancelling_at_a_stopped_process_ends_no_other_check(
     checker: GrammarChecker,
 ) -> None:
     client = await running(checker)
     os.kill(client._pipes.process.pid, signal.SIGSTOP)
     bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(8)]
-    leaving = [asyncio.create_task(checker.check(one, f"m{i % 4}")) for i, one in enumerate(bombs)]
+    leaving = [
+        asyncio.create_task(checker.check(bomb, f"m{i % 4}")) for i, bomb in enumerate(bombs)
+    ]
     staying = asyncio.create_task(checker.check(of_schema({"type": "integer"}), OWNER))
     await being_asked(checker)
     for task in leaving:
@@ -253,7 +253,7 @@ async def test_a_caller_that_leaves_a_stopped_process_ends_no_check_of_others(
     assert checker._client is client and client.usable
 
 
-async def test_a_process_that_does_not_cancel_a_check_is_ended(
+async def test_a_process_that_ignores_a_cancel_is_killed(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "STUCK_S", 0.01)
@@ -266,11 +266,11 @@ async def test_a_process_that_does_not_cancel_a_check_is_ended(
     assert not client.usable
 
 
-async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
+async def test_an_abandoned_check_reports_no_unhandled_error(
     checker: GrammarChecker,
 ) -> None:
-    told = list[dict[str, Any]]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    errors = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     await checker.run(delay_s=0)
     leaving = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
@@ -282,7 +282,7 @@ async def test_nobody_is_told_of_what_became_of_a_check_that_was_left(
     del client, leaving
     gc.collect()
     await asyncio.sleep(0)
-    assert not told and checker._semaphore.taken == 0
+    assert not errors and checker._semaphore.taken == 0
 
 
 async def test_a_process_that_has_ended_is_not_killed_again(
@@ -298,7 +298,7 @@ async def test_a_process_that_has_ended_is_not_killed_again(
 
 
 def message_about(grammars: int, patched: str) -> dict[str, Any]:
-    """What a process that runs `patched` first says of the check of so many grammars."""
+    """The first message of a process running `patched` about a check of this many grammars."""
     code = (
         "import time; from services.gateway.structure import check_process as tested;"
         f"{patched}; tested.main()"
@@ -316,7 +316,7 @@ def message_about(grammars: int, patched: str) -> dict[str, Any]:
     return message
 
 
-def test_a_check_that_gets_no_processor_time_ends() -> None:
+def test_a_check_without_cpu_time_times_out() -> None:
     message = message_about(1, "tested.WALL_MAX_S = 0.01; tested.check = lambda *_: time.sleep(60)")
     assert message == {"number": 5, "results": [], "ended": -signal.SIGALRM}
 
@@ -334,7 +334,7 @@ def test_all_grammars_of_a_check_share_a_time_limit() -> None:
     assert 1 < len(message["results"]) < 30
 
 
-async def test_a_process_that_dies_as_it_starts_is_started_again(
+async def test_a_process_that_dies_at_its_start_is_restarted(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, started = CheckClient.start, list[CheckClient]()
@@ -352,7 +352,7 @@ async def test_a_process_that_dies_as_it_starts_is_started_again(
     assert checker._client is started[1] and started[1].usable
 
 
-async def test_another_process_takes_the_place_of_one_that_ended(checker: GrammarChecker) -> None:
+async def test_an_ended_process_is_replaced(checker: GrammarChecker) -> None:
     await checker.run(delay_s=0)
     asked = asyncio.create_task(checker.check(of_schema(BOMB), OWNER))
     client = await being_asked(checker)
@@ -364,7 +364,7 @@ async def test_another_process_takes_the_place_of_one_that_ended(checker: Gramma
     assert json.loads(checked.grammar.text)["type"] == "integer"
 
 
-async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) -> None:
+async def test_the_verdict_on_a_bomb_is_cached(checker: GrammarChecker) -> None:
     times = []
     for _ in range(2):
         began_s = monotonic_s()
@@ -375,7 +375,7 @@ async def test_the_answer_about_a_bomb_is_remembered(checker: GrammarChecker) ->
     assert times[1] < times[0] / 2
 
 
-async def test_answers_are_bounded(
+async def test_cached_verdicts_are_bounded(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checker_module, "VERDICTS_MAX", 5)
@@ -385,7 +385,7 @@ async def test_answers_are_bounded(
     assert len(checker._verdicts) == 5
 
 
-async def test_a_caller_that_gives_up_leaves_a_checker_that_works(checker: GrammarChecker) -> None:
+async def test_the_checker_works_after_a_cancelled_caller(checker: GrammarChecker) -> None:
     tasks = [asyncio.create_task(checker.check(of_schema(BOMB), OWNER)) for _ in range(4)]
     await asyncio.sleep(0.1)
     for task in tasks:
@@ -397,7 +397,7 @@ async def test_a_caller_that_gives_up_leaves_a_checker_that_works(checker: Gramm
     assert json.loads(checked.grammar.text)["type"] == "integer"
 
 
-async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChecker) -> None:
+async def test_an_owner_with_many_bombs_delays_only_itself(checker: GrammarChecker) -> None:
     bombs = [of_schema(BOMB | {"title": str(number)}) for number in range(WAITING_MAX + 10)]
     loud = [asyncio.create_task(checker.check(bomb, "mallory")) for bomb in bombs]
     await asyncio.sleep(0)
@@ -413,7 +413,7 @@ async def test_an_owner_with_many_bombs_waits_for_them_alone(checker: GrammarChe
 
 
 class Broken(asyncio.WriteTransport):
-    """A pipe whose other end is gone, as uvloop has it."""
+    """A pipe whose other end is closed, as uvloop reports it."""
 
     def write(self, data: object) -> None:
         raise RuntimeError("the handler is closed")
@@ -422,7 +422,7 @@ class Broken(asyncio.WriteTransport):
         pass
 
 
-async def test_a_process_that_dies_as_it_starts_fails_what_is_asked_of_it_and_no_more() -> None:
+async def test_a_process_that_dies_at_its_start_fails_only_pending_checks() -> None:
     process = Child(("true",), new_session=True)
     pipes = MessagePipes(process)
     pipes._input = Broken()

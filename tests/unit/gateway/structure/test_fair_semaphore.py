@@ -1,4 +1,4 @@
-"""Owners take turns at a semaphore with a few slots."""
+"""Owners alternate at a semaphore with a few slots."""
 
 import asyncio
 import random
@@ -10,7 +10,7 @@ from services.gateway.vocabulary.errors import QueueFull
 from tests.support.waiting import settle
 
 
-async def test_owners_take_turns_and_so_many_wait() -> None:
+async def test_owners_alternate_and_the_queue_is_bounded() -> None:
     turns, order = FairSemaphore(1, 1, 3, "x"), list[str]()
     over = asyncio.Event()
 
@@ -31,7 +31,7 @@ async def test_owners_take_turns_and_so_many_wait() -> None:
     assert order == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_one_owner_leaves_places_to_others() -> None:
+async def test_a_single_owner_cannot_fill_the_queue() -> None:
     turns, inside = FairSemaphore(4, 2, 9, "x"), list[str]()
     over = {owner: asyncio.Event() for owner in "abc"}
 
@@ -56,7 +56,7 @@ async def test_one_owner_leaves_places_to_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> None:
+async def test_random_cancellations_leak_no_place(seed: int) -> None:
     rng = random.Random(seed)
     turns, inside, most = FairSemaphore(2, 2, 100, "x"), 0, 0
     loop = asyncio.get_running_loop()
@@ -81,8 +81,8 @@ async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> N
         inside -= 1
         work.set_result(None)
 
-    told = list[object]()
-    loop.set_exception_handler(lambda _, context: told.append(context))
+    errors = list[object]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
     tasks = []
     for _ in range(80):
         tasks.append(asyncio.create_task(work()))
@@ -93,7 +93,7 @@ async def test_no_place_is_lost_when_callers_give_up_at_any_time(seed: int) -> N
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
     await settle()
-    assert inside == 0 and most == 2 and not told
+    assert inside == 0 and most == 2 and not errors
     async with turns.slot("a"), turns.slot("b"):
         third = asyncio.create_task(work())
         await settle()

@@ -1,4 +1,4 @@
-"""Each keyword of JSON Schema is enforced, or a warning or an error names its place."""
+"""Each keyword of JSON Schema is enforced, or reported with its path."""
 
 import json
 from dataclasses import dataclass
@@ -109,14 +109,14 @@ ROWS: dict[str, Row] = {
 
 
 def checked(schema: dict[str, Any], lenient: bool) -> tuple[Grammar, dict[str, Any]]:
-    """The grammar that is enforced, and the result of its check."""
+    """The enforced grammar and the result of its check."""
     grammar = Grammar(GrammarKind.JSON_SCHEMA, schema_text(schema, "p", lenient))
     result = check(grammar, TOKENIZER)
     return Grammar(grammar.kind, result["text"] or grammar.text), result
 
 
 def permits(grammar: Grammar, value: Any) -> bool:
-    """Whether the JSON of the value is a whole output."""
+    """Whether the grammar accepts the JSON of the value as a complete output."""
     matcher = LLMatcher(TOKENIZER, source_of(grammar), log_level=0)
     tokens = TOKENIZER.tokenize_str(json.dumps(value))
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -233,7 +233,7 @@ def test_counts_of_optional_properties_that_are_enforced() -> None:
     assert not permits(at_least, {}) and permits(at_least, A) and permits(at_least, B)
 
 
-def test_patterns_of_names_leave_the_names_open() -> None:
+def test_pattern_properties_do_not_close_the_object() -> None:
     patterns = {"patternProperties": {"(?=a)": {}}, "additionalProperties": False}
     grammar, result = checked(OBJECT | patterns, lenient=True)
 
@@ -264,7 +264,7 @@ def test_patterns_of_names_leave_the_names_open() -> None:
         {"const": {"uniqueItems": True}},
     ],
 )
-def test_parts_without_effect_are_no_fault(schema: dict[str, Any]) -> None:
+def test_keywords_without_effect_are_accepted(schema: dict[str, Any]) -> None:
     for lenient in (False, True):
         _, result = checked(schema, lenient)
         assert (result["error"], result["ignored"]) == (None, [])
@@ -281,7 +281,7 @@ ENDLESS = {"type": "array", "items": {"$ref": "#/$defs/l"}, "minItems": 1}
         OBJECT | {"properties": {"l": {"$ref": "#/$defs/l"}}, "$defs": {"l": ENDLESS}},
     ],
 )
-def test_references_may_recur(schema: dict[str, Any]) -> None:
+def test_recursive_references_are_accepted(schema: dict[str, Any]) -> None:
     assert checked(schema, lenient=False)[1]["error"] is None
 
 
@@ -310,7 +310,7 @@ def test_references_may_recur(schema: dict[str, Any]) -> None:
         ({"properties": []}, "$ (properties must be an object)"),
     ],
 )
-def test_errors_name_the_place(schema: dict[str, Any], error: str) -> None:
+def test_errors_name_the_path_of_the_keyword(schema: dict[str, Any], error: str) -> None:
     for lenient in (False, True):
         _, result = checked(schema, lenient)
         assert result["error"].startswith(error)

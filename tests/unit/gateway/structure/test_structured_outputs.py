@@ -1,4 +1,4 @@
-"""What clients ask of an output's form becomes grammars, within limits."""
+"""Structured-output fields become grammars, within limits."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ NAME = {"type": "object", "properties": {"name": {"type": "string"}}}
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A schema of so many objects inside each other."""
+    """A schema of this many nested objects."""
     schema: dict[str, Any] = {}
     for _ in range(depth - 1):
         schema = {"not": schema}
@@ -40,11 +40,11 @@ def schema_of(structure: Structure | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}])
-def test_plain_text_asks_for_nothing(value: Any) -> None:
+def test_plain_text_has_no_grammar(value: Any) -> None:
     assert response_format_structure(value) is None
 
 
-def test_a_schema_is_kept_and_blanks_are_bounded() -> None:
+def test_a_schema_is_kept_and_whitespace_is_bounded() -> None:
     schema = schema_of(response_format_structure(json_schema(schema=NAME, strict=True)))
 
     assert schema.pop("x-guidance") == {"whitespace_pattern": " ?", "lenient": False}
@@ -52,7 +52,7 @@ def test_a_schema_is_kept_and_blanks_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(("strict", "lenient"), [({}, True), ({"strict": False}, True)])
-def test_without_strict_what_cannot_be_enforced_is_left_out(
+def test_unenforceable_keywords_are_dropped_without_strict(
     strict: dict[str, bool], lenient: bool
 ) -> None:
     schema = schema_of(response_format_structure(json_schema(schema=NAME, **strict)))
@@ -68,7 +68,7 @@ def test_without_strict_what_cannot_be_enforced_is_left_out(
         json_schema(schema=None),
     ],
 )
-def test_any_object(value: Any) -> None:
+def test_json_object_accepts_any_object(value: Any) -> None:
     assert schema_of(response_format_structure(value))["type"] == "object"
 
 
@@ -105,7 +105,9 @@ def test_other_formats_are_refused(value: Any) -> None:
         ("choice", ["a", 'b"\n', "é"], GrammarKind.LARK, 'start: "a" | "b\\"\\n" | "é"'),
     ],
 )
-def test_forms_of_vllm(form: str, value: Any, kind: GrammarKind, text: str) -> None:
+def test_vllm_structured_outputs_are_translated(
+    form: str, value: Any, kind: GrammarKind, text: str
+) -> None:
     new, old = structured_outputs_structure({form: value}), guided_structure(form, value)
 
     assert new is not None and old is not None
@@ -115,7 +117,7 @@ def test_forms_of_vllm(form: str, value: Any, kind: GrammarKind, text: str) -> N
 
 
 @pytest.mark.parametrize("value", [NAME, json.dumps(NAME)])
-def test_schemas_of_vllm_may_be_text(value: Any) -> None:
+def test_vllm_schemas_may_be_strings(value: Any) -> None:
     schema = schema_of(structured_outputs_structure({"json": value, "regex": None}))
 
     assert schema.pop("x-guidance")["lenient"] is False
@@ -198,7 +200,7 @@ def test_a_schema_that_gets_too_long_by_being_closed_stays_open() -> None:
     assert "additionalProperties" not in schema_text(schema, "p")
 
 
-def test_options_of_the_client_hold() -> None:
+def test_client_options_are_kept() -> None:
     options = {"whitespace_flexible": False}
 
     assert json.loads(schema_text({"x-guidance": options}, "p"))["x-guidance"] == options

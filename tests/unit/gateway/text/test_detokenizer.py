@@ -1,4 +1,4 @@
-"""Tokens become the same text one by one as all at once."""
+"""Incremental detokenization equals decoding at once."""
 
 from collections.abc import Sequence
 
@@ -28,15 +28,15 @@ def ids_of(data: bytes) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """All at once."""
+    """Decode all tokens at once."""
     return TOKENIZER.decode(list(ids), skip_special_tokens=True)
 
 
 def pieces_of(ids: Sequence[int]) -> list[str]:
-    """One by one; the last piece is the rest. Knowing what each token shows changes nothing."""
+    """Decode one token at a time; the last piece is the rest. `decode_single` changes nothing."""
     by_all, by_each = (
         Detokenizer(decode),
-        Detokenizer(decode, decode_single=lambda one: decode([one])),
+        Detokenizer(decode, decode_single=lambda single_id: decode([single_id])),
     )
     pieces = [*(by_all.push(token_id) for token_id in ids), by_all.flush()]
     assert pieces == [*(by_each.push(token_id) for token_id in ids), by_each.flush()]
@@ -44,25 +44,25 @@ def pieces_of(ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👩‍👩‍👧 families", "\ufffd", ""])
-def test_characters_are_never_shown_in_halves(text: str) -> None:
+def test_partial_characters_are_never_emitted(text: str) -> None:
     pieces = pieces_of(ids_of(text.encode()))
     assert "".join(pieces) == text
     assert text == "\ufffd" or not any("\ufffd" in piece for piece in pieces)
 
 
 @given(st.binary(max_size=120))
-def test_any_bytes_give_the_same_text_as_decoding_at_once(data: bytes) -> None:
+def test_incremental_decoding_equals_decoding_at_once(data: bytes) -> None:
     ids = ids_of(data)
     assert "".join(pieces_of(ids)) == decode(ids)
 
 
 @given(st.text(max_size=40), st.binary(max_size=3), st.text(max_size=40))
-def test_characters_among_bytes_that_are_none(before: str, data: bytes, after: str) -> None:
+def test_characters_between_invalid_bytes_are_kept(before: str, data: bytes, after: str) -> None:
     ids = ids_of(before.encode(errors="replace") + data + after.encode(errors="replace"))
     assert "".join(pieces_of(ids)) == decode(ids)
 
 
-def test_whole_characters_are_decoded_once() -> None:
+def test_complete_characters_are_decoded_once() -> None:
     calls = 0
 
     def counted(ids: Sequence[int]) -> str:
@@ -70,9 +70,9 @@ def test_whole_characters_are_decoded_once() -> None:
         calls += 1
         return decode(ids)
 
-    known = {one: decode([one]) for one in ids_of(b"abc")}
+    known = {token_id: decode([token_id]) for token_id in ids_of(b"abc")}
     detokenizer = Detokenizer(counted, decode_single=known.__getitem__)
-    assert "".join(detokenizer.push(one) for one in ids_of(b"abc" * 100)) == "abc" * 100
+    assert "".join(detokenizer.push(token_id) for token_id in ids_of(b"abc" * 100)) == "abc" * 100
     assert calls == 0
 
 
@@ -99,12 +99,12 @@ def test_endless_repetition_keeps_the_window_small(byte: bytes) -> None:
     assert longest <= 2 * WINDOW_TOKENS
 
 
-def test_a_decoder_that_strips_the_first_blank() -> None:
+def test_a_decoder_that_strips_the_first_space() -> None:
     # As SentencePiece decoders do: the blank belongs to the word, and the first one is dropped.
-    words = ["▁one", "▁two", "▁", "▁three"]
+    pieces = ["▁one", "▁two", "▁", "▁three"]
 
     def strip_first(ids: Sequence[int]) -> str:
-        return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+        return "".join(pieces[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
     detokenizer = Detokenizer(strip_first)
     ids = [0, 1, 2, 3] + [2] * 100 + [0]
@@ -112,7 +112,7 @@ def test_a_decoder_that_strips_the_first_blank() -> None:
     assert text == strip_first(ids)
 
 
-def test_tokens_that_end_within_characters_keep_the_window_small() -> None:
+def test_tokens_that_split_characters_keep_the_window_small() -> None:
     # Each ends with the beginning of a character that the next one completes.
     pieces = [b"\xe1", b"\x80\x80\xe1", b"\x80\x80"]
     longest = 0
@@ -131,9 +131,9 @@ def test_tokens_that_end_within_characters_keep_the_window_small() -> None:
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece models are converted: words, and bytes for all else."""
-    words = ["<unk>", "▁a", "b", "▁", "\ufffd"]
-    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    """A converted SentencePiece model: a few pieces, and bytes for other text."""
+    vocabulary = ["<unk>", "▁a", "b", "▁", "\ufffd"]
+    names = [*vocabulary, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: place for place, name in enumerate(names)}
     made = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     made.decoder = decoders.Sequence(
@@ -156,28 +156,31 @@ def fallback_pieces(ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
-def spelt(text: str) -> list[int]:
-    """Tokens of the text's bytes."""
+def byte_tokens(text: str) -> list[int]:
+    """Byte tokens of the text."""
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
-def test_characters_of_tokens_of_bytes_come_one_by_one() -> None:
-    assert fallback_pieces([1, *spelt("日本"), 2, *spelt("é"), 1]) == [
+def test_byte_tokens_emit_characters_one_at_a_time() -> None:
+    assert fallback_pieces([1, *byte_tokens("日本"), 2, *byte_tokens("é"), 1]) == [
         *("a", "", "", "日", "", "", "本", "b", "", "é", " a", ""),
     ]
 
 
 @given(st.lists(st.one_of(st.integers(1, 4), st.sampled_from("éß日€👩a \ufffd")), max_size=40))
-def test_characters_in_bytes_are_the_same_one_by_one_as_at_once(parts: list[int | str]) -> None:
+def test_byte_tokens_decode_the_same_one_at_a_time(parts: list[int | str]) -> None:
     # A blank at the very beginning is dropped by the decoder only if it is a word's.
-    ids = [2, *(i for one in parts for i in (spelt(one) if isinstance(one, str) else [one]))]
+    ids = [
+        2,
+        *(i for part in parts for i in (byte_tokens(part) if isinstance(part, str) else [part])),
+    ]
     assert "".join(fallback_pieces(ids)) == FALLBACK.decode(ids, skip_special_tokens=True)
 
 
 @given(st.lists(st.integers(1, FIRST_BYTE + 255), max_size=40))
-def test_invalid_bytes_spoil_nothing_that_is_whole(ids: list[int]) -> None:
+def test_invalid_bytes_do_not_damage_valid_characters(ids: list[int]) -> None:
     data = b"".join(
-        bytes([one - FIRST_BYTE]) if one >= FIRST_BYTE else FALLBACK.texts.data(one)
-        for one in [2, *ids]
+        bytes([token_id - FIRST_BYTE]) if token_id >= FIRST_BYTE else FALLBACK.texts.data(token_id)
+        for token_id in [2, *ids]
     )
     assert "".join(fallback_pieces([2, *ids])) == data.decode(errors="replace")

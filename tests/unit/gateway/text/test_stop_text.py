@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the text is cut."""
+"""Stop strings are found with any chunking of the text."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from services.gateway.serving.output import StopText
 
 
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    """The text that is shown, and whether a stop string ended it."""
+    """The emitted text, and whether a stop string ended it."""
     stop = StopText(stops)
     shown = ""
     for piece in pieces:
@@ -19,7 +19,7 @@ def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
 
 
 def expected(stops: list[str], text: str) -> tuple[str, bool]:
-    """The same from the definition: the earliest end, then the longest string, wins."""
+    """The same by definition: the earliest end, then the longest string, takes precedence."""
     for end in range(len(text) + 1):
         lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if lengths:
@@ -31,7 +31,7 @@ def expected(stops: list[str], text: str) -> tuple[str, bool]:
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),
     pieces=st.lists(st.text("abc", max_size=5), max_size=12),
 )
-def test_any_cut_gives_the_same(stops: list[str], pieces: list[str]) -> None:
+def test_stop_matching_does_not_depend_on_chunking(stops: list[str], pieces: list[str]) -> None:
     assert run(stops, pieces) == expected(stops, "".join(pieces))
 
 
@@ -44,7 +44,7 @@ def test_any_cut_gives_the_same(stops: list[str], pieces: list[str]) -> None:
         (["é"], ["caf", "é"], "caf"),
     ],
 )
-def test_examples(stops: list[str], pieces: list[str], shown: str) -> None:
+def test_documented_stop_examples(stops: list[str], pieces: list[str], shown: str) -> None:
     assert run(stops, pieces) == (shown, True)
 
 
@@ -56,5 +56,5 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     assert stop.flush() == "S"
 
 
-def test_without_stop_strings_text_passes_at_once() -> None:
+def test_text_passes_at_once_without_stop_strings() -> None:
     assert StopText([]).push("as it is") == "as it is"

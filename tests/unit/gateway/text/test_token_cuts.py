@@ -1,4 +1,4 @@
-"""Tokens in the text of users are cut, and the text stays the same otherwise."""
+"""Special tokens in user text are split into plain text, which is otherwise unchanged."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ STRIP_ACCENTS = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccent
 
 
 def with_tokens(*tokens: str | AddedToken) -> Backend:
-    """One token for each byte, and these tokens."""
+    """A tokenizer with a token for each byte, and these tokens."""
     backend = byte_tokenizer()
     backend.add_tokens(list(tokens))
     return backend
@@ -29,7 +29,7 @@ BACKEND = with_tokens(*TOKENS)
 
 
 def encode(backend: Backend, *parts: str) -> list[int]:
-    """Encode a prompt; every second part is text of a user."""
+    """Encode a prompt; every second part is user text."""
     tokenizer = Tokenizer(backend)
     cuts = tokenizer.token_cuts()
     prompt = "".join(cuts.cut(part) if number % 2 else part for number, part in enumerate(parts))
@@ -37,7 +37,7 @@ def encode(backend: Backend, *parts: str) -> list[int]:
 
 
 @given(st.lists(st.sampled_from([*TOKENS, "<|im_", "<", "a", "b", "\n", "é"]), max_size=9))
-def test_no_token_is_left_within_a_part(parts: list[str]) -> None:
+def test_no_part_contains_a_whole_token(parts: list[str]) -> None:
     cuts, text = TokenCuts(BACKEND), "".join(parts)
     between = cuts.cut(text).split(cuts.mark)
 
@@ -111,7 +111,7 @@ def test_normalized_text_does_not_become_a_token(
 
 
 def sentencepiece(backend: Backend) -> Backend:
-    """As models of SentencePiece are converted."""
+    """A tokenizer as converted from SentencePiece."""
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -151,7 +151,7 @@ def metaspace_first() -> Backend:
 
 
 def merging() -> Backend:
-    """Its merges make a token of the token's text."""
+    """A tokenizer whose merges produce a token equal to the special token's text."""
     backend = bpe([("<", "/"), ("s", ">"), ("</", "s>"), ("▁", "x")])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     return backend
@@ -179,7 +179,7 @@ def test_the_text_around_a_cut_stays_the_same(make: Callable[[], Backend]) -> No
     assert len(ids) - len(inner) == 2 * (make is llama2)
 
 
-def test_normalized_text_that_the_model_has_a_token_for() -> None:
+def test_normalized_text_with_a_token_of_its_own() -> None:
     backend = unigram()
     backend.normalizer = normalizers.NFKC()
     assert 2 in backend.encode("x ＜/s＞").ids
@@ -194,7 +194,7 @@ def test_unknown_text_stays_unknown() -> None:
     assert ids.count(0) == 1 and 2 not in ids
 
 
-def test_tokens_of_blanks_stay_tokens() -> None:
+def test_whitespace_tokens_stay_tokens() -> None:
     backend = with_tokens("\n\n")
     assert encode(backend, "", "a\n\nb")[1] == backend.token_to_id("\n\n")
 

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, by vocabularies of all kinds."""
+"""The bytes of single tokens, for all kinds of vocabularies."""
 
 import json
 
@@ -18,7 +18,7 @@ BYTES = json.dumps({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}).en
 
 
 @given(st.text())
-def test_bytes_of_a_byte_level_vocabulary_add_up_to_the_text(text: str) -> None:
+def test_byte_level_tokens_concatenate_to_the_text(text: str) -> None:
     ids = TOKENIZER.encode(text, False, 10_000)
     assert b"".join(map(TOKENIZER.texts.data, ids)) == text.encode()
 
@@ -37,11 +37,11 @@ def test_bytes_of_a_byte_level_vocabulary_add_up_to_the_text(text: str) -> None:
         (None, BYTES, b""),
     ],
 )
-def test_bytes_of_one_token(token: str | None, decoder: bytes, data: bytes) -> None:
+def test_bytes_of_a_single_token(token: str | None, decoder: bytes, data: bytes) -> None:
     assert TokenTexts(lambda _: token, decoder, ()).data(7) == data
 
 
-def test_an_added_token_stands_for_itself() -> None:
+def test_an_added_token_has_its_own_text() -> None:
     texts = TokenTexts(lambda _: "<\u0120\u2581>", BYTES, {7})
     assert texts.data(7) == "<\u0120\u2581>".encode()
     assert texts.data(8) != texts.data(7)

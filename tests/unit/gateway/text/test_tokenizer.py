@@ -1,4 +1,4 @@
-"""Encoding refuses what it must, and long work leaves the event loop free."""
+"""Encoding: refused input, and long texts that do not block the event loop."""
 
 import asyncio
 import threading
@@ -12,14 +12,14 @@ from tests.support.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 TOKENIZER = Tokenizer(byte_tokenizer())
 
 
-def test_special_tokens_in_a_text_are_one_token_each() -> None:
+def test_each_special_token_in_a_text_is_a_single_token() -> None:
     assert TOKENIZER.encode("<|im_start|>a<|im_end|>", False, 10)[::2] == [1, 2]
     assert TOKENIZER.size == VOCAB_SIZE
     assert TOKENIZER.token_id("<|im_end|>") == 2
     assert TOKENIZER.token_id("<|nothing|>") is None
 
 
-def test_a_text_that_is_none() -> None:
+def test_invalid_unicode_is_refused() -> None:
     with pytest.raises(BadRequest) as caught:
         TOKENIZER.encode("lone \ud800", True, 100, param="bad_words")
     assert caught.value.param == "bad_words"
@@ -45,7 +45,7 @@ def test_nul_is_text() -> None:
     assert TOKENIZER.decode(ids, True) == "nul \0"
 
 
-def test_special_tokens_are_shown_where_that_is_wanted() -> None:
+def test_special_tokens_are_shown_on_request() -> None:
     ids = TOKENIZER.encode("a<|im_end|>", False, 10)
     assert (TOKENIZER.decode(ids, True), TOKENIZER.decode(ids, False)) == ("a", "a<|im_end|>")
     for skip, text in ((True, "a"), (False, "a<|im_end|>")):
@@ -53,7 +53,7 @@ def test_special_tokens_are_shown_where_that_is_wanted() -> None:
         assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
 
 
-def test_a_text_that_cannot_fit_is_refused_before_the_work() -> None:
+def test_a_text_that_cannot_fit_is_refused_before_tokenization() -> None:
     with pytest.raises(ContextExceeded, match="100000 bytes"):
         TOKENIZER.encode("x" * 100_000, True, 100)
     with pytest.raises(ContextExceeded, match="more than 40000 tokens"):
@@ -63,7 +63,7 @@ def test_a_text_that_cannot_fit_is_refused_before_the_work() -> None:
     assert len(TOKENIZER.encode("x" * 41_000, True, 40_000)) == 41_000
 
 
-async def test_small_work_runs_here_and_large_work_in_a_thread() -> None:
+async def test_short_texts_run_inline_and_long_texts_in_a_thread() -> None:
     pool = TextPool(1)
     here = threading.get_ident()
     assert await pool.run(threading.get_ident, INLINE_SIZE) == here
@@ -71,7 +71,7 @@ async def test_small_work_runs_here_and_large_work_in_a_thread() -> None:
     pool.close()
 
 
-async def test_a_caller_that_gives_up_in_line_leaves_no_trace() -> None:
+async def test_a_caller_cancelled_in_the_queue_leaks_nothing() -> None:
     pool = TextPool(1)
     gate = threading.Event()
     ran = []
@@ -90,7 +90,7 @@ async def test_a_caller_that_gives_up_in_line_leaves_no_trace() -> None:
     pool.close()
 
 
-async def test_a_failure_reaches_the_caller() -> None:
+async def test_an_error_reaches_the_caller() -> None:
     pool = TextPool(1)
     with pytest.raises(BadRequest):
         await pool.run(lambda: TOKENIZER.encode("\ud800" * 2000, True, 9999), 2000)

@@ -1,4 +1,4 @@
-"""The schema says which type a value without quotes has."""
+"""The schema determines the type of an unquoted value."""
 
 import json
 from random import Random
@@ -37,7 +37,7 @@ INTEGER = frozenset({"integer"})
         (True, ALL_TYPES),
     ],
 )
-def test_types_of_a_schema(schema: Any, types: frozenset[str]) -> None:
+def test_types_are_read_from_a_schema(schema: Any, types: frozenset[str]) -> None:
     itself = {"anyOf": [{"$ref": "#/$defs/itself"}, {"$ref": "#/$defs/itself"}]}
     parameters = {
         "type": "object",
@@ -77,7 +77,7 @@ def test_no_properties_have_no_types() -> None:
         ("7" * 5000, INTEGER, None),
     ],
 )
-def test_values(raw: str, types: frozenset[str], value: Any) -> None:
+def test_values_are_converted_by_type(raw: str, types: frozenset[str], value: Any) -> None:
     text = json_text(raw, frozenset(types))
 
     # Python reads no integers of thousands of digits.
@@ -85,7 +85,7 @@ def test_values(raw: str, types: frozenset[str], value: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_any_text_becomes_json(seed: int) -> None:
+def test_any_text_converts_to_json(seed: int) -> None:
     rng = Random(seed)
     raw = "".join(rng.choices('{}[]",:0-.e1tfn \n\\aé', k=rng.randrange(8)))
     types = frozenset(rng.sample(sorted(ALL_TYPES), rng.randrange(1, 8)))

@@ -50,7 +50,7 @@ TEXTS = ("Paris", 'a "b" \\ c', "zwei\nZeilen\n", " \n x", "<b>é</b> 😀", "7"
 
 
 def two_way(text: str) -> Iterator[list[str]]:
-    """All ways to cut the text in two."""
+    """All ways to split the text in two."""
     return ([text[:at], text[at:]] for at in range(1, len(text)))
 
 
@@ -74,7 +74,7 @@ def random_calls(rng: Random) -> list[tuple[str, dict[str, Any]]]:
 
 
 def events_of(form: ToolFormat, pieces: list[str]) -> list[Event]:
-    """What the parser of the format makes of the pieces."""
+    """The parser events for the pieces."""
     parser = tool_parser(form, NAMES, TYPES)
     assert parser is not None
     return parsed(parser, pieces)
@@ -90,7 +90,7 @@ def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(15))
-def test_calls_are_read_however_they_are_cut(form: ToolFormat, seed: int) -> None:
+def test_calls_parse_with_any_chunking(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     calls = random_calls(rng)
     # Llama's calls are all of the output, and in harmony messages do not mix with text.
@@ -110,7 +110,7 @@ def test_calls_are_read_however_they_are_cut(form: ToolFormat, seed: int) -> Non
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cut_off_output_is_read_up_to_its_end(form: ToolFormat, seed: int) -> None:
+def test_truncated_output_is_parsed_to_its_end(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     output = written(form, random_calls(rng))
     complete = calls_of(events_of(form, [output]))
@@ -125,7 +125,7 @@ def test_a_cut_off_output_is_read_up_to_its_end(form: ToolFormat, seed: int) -> 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
 @pytest.mark.parametrize("seed", range(60))
-def test_disorder_loses_no_text(form: ToolFormat, seed: int) -> None:
+def test_malformed_output_loses_no_text(form: ToolFormat, seed: int) -> None:
     rng = Random(f"{form} {seed}")
     count = itertools.count()
     parts = []
@@ -155,7 +155,7 @@ REASONING = {
 @pytest.mark.parametrize("reasoning", REASONING)
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_reasoning_and_calls_together(
+def test_reasoning_and_calls_are_parsed_together(
     form: ToolFormat, reasoning: ReasoningFormat, opened: bool, seed: int
 ) -> None:
     rng = Random(f"{form} {reasoning} {opened} {seed}")
@@ -165,15 +165,15 @@ def test_reasoning_and_calls_together(
     thinking = Thinking.OPENED if opened else Thinking.POSSIBLE
     chat = ChatForm(form, NAMES, thinking, types=TYPES, marks=reasoning.marks)
 
-    whole = told(chat, [output])
+    whole = parsed_answer(chat, [output])
 
     assert whole[:2] == ("", "a < b, [/ so")
     assert [(name, json.loads(text)) for _, name, text in whole[2]] == calls
     for pieces in (*two_way(output), *cuttings(output, seed)):
-        assert told(chat, pieces) == whole
+        assert parsed_answer(chat, pieces) == whole
 
 
-def told(chat: ChatForm, pieces: list[str]) -> tuple[str, str, list[tuple[str, str, str]]]:
+def parsed_answer(chat: ChatForm, pieces: list[str]) -> tuple[str, str, list[tuple[str, str, str]]]:
     """Content, reasoning and calls of a choice."""
     ids = itertools.count()
     output, total = ChatOutput(chat, lambda _: f"id{next(ids)}"), Output()
@@ -195,8 +195,8 @@ def test_a_call_ends_the_reasoning_of_models_that_do_not_close_it(form: ToolForm
     for names, calls in ((NAMES, 1), (frozenset[str](), 0)):
         chat = ChatForm(form, names, Thinking.POSSIBLE)
         for pieces in ([output], *two_way(output)):
-            content, reasoning, found = told(chat, pieces)
-            assert (content, len(found)) == ("", calls)
+            content, reasoning, parsed_calls = parsed_answer(chat, pieces)
+            assert (content, len(parsed_calls)) == ("", calls)
             assert (reasoning == "hm") == (calls == 1)
 
 
@@ -204,7 +204,7 @@ def test_the_ids_of_kimi_are_kept_unless_they_repeat() -> None:
     call = "<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     output = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
 
-    _, _, calls = told(ChatForm(ToolFormat.KIMI_K2, NAMES), [output])
+    _, _, calls = parsed_answer(ChatForm(ToolFormat.KIMI_K2, NAMES), [output])
 
     assert [call_id for call_id, _, _ in calls] == ["functions.now:3", "id0"]
 
@@ -262,7 +262,7 @@ def test_strings_are_sent_while_they_are_written(form: ToolFormat) -> None:
         ),
     ],
 )
-def test_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) -> None:
+def test_documented_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) -> None:
     for pieces in cuttings(output, seed=5):
         assert calls_of(events_of(form, pieces)) == [("get", arguments)]
 
@@ -281,6 +281,6 @@ def test_deviations(form: ToolFormat, output: str, arguments: dict[str, Any]) ->
         (ToolFormat.KIMI_K2, "<|tool_calls_section_begin|><|tool_call_begin|>functions.no:0"),
     ],
 )
-def test_what_is_no_call_is_content(form: ToolFormat, output: str) -> None:
+def test_text_without_a_call_is_content(form: ToolFormat, output: str) -> None:
     for pieces in cuttings(output, seed=6):
         assert events_of(form, pieces) == [Content(output)]

@@ -1,4 +1,4 @@
-"""Tool calls are found in the formats of the served architectures, however the text is cut."""
+"""Tool calls are parsed in the formats of the served architectures, with any chunking."""
 
 import json
 from collections.abc import Callable
@@ -152,7 +152,7 @@ CASES = [(form, *case) for form, cases in OUTPUTS.items() for case in cases]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_any_cut_gives_the_same_events(case: int) -> None:
+def test_events_of_examples_do_not_depend_on_chunking(case: int) -> None:
     form, output, events = CASES[case]
 
     for pieces in cuttings(output, seed=case):
@@ -161,14 +161,14 @@ def test_any_cut_gives_the_same_events(case: int) -> None:
 
 @pytest.mark.parametrize("form", PARSERS)
 @pytest.mark.parametrize("seed", range(150))
-def test_any_text_gives_the_same_events_however_it_is_cut(form: str, seed: int) -> None:
+def test_events_of_random_text_do_not_depend_on_chunking(form: str, seed: int) -> None:
     rng = Random(seed)
-    words = [
+    vocabulary = [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
         *(GET, NOW, '{"name": "get", "parameters": {"a": 1}}', "get", "[", "]", "{", "}", ","),
         *(";", " ", "\n", '"name"', ":", '"now"', '"arguments"', "{}", "a", "é"),
     ]
-    output = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
+    output = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(1, 14)))
     whole = parsed(PARSERS[form](), [output])
 
     assert all(parsed(PARSERS[form](), pieces) == whole for pieces in cuttings(output, seed))
@@ -176,7 +176,7 @@ def test_any_text_gives_the_same_events_however_it_is_cut(form: str, seed: int) 
 
 
 def _check_order(events: list[Event]) -> None:
-    """Calls begin in order, and each ends before anything else begins."""
+    """Calls start in order, and each ends before the next event of another kind."""
     index, open_call = 0, False
     for event in events:
         match event:
@@ -193,7 +193,7 @@ def _check_order(events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("form", PARSERS)
-def test_arguments_come_while_they_are_written(form: str) -> None:
+def test_arguments_are_streamed(form: str) -> None:
     lead = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": ""}[form]
     parser = PARSERS[form]()
 

@@ -1,4 +1,4 @@
-"""The formats of calls and reasoning are found in a model's template and tokenizer."""
+"""Tool and reasoning formats are detected from template and tokenizer."""
 
 import pytest
 
@@ -38,7 +38,7 @@ LLAMA = '{% if tools %}Respond with {"name": …, "parameters": …}{% endif %}'
         ("{{ messages }}", False, {"<|python_tag|>"}, ToolFormat.HERMES),
     ],
 )
-def test_format_of_calls(
+def test_tool_format_is_detected(
     template: str, takes_tools: bool, tokens: set[str], form: ToolFormat
 ) -> None:
     assert tool_format("auto", template, takes_tools, tokens) is form
@@ -54,16 +54,18 @@ def test_format_of_calls(
         ("{{ messages }}", set(), ReasoningFormat.NONE),
     ],
 )
-def test_format_of_reasoning(template: str, tokens: set[str], form: ReasoningFormat) -> None:
+def test_reasoning_format_is_detected(
+    template: str, tokens: set[str], form: ReasoningFormat
+) -> None:
     assert reasoning_format("auto", template, tokens) is form
 
 
-def test_what_is_configured_holds() -> None:
+def test_configured_formats_take_precedence() -> None:
     assert tool_format("none", QWEN, True, {"<tool_call>"}) is ToolFormat.NONE
     assert reasoning_format("deepseek", "", set()) is ReasoningFormat.DEEPSEEK
 
 
-def test_names_of_vllm_are_known() -> None:
+def test_vllm_parser_names_are_accepted() -> None:
     assert tool_format("qwen3_xml", "", True, set()) is ToolFormat.QWEN3_CODER
     assert tool_format("glm47", "", True, set()) is ToolFormat.GLM45
     assert tool_format("openai", "", True, set()) is ToolFormat.HARMONY
@@ -89,12 +91,14 @@ def test_names_of_vllm_are_known() -> None:
         (ReasoningFormat.DEEPSEEK, "assistant\n</think>", Thinking.OVER),
     ],
 )
-def test_where_the_output_begins(form: ReasoningFormat, prompt: str, where: Thinking) -> None:
+def test_output_starts_in_reasoning_if_the_prompt_opens_it(
+    form: ReasoningFormat, prompt: str, where: Thinking
+) -> None:
     assert thinking(form, prompt) is where
 
 
 @pytest.mark.parametrize("form", ToolFormat)
-def test_each_format_but_none_has_a_parser(form: ToolFormat) -> None:
+def test_each_format_except_none_has_a_parser(form: ToolFormat) -> None:
     parser = tool_parser(form, {"f"})
 
     assert (parser is None) == (form is ToolFormat.NONE)

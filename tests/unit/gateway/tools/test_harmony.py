@@ -1,4 +1,4 @@
-"""Harmony is read as its library writes it, however the output is cut."""
+"""Harmony output is parsed as its library renders it, with any chunking."""
 
 import itertools
 import json
@@ -24,11 +24,11 @@ TEXTS = ("Paris", "a < b | c\n\n", " \n x", "<b>é</b> 😀", "{}", "to=function
 
 
 def read(pieces: list[str], opened: bool = False) -> list[Event]:
-    """The events of the pieces."""
+    """The parser events for the pieces."""
     return parsed(HarmonyParser(NAMES, opened), pieces)
 
 
-def told(pieces: list[str]) -> AnswerAccumulator:
+def parsed_answer(pieces: list[str]) -> AnswerAccumulator:
     """The answer of a choice."""
     ids = itertools.count()
     chat = ChatForm(ToolFormat.HARMONY, NAMES, Thinking.POSSIBLE)
@@ -73,12 +73,12 @@ def rendered(messages: list[Message]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(80))
-def test_what_the_library_writes_is_read_however_it_is_cut(seed: int) -> None:
+def test_rendered_messages_parse_with_any_chunking(seed: int) -> None:
     messages = random_messages(Random(seed))
     output = rendered(messages)
 
     for pieces in ([output], *([output[:at], output[at:]] for at in range(len(output)))):
-        answer = told(pieces)
+        answer = parsed_answer(pieces)
         texts: dict[str | None, list[str]] = {"analysis": [], "final": []}
         calls = []
         for message in messages:
@@ -98,7 +98,7 @@ def test_what_the_library_writes_is_read_however_it_is_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_the_library_reads_the_same_of_an_output_that_breaks_off(seed: int) -> None:
+def test_truncated_output_parses_as_in_the_library(seed: int) -> None:
     rng = Random(f"library {seed}")
     ids = ENCODING.encode(rendered(random_messages(rng)), allowed_special="all")
     # The library reads tokens, and would hold an incomplete character back.
@@ -111,7 +111,7 @@ def test_the_library_reads_the_same_of_an_output_that_breaks_off(seed: int) -> N
             key = (len(stream.messages), stream.current_channel, stream.current_recipient)
             texts[key] = texts.get(key, "") + delta
 
-    answer = told([ENCODING.decode_utf8(ids[:end])])
+    answer = parsed_answer([ENCODING.decode_utf8(ids[:end])])
 
     def joined(wanted: bool) -> str:
         parts = [
@@ -173,14 +173,16 @@ CALL = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>"
         ),
     ],
 )
-def test_deviations(output: str, reasoning: str, content: str, arguments: list[str]) -> None:
+def test_documented_deviations_from_the_library(
+    output: str, reasoning: str, content: str, arguments: list[str]
+) -> None:
     for pieces in cuttings(output, seed=len(output)):
-        answer = told(pieces)
+        answer = parsed_answer(pieces)
         assert (answer.reasoning, answer.content) == (reasoning, content)
         assert [call.arguments for call in answer.calls] == arguments
 
 
-def test_a_call_that_breaks_off_is_incomplete() -> None:
+def test_a_truncated_call_is_incomplete() -> None:
     for pieces in cuttings(f'{CALL}{{"a": 1, "b', seed=1):
         assert read(pieces)[-1] == CallEnd(0, complete=False)
 
@@ -193,14 +195,14 @@ def test_the_prompt_may_have_opened_the_reasoning() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_text_gives_the_same_events_however_it_is_cut(seed: int) -> None:
+def test_events_do_not_depend_on_chunking(seed: int) -> None:
     rng = Random(seed)
-    words = [
+    vocabulary = [
         *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
         *(" to=", "functions.get", "<|constrain|>", "json", "<|call|>", '{"a": 1}', "{", "é"),
         *(" ", "\n", "<|", "x" * HEADER_CHARS_MAX),
     ]
-    output = "".join(rng.choice(words) for _ in range(rng.randrange(14)))
+    output = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(14)))
     whole = read([output])
 
     assert all(read(pieces) == whole for pieces in cuttings(output, seed))

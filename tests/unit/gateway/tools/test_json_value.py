@@ -1,4 +1,4 @@
-"""One JSON value is followed character by character, as `json` reads it."""
+"""A JSON value is scanned character by character, as `json` reads it."""
 
 import json
 from random import Random
@@ -9,8 +9,8 @@ import pytest
 from services.gateway.tools.json_value import DEPTH_MAX, JsonValue, Step
 
 
-def followed(text: str) -> tuple[Step, str]:
-    """What the last character is, and the text as JSON has it, up to there."""
+def scan(text: str) -> tuple[Step, str]:
+    """The state at the last character, and the text in JSON form up to there."""
     value, passed, step = JsonValue(), "", Step.MORE
     for char in text:
         step = value.push(char)
@@ -38,14 +38,14 @@ def random_value(rng: Random, depth: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_every_value_is_followed_to_its_end(seed: int) -> None:
+def test_every_valid_value_is_scanned_to_its_end(seed: int) -> None:
     rng = Random(seed)
     value = random_value(rng)
     text = json.dumps(
         value, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1]), allow_nan=False
     )
 
-    step, passed = followed(text + " x")
+    step, passed = scan(text + " x")
 
     assert passed.rstrip() == text
     assert step is (Step.LAST if isinstance(value, (str, list, dict)) else Step.PAST) or (
@@ -54,7 +54,7 @@ def test_every_value_is_followed_to_its_end(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_what_is_changed_is_wrong_exactly_where_json_says_so(seed: int) -> None:
+def test_mutated_values_fail_exactly_where_json_fails(seed: int) -> None:
     rng = Random(seed)
     text = json.dumps([random_value(rng)])
     at = rng.randrange(1, len(text))
@@ -64,7 +64,7 @@ def test_what_is_changed_is_wrong_exactly_where_json_says_so(seed: int) -> None:
         _, end = json.JSONDecoder(strict=False).raw_decode(changed)
     except ValueError:
         end = None
-    step, passed = followed(changed)
+    step, passed = scan(changed)
 
     assert (step is Step.LAST) == (end is not None)
     assert end is None or passed == changed[:end]
@@ -73,17 +73,17 @@ def test_what_is_changed_is_wrong_exactly_where_json_says_so(seed: int) -> None:
 @pytest.mark.parametrize(
     "text", ["01", "1.", "-", "1e", "+1", ".5", "nul", "truefalse", "'a'", "}"]
 )
-def test_what_is_no_value(text: str) -> None:
-    assert followed(f"[{text}]")[0] is Step.WRONG
+def test_invalid_values_are_rejected(text: str) -> None:
+    assert scan(f"[{text}]")[0] is Step.WRONG
 
 
 def test_control_characters_become_escapes() -> None:
-    step, passed = followed('{"a": "b\n\t\x00"}')
+    step, passed = scan('{"a": "b\n\t\x00"}')
 
     assert step is Step.LAST
     assert json.loads(passed) == {"a": "b\n\t\0"}
 
 
 def test_the_depth_is_bounded() -> None:
-    assert followed("[" * DEPTH_MAX + "]" * DEPTH_MAX)[0] is Step.LAST
-    assert followed("[" * (DEPTH_MAX + 1))[0] is Step.WRONG
+    assert scan("[" * DEPTH_MAX + "]" * DEPTH_MAX)[0] is Step.LAST
+    assert scan("[" * (DEPTH_MAX + 1))[0] is Step.WRONG

@@ -1,4 +1,4 @@
-"""Whatever a grammar of calls allows is found by the parser of the same format, and fits."""
+"""All output that a call grammar allows is parsed by the parser of the same format."""
 
 import json
 from collections.abc import Callable
@@ -82,12 +82,12 @@ def schemas(*tools: Tool) -> dict[str, str]:
 
 
 def as_token(name: str) -> str:
-    """The mark as a token, if it is one."""
+    """The marker as a token, if it is one."""
     return f"<[{IDS[name]}]>" if name in IDS else lark_literal(name)
 
 
 def token_ids(text: str) -> list[int]:
-    """Tokens of a text, with marks as special tokens."""
+    """Tokens of a text, with markers as special tokens."""
     for index, name in SPECIAL.items():
         if name in text:
             before, _, after = text.partition(name)
@@ -101,7 +101,7 @@ def plain_ids(text: str) -> list[int]:
 
 
 def follows(structure: Structure, ids: list[int]) -> bool:
-    """Whether the whole of `ids` is an output of the grammar."""
+    """Whether all of `ids` is an output of the grammar."""
     matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -114,7 +114,7 @@ ENDINGS = ("\n</parameter>", "</arg_value>", "</｜DSML｜parameter>")
 def random_output(
     structure: Structure, seed: int, to_ids: Callable[[str], list[int]] | None = None
 ) -> str:
-    """An output that the grammar allows; `to_ids`: how it writes marks."""
+    """An output that the grammar allows; `to_ids` encodes markers."""
     rng = Random(seed)
     matcher = LLMatcher(TOKENIZER, source_of(structure.grammar), limits=parser_limits())
     assert not matcher.is_error(), matcher.get_error()
@@ -136,7 +136,7 @@ def random_output(
 
 
 def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls; there must be nothing else."""
+    """Names and arguments of the calls; there must be no other events."""
     assert not events or isinstance(events[-1], CallEnd)
     names = [event.name for event in events if isinstance(event, CallBegin)]
     arguments = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
@@ -149,7 +149,7 @@ def calls_in(events: list[Event]) -> list[tuple[str, Any]]:
     ("form", "named"), [*((form, False) for form in FORMS), (ToolFormat.MISTRAL, True)]
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_what_the_grammar_allows_the_parser_finds(
+def test_the_parser_reads_all_grammatical_output(
     form: ToolFormat, named: bool, mark: Callable[[str], str], seed: int
 ) -> None:
     tools = [WEATHER, NOW]
@@ -193,7 +193,7 @@ def test_harmony_may_reason_before_an_answer_or_a_call(thinking: Thinking, seed:
         assert calls_in(events) == [("now", {})]
 
 
-def test_the_marks_of_harmony_may_be_text() -> None:
+def test_harmony_markers_may_be_plain_text() -> None:
     answer = answer_rules(Grammar(GrammarKind.REGEX, "4[0-9]"))
     opened = harmony_grammar("p", answer, None, Thinking.OPENED, lark_literal)
     final = "<|channel|>final<|message|>42"
@@ -203,7 +203,7 @@ def test_the_marks_of_harmony_may_be_text() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_without_parallel_calls_there_is_one(form: ToolFormat) -> None:
+def test_a_single_call_is_allowed_without_parallel_calls(form: ToolFormat) -> None:
     rules = call_rules(form, schemas(NOW), parallel=False, spell=lark_literal, named=False)
     structure = output_grammar("tools", [rules], Thinking.OVER, lark_literal)
 
@@ -225,7 +225,7 @@ def test_reasoning_may_come_before_the_answer() -> None:
     assert not follows(opened, token_ids("7"))
 
 
-def test_reasoning_may_have_the_marks_of_mistral() -> None:
+def test_reasoning_may_use_mistral_markers() -> None:
     opened = output_grammar(
         "p", [answer_rules(ANSWER)], Thinking.OPENED, as_token, reasoning.MISTRAL_THINK
     )
@@ -234,7 +234,7 @@ def test_reasoning_may_have_the_marks_of_mistral() -> None:
     assert not follows(opened, token_ids("hm</think>42"))
 
 
-def test_reasoning_may_be_marked_by_text() -> None:
+def test_reasoning_markers_may_be_text() -> None:
     possible = output_grammar("p", [answer_rules(ANSWER)], Thinking.POSSIBLE, lark_literal)
 
     assert follows(possible, plain_ids("<think>hm < 7</think>\n\n7"))
@@ -242,7 +242,7 @@ def test_reasoning_may_be_marked_by_text() -> None:
     assert not follows(possible, plain_ids("<think>hm</think>hm"))
 
 
-def test_an_answer_or_calls() -> None:
+def test_grammar_allows_an_answer_or_calls() -> None:
     calls = call_rules(ToolFormat.HERMES, schemas(NOW), parallel=True, spell=as_token, named=False)
     either = output_grammar("p", [answer_rules(ANSWER), calls], Thinking.OVER, as_token)
 
@@ -252,7 +252,7 @@ def test_an_answer_or_calls() -> None:
     assert not follows(either, token_ids(f"12\n{call}"))
 
 
-def test_text_and_then_strict_calls() -> None:
+def test_grammar_allows_text_before_strict_calls() -> None:
     calls = call_rules(
         ToolFormat.HERMES, schemas(WEATHER), parallel=True, spell=as_token, named=False
     )
@@ -271,7 +271,7 @@ def test_text_and_then_strict_calls() -> None:
         (Grammar(GrammarKind.LARK, 'start: "x" y\ny: "}" | /[{]+/'), "x{{", "x}}"),
     ],
 )
-def test_any_grammar_may_be_the_answer(grammar: Grammar, good: str, bad: str) -> None:
+def test_the_answer_may_be_any_grammar(grammar: Grammar, good: str, bad: str) -> None:
     structure = output_grammar("p", [answer_rules(grammar)], Thinking.POSSIBLE, as_token)
 
     assert follows(structure, token_ids(good))
@@ -305,7 +305,7 @@ def test_arguments_have_the_properties_of_the_schema_only(parameters: dict[str, 
         Tool("t", parameters={"$ref": "https://example.org"}),
     ],
 )
-def test_schemas_that_cannot_be_followed_are_refused(tool: Tool) -> None:
+def test_unenforceable_schemas_are_refused(tool: Tool) -> None:
     with pytest.raises(BadRequest) as caught:
         arguments_schema(tool)
 
@@ -323,6 +323,6 @@ def test_tools_that_are_too_long_together_are_refused() -> None:
         output_grammar("tools", [rules], Thinking.OVER, lark_literal)
 
 
-def test_marks_are_known() -> None:
+def test_marker_tokens_are_found_in_the_vocabulary() -> None:
     assert set(tool_markers(ToolFormat.MISTRAL)) >= {mistral.OPEN, mistral.ARGUMENTS}
     assert {reasoning.OPEN, reasoning.CLOSE} == set(reasoning_markers(ReasoningFormat.QWEN3))

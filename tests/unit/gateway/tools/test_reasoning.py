@@ -1,4 +1,4 @@
-"""Reasoning is parted from the answer, however the text is cut."""
+"""Reasoning is separated from the answer, with any chunking."""
 
 from random import Random
 
@@ -30,7 +30,7 @@ from tests.support.cuttings import cuttings, parsed
         (True, "", "", ""),
     ],
 )
-def test_examples(opened: bool, text: str, reasoning: str, answer: str) -> None:
+def test_reasoning_formats_are_split(opened: bool, text: str, reasoning: str, answer: str) -> None:
     expected = [Reasoning(reasoning)] * bool(reasoning) + [Content(answer)] * bool(answer)
 
     for pieces in cuttings(text, seed=len(text)):
@@ -39,16 +39,16 @@ def test_examples(opened: bool, text: str, reasoning: str, answer: str) -> None:
 
 @pytest.mark.parametrize("opened", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_any_text_gives_the_same_however_it_is_cut(opened: bool, seed: int) -> None:
+def test_splitting_does_not_depend_on_chunking(opened: bool, seed: int) -> None:
     rng = Random(seed)
-    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
-    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    vocabulary = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(12)))
     whole = parsed(ReasoningSplit(opened), [text])
 
     assert all(parsed(ReasoningSplit(opened), pieces) == whole for pieces in cuttings(text, seed))
 
 
-def test_nothing_is_held_back_without_need() -> None:
+def test_text_is_held_back_only_for_a_possible_marker() -> None:
     split = ReasoningSplit(opened=True)
 
     assert split.push("one ") == [Reasoning("one")]
@@ -60,8 +60,8 @@ def test_nothing_is_held_back_without_need() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_the_answer_starts_where_the_split_has_content(opened: bool, seed: int) -> None:
     rng = Random(seed)
-    words = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
-    text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+    vocabulary = ["<think>", "</think>", "<", "think>", " ", "\n", "a", "é"]
+    text = "".join(rng.choice(vocabulary) for _ in range(rng.randrange(12)))
     answer = "".join(
         event.text for event in parsed(ReasoningSplit(opened), [text]) if isinstance(event, Content)
     )

@@ -1,4 +1,4 @@
-"""Parsers of output look at each character a few times, however long an output is held back."""
+"""Output parsers read each character a bounded number of times."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -104,14 +104,14 @@ OUTPUTS: list[tuple[Callable[[], Any], str, str]] = [
 
 
 class Taker(Protocol):
-    """What takes text in pieces."""
+    """A parser that takes text in pieces."""
 
     def push(self, text: str, /) -> object:
-        """More of it."""
+        """Add a piece of text."""
 
 
 def work(taker: Taker, pieces: list[str]) -> int:
-    """How many characters it looks at or copies."""
+    """The number of characters that it reads or copies."""
     before = COUNTED.chars
     for piece in pieces:
         taker.push(piece)
@@ -120,7 +120,7 @@ def work(taker: Taker, pieces: list[str]) -> int:
 
 @pytest.mark.parametrize("case", range(len(OUTPUTS)))
 @pytest.mark.parametrize("whole", [False, True], ids=["by characters", "whole"])
-def test_work_grows_with_the_length_only(case: int, whole: bool) -> None:
+def test_parser_cost_is_linear(case: int, whole: bool) -> None:
     parser, begin, again = OUTPUTS[case]
     outputs = [begin + again * (size // len(again)) for size in (400, 1_600)]
     short, long = (work(parser(), [text] if whole else list(text)) for text in outputs)
@@ -130,7 +130,7 @@ def test_work_grows_with_the_length_only(case: int, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("again", [" ", "a", "ab", "a" * 31 + "c"])
-def test_stop_texts(again: str) -> None:
+def test_stop_text_matching_is_linear(again: str) -> None:
     stops = ["a" * 31 + "b", "ab" * 15 + "c", " " * 32, "b"]
 
     outputs = [again * (size // len(again)) for size in (320, 1_280)]
@@ -139,7 +139,7 @@ def test_stop_texts(again: str) -> None:
     assert long <= 4.2 * short
 
 
-def test_a_name_may_be_a_number_of_any_length() -> None:
+def test_a_tool_name_may_be_a_number_of_any_length() -> None:
     output = f'<tool_call>{{"name": {"7" * 5_000}}}'
     parser = hermes_calls(NAMES)
     events = [*parser.push(output), *parser.finish()]

@@ -1,4 +1,4 @@
-"""What `tideserve status` says about adapters."""
+"""Adapters in `tideserve status`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def row(name: str, **changes: Any) -> dict[str, Any]:
     return {"id": name, "adapter_load_seconds_total": 1.0} | given | changes
 
 
-def test_a_line_for_each_worker_with_slots() -> None:
+def test_each_worker_with_slots_has_a_line() -> None:
     fresh = row("w1", adapters_loaded=0, adapter_loads_total=0)
     # An earlier memory manager reports no slots.
     rows = [row("w0"), fresh, row("w2", adapter_slots=0), {"id": "w3"}]

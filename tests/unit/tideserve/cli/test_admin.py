@@ -23,7 +23,7 @@ def running(root: Path, **changes: object) -> None:
     ClusterFolder(root).write_state(STATE | changes)
 
 
-def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
+def test_the_admin_port_is_read_from_the_cluster_folder(tmp_path: Path) -> None:
     running(default_folder(8000))
     for url in ("http://127.0.0.1:8000", "http://127.0.0.1:8000/"):
         assert find_admin_url(None, url, None) == STATE["admin_url"]
@@ -33,7 +33,7 @@ def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         (
             "http://127.0.0.1:9000",
@@ -44,32 +44,32 @@ def test_it_is_in_the_folder_of_the_cluster_at_that_url(tmp_path: Path) -> None:
         ("http://gateway:port", "has no port"),
     ],
 )
-def test_what_is_not_here_is_asked_for(url: str, words: str) -> None:
+def test_an_unknown_address_is_an_error_with_a_remedy(url: str, message: str) -> None:
     running(default_folder(8000))
-    with pytest.raises(CommandError, match=words):
+    with pytest.raises(CommandError, match=message):
         find_admin_url(None, url, None)
 
 
-def test_the_clusters_that_run_are_named() -> None:
+def test_running_clusters_are_listed() -> None:
     running(default_folder(9000), url="http://127.0.0.1:9000", pid=2**30)
     with pytest.raises(CommandError, match=r"at http://127.0.0.1:8000 by .*; start a cluster with"):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8155), url="http://127.0.0.1:8155", pid=os.getpid())
-    words = r"a cluster runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or pass"
-    with pytest.raises(CommandError, match=words):
+    message = r"a cluster runs at http://127.0.0.1:8155: add --url http://127.0.0.1:8155, or pass"
+    with pytest.raises(CommandError, match=message):
         find_admin_url(None, STATE["url"], None)
     running(default_folder(8156), url="http://127.0.0.1:8156", pid=os.getpid())
     with pytest.raises(CommandError, match=r"http://127.0.0.1:8155, http://127.0.0.1:8156: add"):
         find_admin_url(None, STATE["url"], None)
 
 
-def test_a_cluster_without_one_says_so() -> None:
+def test_a_cluster_without_an_admin_port_is_an_error() -> None:
     running(default_folder(8000), admin_url=None)
     with pytest.raises(CommandError, match="has no admin port; restart it"):
         find_admin_url(None, STATE["url"], None)
 
 
-def test_a_held_port_is_for_a_server_that_starts_later() -> None:
+def test_a_reserved_port_is_free_for_a_later_server() -> None:
     with hold_port("127.0.0.1", 0, "a test") as held:
         port = held.getsockname()[1]
         for _ in range(2):
@@ -78,6 +78,6 @@ def test_a_held_port_is_for_a_server_that_starts_later() -> None:
                 server.bind(("127.0.0.1", port))
                 server.listen()
                 with hold_port("127.0.0.1", port, "a test") as other:
-                    assert other.getsockname()[1] != port, "somebody listens there"
+                    assert other.getsockname()[1] != port, "another process listens there"
     with pytest.raises(CommandError, match="is free for a test"):
         hold_port("192.0.2.1", 0, "a test")

@@ -13,11 +13,11 @@ from tideserve.cli.errors import CommandError
     ("seconds", "text"),
     [(0, "0 s"), (59.9, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (200_000, "55 h 33 min")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_progress_line_has_what_is_known() -> None:
+def test_a_progress_line_shows_known_counts() -> None:
     batch: dict[str, Any] = {
         "status": "in_progress",
         "request_counts": {"total": 50_000, "completed": 1200, "failed": 0},

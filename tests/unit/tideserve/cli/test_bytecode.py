@@ -20,7 +20,7 @@ subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 
 
 def bytecode(folder: Path, **settings: str) -> Path:
-    """Where a process and its child keep the bytecode of a module of `folder`."""
+    """The location of the bytecode of a module in `folder`, for a process and its child."""
     (folder / "module.py").write_text("A = 1\n")
     environment = {k: v for k, v in os.environ.items() if k not in (NOT_WRITTEN, PREFIX)}
     environment |= {
@@ -34,7 +34,7 @@ def bytecode(folder: Path, **settings: str) -> Path:
     return Path(of_process)
 
 
-def test_what_is_not_written_beside_the_sources_is_in_the_cache(tmp_path: Path) -> None:
+def test_bytecode_not_stored_beside_the_sources_is_cached(tmp_path: Path) -> None:
     kept = bytecode(tmp_path, **{NOT_WRITTEN: "1"})
     folder = tmp_path / "cache" / FOLDER
     assert kept.is_relative_to(folder)
@@ -45,7 +45,7 @@ def test_what_is_not_written_beside_the_sources_is_in_the_cache(tmp_path: Path) 
     assert bytecode(tmp_path, **{NOT_WRITTEN: "1"}) == kept
 
 
-def test_what_cannot_be_written_beside_the_sources_is_in_the_cache(
+def test_bytecode_of_a_read_only_tree_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sources").mkdir()
@@ -69,8 +69,8 @@ def test_a_chosen_folder_is_used(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_bytecode_that_is_there_is_used(tmp_path: Path) -> None:
-    """Whether it may be written or not."""
+def test_existing_bytecode_is_used(tmp_path: Path) -> None:
+    """Whether or not the folder is writable."""
     kept = bytecode(tmp_path)
     assert kept.parent == tmp_path / "__pycache__"
     assert bytecode(tmp_path, **{NOT_WRITTEN: "1"}) == kept
@@ -85,6 +85,6 @@ def test_a_cache_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_without_a_cache_all_is_as_before(tmp_path: Path) -> None:
+def test_nothing_changes_without_a_cache(tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     assert not bytecode(tmp_path, **{NOT_WRITTEN: "1"}).exists()

@@ -3,7 +3,7 @@ from pathlib import Path
 from tideserve.cli.cache import TAG_NAME, cache_root, create_cache
 
 
-def test_an_explicit_folder_wins_over_the_shared_ones() -> None:
+def test_an_explicit_folder_takes_precedence() -> None:
     environ = {"TIDESERVE_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}
     assert cache_root(environ) == Path("/a")
 
@@ -17,7 +17,7 @@ def test_the_shared_cache_folder_comes_before_home() -> None:
     assert cache_root({"XDG_CACHE_HOME": "/b", "HOME": "/c"}) == Path("/b/tideserve")
 
 
-def test_without_a_home_variable_the_account_decides() -> None:
+def test_the_home_of_the_account_is_used_without_a_variable() -> None:
     assert cache_root({}).parts[-2:] == (".cache", "tideserve")
 
 

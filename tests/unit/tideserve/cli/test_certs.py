@@ -18,7 +18,7 @@ def names_in(path: Path) -> set[str]:
     return {str(name.value) for name in names}
 
 
-def test_every_role_gets_its_own_name_and_hosts_get_theirs(tmp_path: Path) -> None:
+def test_certificates_name_their_role_or_host(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["certs", str(tmp_path), "--host", "llm.test", "--days", "3"])
     assert answer.exit_code == 0, answer.output
     for role in ROLES:
@@ -44,7 +44,7 @@ def test_a_second_run_renews_below_the_same_ca(tmp_path: Path) -> None:
     assert after.keys() == before.keys()
 
 
-def test_what_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_unusable_input_is_a_short_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CommandError, match="cannot write certificates into"):
         write_certificates(tmp_path / "file", (), 1)

@@ -1,4 +1,4 @@
-"""A server that wants a key: whether none was sent, or one that it does not know."""
+"""Errors for a missing and for an unknown API key."""
 
 import http.server
 import threading
@@ -11,7 +11,7 @@ from tideserve.cli.errors import CommandError
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Lets nobody in."""
+    """Refuses every request."""
 
     def do_GET(self) -> None:
         self.send_response(401)
@@ -19,7 +19,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "words"),
+    ("kind", "key", "message"),
     [
         (HttpClient, None, "needs an API key; none was sent: set TIDESERVE_API_KEY"),
         (HttpClient, "other", "rejects this API key; set another"),
@@ -39,8 +39,8 @@ def url() -> Iterator[str]:
         (AdminClient, "other", "rejects this admin key; set TIDESERVE_ADMIN_KEY"),
     ],
 )
-def test_a_key_that_is_missing_or_wrong(
-    url: str, kind: type[HttpClient], key: str | None, words: str
+def test_missing_and_wrong_keys_are_explained(
+    url: str, kind: type[HttpClient], key: str | None, message: str
 ) -> None:
-    with kind(url, key) as client, pytest.raises(CommandError, match=words):
+    with kind(url, key) as client, pytest.raises(CommandError, match=message):
         client.get_json("/")

@@ -1,4 +1,4 @@
-"""HTTPS to a gateway: which certificates the command trusts."""
+"""HTTPS to a gateway: trusted certificates."""
 
 import http.server
 import ssl
@@ -16,7 +16,7 @@ from tideserve.cli.host import url_of
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers {}."""
+    """Responds with {}."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -25,7 +25,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"{}")
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def url(certified: Certified) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_ca_of_ones_own_is_named_in_the_environment(
+def test_a_custom_ca_is_read_from_the_environment(
     certified: Certified, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -59,6 +59,6 @@ def test_a_ca_of_ones_own_is_named_in_the_environment(
         assert client.get_json("/") == {}
 
 
-def test_what_was_started_here_needs_no_trust(url: str) -> None:
+def test_a_local_cluster_needs_no_ca(url: str) -> None:
     with HttpClient(url, own_process=True) as client:
         assert client.get_json("/") == {}

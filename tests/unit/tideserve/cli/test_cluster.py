@@ -1,4 +1,4 @@
-"""What a person reads of the death of a process: its own words, if they are about its end."""
+"""Output on the death of a process: its last lines, if they explain it."""
 
 import io
 import os
@@ -22,7 +22,7 @@ ROW = '{"level": "info", "message": "dropped 7 bytes in 3 us"}'
 
 
 class OneProcess:
-    """A cluster of one process that runs `code`; all that is told of it is in `told`."""
+    """A cluster with a single process that runs `code`; `output` is what was printed."""
 
     def __init__(self, folder: Path, code: str) -> None:
         self._told = io.StringIO()
@@ -34,20 +34,20 @@ class OneProcess:
         )
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         return self._told.getvalue()
 
     def death(self) -> str:
-        """The line that tells of its death, once there is one."""
+        """The log line of its death, once there is one."""
         end_s = time.monotonic() + DEADLINE_S
-        while not (lines := [line for line in self.told.splitlines() if "died" in line]):
-            assert time.monotonic() < end_s, self.told
+        while not (lines := [line for line in self.output.splitlines() if "died" in line]):
+            assert time.monotonic() < end_s, self.output
             self.processes.tick()
             time.sleep(0.01)
         return lines[0]
 
     def kill(self) -> None:
-        """Send SIGKILL once it has said something."""
+        """Send SIGKILL after its first output."""
         end_s = time.monotonic() + DEADLINE_S
         while not tail_lines(self.log, 1):
             assert time.monotonic() < end_s
@@ -57,19 +57,19 @@ class OneProcess:
 
 
 def test_the_last_line_of_a_killed_process_is_not_its_cause(tmp_path: Path) -> None:
-    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    one.processes.mark_ready()
-    one.kill()
-    assert one.death().endswith("worker-0 died (signal SIGKILL)")
+    running = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    running.processes.mark_ready()
+    running.kill()
+    assert running.death().endswith("worker-0 died (signal SIGKILL)")
 
 
-def test_its_log_tells_of_its_death_and_what_follows(
+def test_a_death_and_its_consequences_are_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
-    one.processes.mark_ready()
-    one.kill()
-    one.death()
+    running = OneProcess(tmp_path, f"import time; print({ROW!r}, flush=True); time.sleep(600)")
+    running.processes.mark_ready()
+    running.kill()
+    running.death()
     show_logs(tmp_path, "worker-0", 10, follow=False, raw=False)
     row, died, again = capsys.readouterr().out.splitlines()
     assert row.endswith("dropped 7 bytes in 3 us")
@@ -77,22 +77,22 @@ def test_its_log_tells_of_its_death_and_what_follows(
     assert again.endswith(" warning worker-0 will be restarted in 0.5 s")
 
 
-def test_a_process_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
-    one = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
-    one.processes.mark_ready()
-    assert one.death().endswith("(exit code 1); its last line: the port is in use")
+def test_the_output_of_an_exited_process_is_quoted(tmp_path: Path) -> None:
+    running = OneProcess(tmp_path, "import sys; sys.exit('the port is in use')")
+    running.processes.mark_ready()
+    assert running.death().endswith("(exit code 1); its last line: the port is in use")
 
 
-def test_one_that_is_always_killed_at_its_start_names_the_signal(
+def test_a_process_killed_at_every_start_names_the_signal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cluster, "BACKOFF_FIRST_S", 0.0)
     code = f"import os; print({ROW!r}, flush=True); os.kill(os.getpid(), 9)"
-    one = OneProcess(tmp_path, code)
+    killed = OneProcess(tmp_path, code)
     end_s = time.monotonic() + DEADLINE_S
     with pytest.raises(CommandError, match="worker-0 keeps dying: signal SIGKILL; see"):
         while time.monotonic() < end_s:
-            one.processes.tick()
+            killed.processes.tick()
             time.sleep(0.01)
-    assert one.told.count("died") == DEATHS_BEFORE_READY_MAX - 1
-    assert "dropped" not in one.told
+    assert killed.output.count("died") == DEATHS_BEFORE_READY_MAX - 1
+    assert "dropped" not in killed.output

@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> ClusterFolder:
     return made
 
 
-def test_a_log_that_is_being_written_is_emptied_and_one_predecessor_is_kept(
+def test_an_open_log_is_truncated_and_a_single_predecessor_kept(
     folder: ClusterFolder,
 ) -> None:
     path, small = folder.log_path("worker-0"), folder.log_path("gateway")
@@ -35,7 +35,7 @@ def test_a_log_that_is_being_written_is_emptied_and_one_predecessor_is_kept(
     assert not small.with_suffix(".log.1").exists()
 
 
-def test_room_matters_more_than_old_lines(
+def test_old_lines_are_dropped_to_free_disk_space(
     folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder.log_path("etcd")
@@ -51,12 +51,12 @@ def test_room_matters_more_than_old_lines(
     assert not path.with_suffix(".log.1").exists()
 
 
-def test_a_log_that_somebody_removed_is_no_failure(folder: ClusterFolder) -> None:
+def test_a_removed_log_is_not_an_error(folder: ClusterFolder) -> None:
     folder.log_path("gone").symlink_to(folder.root / "nowhere")
     folder.cap_logs(bytes_max=0)
 
 
-def test_a_failed_write_keeps_the_old_file_and_takes_no_room(folder: ClusterFolder) -> None:
+def test_a_failed_write_keeps_the_old_file_and_frees_its_space(folder: ClusterFolder) -> None:
     folder.write_state({"pid": 1})
     with no_room_for_files(), pytest.raises(OSError, match="too large"):
         folder.write_state({"pid": 2})

@@ -1,4 +1,4 @@
-"""Options of a cluster: file, flags, and what every service is told."""
+"""Options of a cluster: file, flags, and the configuration of every service."""
 
 import os
 from dataclasses import replace
@@ -32,14 +32,14 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
+def test_only_given_flags_override_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "workers: 3\nport: 9000\nmemory: 1048576\n")
     options = read_options(path, {"workers": 5, "port": None, "api_key": None})
     assert (options.workers, options.port, options.memory) == (5, 9000, 2**20)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("memroy: 1GiB", "did you mean 'memory'"),
         ("memory_bytes: 1GiB", "did you mean 'memory'"),
@@ -74,8 +74,8 @@ def test_flags_win_over_the_file_and_absent_ones_do_not(tmp_path: Path) -> None:
         ("a: [", "not valid YAML"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+def test_invalid_options_are_a_short_error(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         read_options(write(tmp_path, text), {})
 
 
@@ -84,7 +84,7 @@ def test_a_bad_flag_names_the_command_line(tmp_path: Path) -> None:
         read_options(write(tmp_path, ""), {"port": 70000})
 
 
-def test_every_service_is_told_what_it_needs_and_no_more() -> None:
+def test_every_service_gets_only_its_own_options() -> None:
     options = ClusterOptions(
         workers=2, port=8100, memory=2**26, api_key="secret", queue_limit=7, chunk_size=2**16
     )
@@ -110,7 +110,7 @@ def test_sections_are_passed_on() -> None:
     assert (configs["memmgr"]["lease_ttl_s"], configs["scheduler"]["lease_ttl_s"]) == (3, 20)
 
 
-def test_keys_for_every_service_stand_behind_those_of_one() -> None:
+def test_service_keys_override_common_keys() -> None:
     shared = {"etcd_user": "me", "etcd_ca_file": "ca.pem", "log_level": "debug"}
     options = ClusterOptions(
         etcd="https://a:1", services=shared, scheduler={"log_level": "error"}, workers=1
@@ -118,7 +118,9 @@ def test_keys_for_every_service_stand_behind_those_of_one() -> None:
     configs = service_configs(options, PLACEMENT)
     assert {config["etcd_user"] for config in configs.values()} == {"me"}
     assert {config["etcd_ca_file"] for config in configs.values()} == {str(Path.cwd() / "ca.pem")}
-    assert [name for name, one in configs.items() if one["log_level"] == "error"] == ["scheduler"]
+    assert [name for name, config in configs.items() if config["log_level"] == "error"] == [
+        "scheduler"
+    ]
     assert options.etcd_access("https://a:1") == {
         "etcd_url": "https://a:1",
         "etcd_user": "me",
@@ -126,13 +128,13 @@ def test_keys_for_every_service_stand_behind_those_of_one() -> None:
     }
 
 
-def test_the_file_of_keys_is_found_from_the_gateways_folder() -> None:
+def test_the_key_file_is_relative_to_the_gateway_folder() -> None:
     configs = service_configs(ClusterOptions(workers=1, api_keys=Path("keys.jsonl")), PLACEMENT)
     assert configs["gateway"]["api_keys_file"] == str(Path.cwd() / "keys.jsonl")
     assert not any("api_keys_file" in configs[name] for name in configs if name != "gateway")
 
 
-def test_a_user_for_an_etcd_of_our_own_is_refused(tmp_path: Path) -> None:
+def test_a_user_for_the_builtin_etcd_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("services: {etcd_user: me}")
     with pytest.raises(ConfigError, match="set option 'etcd' to the URL"):
@@ -189,7 +191,7 @@ def test_each_worker_gets_a_gpu(chosen: dict[str, Any], devices: list[str]) -> N
 
 
 @pytest.mark.parametrize("config", ["device: cuda", "worker: {device: 'cuda:1'}"])
-def test_a_torch_for_cpus_alone_is_told_at_once(
+def test_a_cpu_only_torch_is_reported_at_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "cluster.yaml"
@@ -202,12 +204,12 @@ def test_a_torch_for_cpus_alone_is_told_at_once(
     read_options(path, {})
 
 
-def test_vllm_may_have_a_gpu(tmp_path: Path) -> None:
+def test_vllm_can_use_a_gpu(tmp_path: Path) -> None:
     read_options(write(tmp_path, "engine: vllm\ndevice: cuda\n"), {})
 
 
 @pytest.mark.parametrize("place", ["", "worker"])
-def test_the_python_of_vllm_is_given_or_that_of_the_cache(
+def test_the_python_of_vllm_is_configured_or_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def options(**keys: Any) -> ClusterOptions:
@@ -233,7 +235,7 @@ def test_the_longest_context_is_passed_on() -> None:
     assert configs["worker-0"]["max_model_len"] == 512
 
 
-def test_processors_are_shared_out() -> None:
+def test_processors_are_divided_among_workers() -> None:
     assert ClusterOptions(workers=64).threads_per_worker >= 1
     assert ClusterOptions(workers=2, threads=5).threads_per_worker == 5
 
@@ -248,7 +250,7 @@ def test_processors_are_shared_out() -> None:
         (1, 4, "vllm", 1),
     ],
 )
-def test_few_processors_of_a_worker_serve_one_thread_with_compiled_kernels(
+def test_a_worker_with_few_processors_uses_a_single_compute_thread(
     monkeypatch: pytest.MonkeyPatch, processors: int, workers: int, engine: str, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(processors)))
@@ -280,7 +282,7 @@ def test_the_key_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
         read_options(None, {"api_key": " "})
 
 
-def test_sizes_and_file_errors_name_their_place(tmp_path: Path) -> None:
+def test_errors_of_sizes_and_files_name_their_place(tmp_path: Path) -> None:
     path = write(tmp_path, "memory: much\n")
     assert read_options(path, {"memory": "2GiB"}).memory == 2**31
     with pytest.raises(ConfigError, match="'memory' in the command line: 'x' is not a size"):
@@ -296,8 +298,12 @@ models:
 
 def test_roles_need_two_workers_of_a_model(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
+    flags = {"models": path, "roles": "prefill=1,decode=1"}
     path.write_text(MODELS)
-    options = read_options(None, {"models": path, "roles": "prefill=1,decode=1"})
+    with pytest.raises(ConfigError, match="no model has two workers with 'prefix_caching'"):
+        read_options(None, flags)
+    path.write_text(MODELS.replace("prefix_caching: false", "prefix_caching: true"))
+    options = read_options(None, flags)
     assert service_configs(options, PLACEMENT)["memmgr"]["roles"] == "prefill=1,decode=1"
 
 
@@ -330,7 +336,7 @@ def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("text", "flags", "message"),
     [
         (MODELS, {"model": "org/other"}, "'models' and 'model' are both set"),
         (MODELS, {"workers": 4}, "'workers' is 4, but the models of .* have 3 workers"),
@@ -346,10 +352,10 @@ def test_models_have_workers_and_keys_of_their_own(tmp_path: Path) -> None:
         ("modles: []", {}, "did you mean 'models'"),
     ],
 )
-def test_lists_of_models_that_are_refused(
-    tmp_path: Path, text: str, flags: dict[str, Any], said: str
+def test_invalid_model_lists_are_refused(
+    tmp_path: Path, text: str, flags: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "models.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_options(None, flags | {"models": path})

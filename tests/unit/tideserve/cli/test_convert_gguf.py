@@ -23,7 +23,7 @@ METADATA = {
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("gguf_name", "hf_name"),
     [
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("output_norm.weight", "model.norm.weight"),
@@ -33,11 +33,11 @@ METADATA = {
         ("blk.3.ffn_norm.weight", "model.layers.3.post_attention_layernorm.weight"),
     ],
 )
-def test_tensors_get_the_names_of_transformers(theirs: str, ours: str) -> None:
-    assert name_of(theirs) == ours
+def test_tensors_get_the_names_of_transformers(gguf_name: str, hf_name: str) -> None:
+    assert name_of(gguf_name) == hf_name
 
 
-def test_a_heads_pairs_are_taken_apart() -> None:
+def test_rotary_pairs_of_a_head_are_separated() -> None:
     """Two heads of four rows: (a0 b0 a1 b1) of each becomes (a0 a1 b0 b1)."""
     stored = torch.arange(8).reshape(8, 1)
     assert split_rotary_halves(stored, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -46,7 +46,7 @@ def test_a_heads_pairs_are_taken_apart() -> None:
 @pytest.mark.parametrize(
     ("names", "tied"), [(("token_embd.weight",), True), (("output.weight",), False)]
 )
-def test_the_config_is_what_the_file_says(names: tuple[str, ...], tied: bool) -> None:
+def test_the_config_is_read_from_the_file(names: tuple[str, ...], tied: bool) -> None:
     config: dict[str, Any] = config_of(METADATA, names)
     assert config["num_key_value_heads"] == 3
     assert config["head_dim"] == 64

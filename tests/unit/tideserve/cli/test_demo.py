@@ -1,4 +1,4 @@
-"""The demo's view from recorded states, and its arithmetic."""
+"""The view and the arithmetic of the demo, from recorded states."""
 
 import io
 import json
@@ -80,16 +80,16 @@ def drawn(*renderables: Any, width: int = 100) -> str:
     return text
 
 
-def test_memory_of_a_worker_is_what_its_row_tells() -> None:
+def test_a_row_shows_the_memory_of_its_worker() -> None:
     alone, merged = snapshot_of(ALONE), snapshot_of(MERGED)
-    assert [one.kv_used_bytes for one in alone.workers] == [8 * MIB, 4 * MIB]
-    assert [one.kv_used_bytes for one in merged.workers] == [12 * MIB, 16 * MIB]
-    assert [one.kv_free_bytes for one in merged.workers] == [4 * MIB, 0]
+    assert [worker.kv_used_bytes for worker in alone.workers] == [8 * MIB, 4 * MIB]
+    assert [worker.kv_used_bytes for worker in merged.workers] == [12 * MIB, 16 * MIB]
+    assert [worker.kv_free_bytes for worker in merged.workers] == [4 * MIB, 0]
     assert (alone.merged, merged.merged) == (False, True)
     assert merged.preemptions == 4
 
 
-def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
+def test_the_screen_shows_shrinking_parameters_and_growing_kv() -> None:
     scores = [Score("recompute", 3), Score("drop", 3)]
     scores[1].note(snapshot_of(ALONE), [])
     before = drawn(screen("PACED", FloodProgress(1.0, 3, 2, 0), snapshot_of(ALONE), scores))
@@ -114,7 +114,7 @@ def test_parameters_ebb_and_kv_rises_on_the_screen() -> None:
     assert "4,096" in after, "the room for tokens in KV"
 
 
-def test_it_fits_on_a_small_terminal() -> None:
+def test_the_screen_fits_a_small_terminal() -> None:
     scores = [Score("recompute", 56), Score("drop", 56)]
     for score in scores:
         score.note(snapshot_of(ALONE), [record(0.5), record(0, RequestOutcome.FAILED)])
@@ -133,12 +133,12 @@ def test_it_fits_on_a_small_terminal() -> None:
     assert sum(line.startswith("worker-") for line in lines) == 2, "a bar is one line"
 
 
-def test_the_conclusion_is_what_the_figures_say() -> None:
+def test_the_conclusion_follows_the_figures() -> None:
     slow = Score("recompute", 1, ttft_p50_s=4.0, ttft_p99_s=6.0)
     fast = Score("drop", 1, ttft_p50_s=1.0, ttft_p99_s=1.5)
-    said = conclusion([slow, fast])
-    assert "with drop, compared with recompute" in said
-    assert "the median is 4.0 times shorter, the p99 4.0 times shorter" in said
+    text = conclusion([slow, fast])
+    assert "with drop, compared with recompute" in text
+    assert "the median is 4.0 times shorter, the p99 4.0 times shorter" in text
     fast.ttft_p99_s, slow.ttft_p99_s = 6.0, 1.5
     assert "the median is 4.0 times shorter, the p99 4.0 times longer" in conclusion([slow, fast])
     fast.ttft_p99_s = 1.6
@@ -172,11 +172,9 @@ def test_merges_are_counted_once() -> None:
         ((0, 0, 0), 0, [0, 0, 0, 10]),
     ],
 )
-def test_a_bar_has_always_the_same_length(
-    parts: tuple[int, ...], whole: int, cells: list[int]
-) -> None:
-    found = bar_cells(parts, whole, 10)
-    assert found == cells and sum(found) == 10
+def test_a_bar_has_a_fixed_length(parts: tuple[int, ...], whole: int, cells: list[int]) -> None:
+    drawn = bar_cells(parts, whole, 10)
+    assert drawn == cells and sum(drawn) == 10
 
 
 def test_a_status_without_workers_is_shown_too() -> None:
@@ -195,4 +193,4 @@ def test_the_flood_fits_the_model(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text()) == {**CONFIG, **DEEP}
     requests = requests_of_flood()
     assert requests == requests_of_flood() and len(requests) > 40
-    assert all(max(one.prompt_ids) < VOCABULARY for one in requests)
+    assert all(max(request.prompt_ids) < VOCABULARY for request in requests)

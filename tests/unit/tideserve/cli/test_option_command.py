@@ -1,4 +1,4 @@
-"""Flags made from dataclass fields: complete, as well described as the fields, and late."""
+"""Flags generated from dataclass fields: complete, documented, and built lazily."""
 
 import inspect
 import re
@@ -33,35 +33,35 @@ def help_of(command: str) -> str:
 
 
 def run(flags: Flags, arguments: list[str]) -> tuple[dict[str, Any], bool]:
-    """What a command with these flags finds."""
-    found: list[tuple[dict[str, Any], bool]] = []
-    one = typer.Typer(add_completion=False)
+    """The options that a command with these flags reads."""
+    calls: list[tuple[dict[str, Any], bool]] = []
+    app_under_test = typer.Typer(add_completion=False)
 
-    @one.command(cls=option_command(flags))
+    @app_under_test.command(cls=option_command(flags))
     def command(context: typer.Context, quick: bool = False) -> None:
-        found.append((context.obj, quick))
+        calls.append((context.obj, quick))
 
-    result = CliRunner().invoke(one, arguments)
+    result = CliRunner().invoke(app_under_test, arguments)
     assert result.exit_code == 0, result.output
-    return found[0]
+    return calls[0]
 
 
-def test_a_command_finds_what_was_given_and_none_for_the_rest() -> None:
+def test_absent_options_are_none() -> None:
     flags = Flags(("memory", "workers", "dtype", "queue_deadline"))
     arguments = ["--quick", "--memory", "2GiB", "--workers", "3", "--queue-deadline", "1.5"]
     given = {"memory": "2GiB", "workers": 3, "dtype": None, "queue_deadline": 1.5}
     assert run(flags, arguments) == (given, True)
 
 
-def test_wordings_replace_what_the_field_says() -> None:
-    one = typer.Typer(add_completion=False)
+def test_wordings_replace_the_description_of_the_field() -> None:
+    app_under_test = typer.Typer(add_completion=False)
     wordings = {"workers": Wording("How many.", "as many as you like")}
 
-    @one.command(cls=option_command(Flags(("workers", "dtype"), wordings)))
+    @app_under_test.command(cls=option_command(Flags(("workers", "dtype"), wordings)))
     def command(context: typer.Context) -> None:
         """Nothing."""
 
-    text = CliRunner().invoke(one, ["--help"], env={"COLUMNS": "200"}).output
+    text = CliRunner().invoke(app_under_test, ["--help"], env={"COLUMNS": "200"}).output
     assert "How many. [1 to 64] [default: (as many as you like)]" in text
     assert OPTIONS["dtype"].help in text
 
@@ -74,23 +74,23 @@ def test_up_has_a_flag_with_help_range_and_default_for_every_option() -> None:
         if "range" in OPTIONS[name].metadata:
             assert f"[{OPTIONS[name].values_text}]" in text
     assert "--chunk-size" not in text, "for experts"
-    for said in (
+    for text_part in (
         "[default: (120)]",
         "[default: (1GiB)]",
         "╭─ Limits",
         "[env var: TIDESERVE_API_KEY]",
     ):
-        assert said in text
+        assert text_part in text
 
 
 @pytest.mark.parametrize("command", ["bench", "profile"])
-def test_other_commands_say_the_same_about_the_same_option(command: str) -> None:
+def test_commands_share_the_help_of_an_option(command: str) -> None:
     text = help_of(command)
     assert OPTIONS["dtype"].help in text
     assert OPTIONS["memory"].help in text
 
 
-def test_bench_names_every_scenario_and_what_it_measures() -> None:
+def test_bench_help_describes_every_scenario() -> None:
     text = help_of("bench")
     for name, summary in SUMMARIES.items():
         assert find_scenario(name).name == name
@@ -125,14 +125,16 @@ def test_the_command_has_all_options_after_the_help_of_a_scenario() -> None:
 
 def test_every_parameter_is_read_by_some_scenario() -> None:
     (command,) = (
-        one for one in app.registered_commands if one.name is None and one.callback is bench
+        candidate
+        for candidate in app.registered_commands
+        if candidate.name is None and candidate.callback is bench
     )
     named = set(inspect.signature(bench).parameters) - {"context", "scenario"}
     read = set().union(*(find_scenario(name).reads for name in SUMMARIES))
     assert command.cls is not None and read == named | set(FLAGS.names)
 
 
-def test_to_install_an_engine_says_how_large_it_is() -> None:
+def test_help_of_engine_install_names_the_size() -> None:
     text = help_of("engine install")
     assert CPU_BUILD.size in text and GPU_BUILD.size in text
 
@@ -144,7 +146,7 @@ def test_bench_names_every_suffix_of_a_system() -> None:
 
 
 @pytest.mark.parametrize(("command", "loaded"), [("up", True), ("bench", True), ("status", False)])
-def test_what_help_loads(command: str, loaded: bool) -> None:
+def test_help_imports_little(command: str, loaded: bool) -> None:
     code = (
         "import sys\nfrom tideserve.cli.commands.main import app\n"
         f"try: app(['{command}', '--help'])\n"
@@ -156,17 +158,22 @@ def test_what_help_loads(command: str, loaded: bool) -> None:
     assert done.stdout.splitlines()[-1] == f"[] {loaded}"
 
 
-def test_an_option_that_a_service_has_is_the_services() -> None:
-    """Same type, same checks; only the port of a cluster must be known beforehand."""
+def test_shared_options_use_the_definition_of_the_service() -> None:
+    """Same type and checks; only the port of a cluster must be known beforehand."""
     checks = ("range", "multiple_of", "options", "pattern", "size", "secret")
     passed = 0
-    for name, one in OPTIONS.items():
-        services, key = one.metadata.get("passed_to", ((), ""))
+    for name, option in OPTIONS.items():
+        services, key = option.metadata.get("passed_to", ((), ""))
         passed += bool(services)
-        for theirs in (settings_of(CONFIGS[service])[key] for service in services):
-            differing = [it for it in checks if one.metadata.get(it) != theirs.metadata.get(it)]
+        for service_option in (settings_of(CONFIGS[service])[key] for service in services):
+            differing = [
+                key_of_metadata
+                for key_of_metadata in checks
+                if option.metadata.get(key_of_metadata)
+                != service_option.metadata.get(key_of_metadata)
+            ]
             assert differing == (["range"] if name == "port" else [])
-            assert _kinds(one) == _kinds(theirs)
+            assert _kinds(option) == _kinds(service_option)
     assert passed > 15
 
 

@@ -1,4 +1,4 @@
-"""What /proc tells about the process that started us."""
+"""Status of the parent process in /proc."""
 
 import os
 
@@ -25,14 +25,14 @@ SigIgn:\t0000000001001004
 """
 
 
-def test_interrupts_blocked_by_the_handler_show() -> None:
+def test_blocked_interrupts_are_detected() -> None:
     waiting = parse_status(STATUS.format(blocked="0000000000010000"))
     assert (waiting.command, waiting.state, waiting.parent_pid) == ("make", "S", 7)
     assert not waiting.sigint_blocked
     assert parse_status(STATUS.format(blocked="0000000000010002")).sigint_blocked
 
 
-def test_a_living_process_has_a_status_and_a_gone_one_has_none() -> None:
+def test_only_a_living_process_has_a_status() -> None:
     own = read_status(os.getpid())
     assert own is not None
     assert own.parent_pid == os.getppid()
@@ -45,12 +45,12 @@ def test_a_living_process_has_a_status_and_a_gone_one_has_none() -> None:
     assert read_status(child) is None
 
 
-def test_there_is_no_reason_to_stop_while_the_parent_lives() -> None:
+def test_no_stop_is_requested_while_the_parent_lives() -> None:
     assert ParentWatch().reason_to_stop() is None
 
 
 def test_only_a_lasting_block_of_interrupts_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parent that forks has its signals blocked for a moment, which must stop nothing."""
+    """A forking parent blocks signals for a moment, which must not stop the command."""
     blocked = False
 
     def status(pid: int) -> ProcessStatus:

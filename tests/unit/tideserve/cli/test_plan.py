@@ -1,4 +1,4 @@
-"""`tideserve plan`: for a made-up cluster, and for the one that a status shows."""
+"""`tideserve plan`: for an example cluster, and for the cluster of a status."""
 
 import json
 from dataclasses import asdict
@@ -32,7 +32,7 @@ def group(*names: str, **changes: object) -> dict[str, Any]:
     return row | {"layers": []} | changes
 
 
-def test_an_example_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_cluster_is_planned_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("100GiB", "", None, 50, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["sufficient"] and result["freed_bytes"] >= 100 << 30
@@ -44,14 +44,14 @@ def test_an_example_cluster_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert merge["tokens_after"] > merge["tokens_before"]
 
 
-def test_an_example_cluster_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_cluster_is_planned_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("1GiB", "", None, 4, as_json=False)
     text = capsys.readouterr().out
     assert "ms of CPU time" in text
     assert "which is enough: 1.0 GiB are needed" in text and "planned for 4 groups in" in text
 
 
-def test_names_stay_whole_on_80_columns(
+def test_names_are_not_truncated_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -65,7 +65,7 @@ def test_names_stay_whole_on_80_columns(
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_it_says_when_nothing_suffices() -> None:
+def test_an_infeasible_demand_is_reported() -> None:
     cluster = example_cluster(3)
     lines = summary(plan_for(cluster, 1 << 50), cluster)
     assert any("no plan frees more" in line for line in lines)
@@ -78,12 +78,12 @@ def test_a_single_group_has_no_partner(capsys: pytest.CaptureFixture[str]) -> No
     assert "Merges" not in text
 
 
-def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_tables_are_truncated(capsys: pytest.CaptureFixture[str]) -> None:
     show_plan("1TiB", "", None, 100, as_json=False)
     assert "more (--json shows all)" in capsys.readouterr().out
 
 
-def test_the_cluster_of_a_status() -> None:
+def test_a_status_file_is_planned() -> None:
     status = {
         "workers": [
             worker("w0"),
@@ -110,11 +110,11 @@ def test_the_cluster_of_a_status() -> None:
     assert [len(target.stages) for target in planned.targets] == [3]
 
 
-def test_a_cluster_that_tells_no_sizes() -> None:
+def test_a_cluster_without_sizes_is_an_error() -> None:
     with pytest.raises(CommandError, match="no group"):
         cluster_of({"services": [], "workers": [worker("w0", shape=None)], "groups": [group("w0")]})
 
 
-def test_a_demand_that_is_no_size() -> None:
+def test_an_invalid_demand_is_refused() -> None:
     with pytest.raises(CommandError, match="--demand: 'much' is not a size"):
         show_plan("much", "", None, 2, as_json=False)

@@ -1,4 +1,4 @@
-"""One process of a cluster: started, noticed dead, stopped."""
+"""A process of a cluster: start, detected death, stop."""
 
 import os
 import sys
@@ -14,18 +14,18 @@ DEADLINE_S = 30.0
 
 def child(folder: Path, code: str, grace_s: float = 30.0) -> ServiceProcess:
     command = [sys.executable, "-c", code]
-    one = ServiceProcess(
+    process = ServiceProcess(
         Program("x", command, folder / "x.log", folder, child_environment({}), stop_grace_s=grace_s)
     )
-    one.start()
-    return one
+    process.start()
+    return process
 
 
-def wait(one: ServiceProcess, hurry: bool = False) -> int:
+def wait(process: ServiceProcess, hurry: bool = False) -> int:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
-        one.enforce(hurry)
-        code = one.poll()
+        process.enforce(hurry)
+        code = process.poll()
         if code is not None:
             return code
         time.sleep(0.01)
@@ -40,33 +40,33 @@ def wait_for_output(folder: Path) -> list[str]:
     return lines
 
 
-def test_the_return_code_is_told_once_and_lines_are_those_of_the_last_start(tmp_path: Path) -> None:
-    one = child(tmp_path, "import sys; print('first'); sys.exit(3)")
-    assert wait(one) == 3
-    assert (one.poll(), one.pid) == (None, None)
+def test_the_return_code_is_reported_once_with_lines_of_the_last_start(tmp_path: Path) -> None:
+    process = child(tmp_path, "import sys; print('first'); sys.exit(3)")
+    assert wait(process) == 3
+    assert (process.poll(), process.pid) == (None, None)
     again = ServiceProcess(Program("x", ["/bin/true"], tmp_path / "x.log", tmp_path, {}, 1.0))
     assert again.poll() is None
     again.start()
     assert wait(again) == 0
-    assert one.last_lines(5) == ["first"]
+    assert process.last_lines(5) == ["first"]
     assert again.last_lines(5) == []
 
 
-def test_it_does_not_share_the_terminal_nor_standard_input(tmp_path: Path) -> None:
-    one = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
-    pid = one.pid
-    wait(one)
-    assert one.last_lines(1) == [f"{pid} ''"]
+def test_a_process_has_no_terminal_and_no_standard_input(tmp_path: Path) -> None:
+    process = child(tmp_path, "import os, sys; print(os.getsid(0), repr(sys.stdin.read()))")
+    pid = process.pid
+    wait(process)
+    assert process.last_lines(1) == [f"{pid} ''"]
 
 
-def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_end_with_their_process(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
     )
-    one = child(tmp_path, code)
-    wait(one)
-    grandchild = int(one.last_lines(1)[0])
+    process = child(tmp_path, code)
+    wait(process)
+    grandchild = int(process.last_lines(1)[0])
     end_s = time.monotonic() + DEADLINE_S
     while alive(grandchild):
         assert time.monotonic() < end_s
@@ -84,26 +84,26 @@ DEAF = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('deaf')\nt
 
 
 @pytest.mark.parametrize(("grace_s", "hurry"), [(0.1, False), (600.0, True)])
-def test_a_process_that_ignores_signals_is_killed_after_its_grace_or_in_a_hurry(
+def test_a_process_that_ignores_signals_is_killed_after_the_grace_period(
     tmp_path: Path, grace_s: float, hurry: bool
 ) -> None:
-    one = child(tmp_path, DEAF, grace_s)
+    process = child(tmp_path, DEAF, grace_s)
     wait_for_output(tmp_path)
-    one.ask_to_stop()
-    assert wait(one, hurry) == -9
+    process.ask_to_stop()
+    assert wait(process, hurry) == -9
 
 
 def test_a_process_that_drains_is_not_killed(tmp_path: Path) -> None:
     code = (
         "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up')\nsignal.pause()"
     )
-    one = child(tmp_path, code)
+    process = child(tmp_path, code)
     wait_for_output(tmp_path)
-    one.ask_to_stop()
-    assert wait(one) == 0
+    process.ask_to_stop()
+    assert wait(process) == 0
 
 
-def test_tails(tmp_path: Path) -> None:
+def test_log_tails_are_returned(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert tail_lines(path, 3) == []
     path.write_text("".join(f"{number}\n" for number in range(100_000)) + "\n")
@@ -121,7 +121,9 @@ def test_tails(tmp_path: Path) -> None:
         "HUGGING_FACE_HUB_TOKEN",
     ],
 )
-def test_a_secret_stays_where_it_belongs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_passed_only_to_their_service(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "secret")
     environment = child_environment({"OMP_NUM_THREADS": "3"})
     assert "secret" not in environment.values()
@@ -140,7 +142,7 @@ def test_options_of_single_services_are_not_inherited(monkeypatch: pytest.Monkey
 
 
 def started_again(folder: Path, code: str) -> ServiceProcess:
-    """A process whose log is opened at its first start, when its folder has another name."""
+    """A process whose folder was renamed since its log was first opened."""
     logs, moved = folder / "logs", folder / "moved"
     logs.mkdir()
     program = Program(
@@ -153,7 +155,7 @@ def started_again(folder: Path, code: str) -> ServiceProcess:
     return process
 
 
-def test_a_log_that_cannot_be_opened_again_goes_on(tmp_path: Path) -> None:
+def test_logging_continues_if_the_log_cannot_be_reopened(tmp_path: Path) -> None:
     process = started_again(tmp_path, "print('line')")
     process.start()
     assert wait(process) == 0
@@ -176,7 +178,7 @@ Path("lost").write_text(str(stats.lost_lines))
 """
 
 
-def test_lines_without_a_log_count_as_lost_until_it_can_be_opened(tmp_path: Path) -> None:
+def test_lines_are_counted_as_lost_until_the_log_can_be_opened(tmp_path: Path) -> None:
     process = started_again(tmp_path, LOST)
     (tmp_path / "moved" / "x.log").unlink()
     process.start()

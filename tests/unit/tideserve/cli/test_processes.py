@@ -1,4 +1,4 @@
-"""A process that died is named by whoever looks at a cluster of this machine."""
+"""Dead processes are named by checks of a local cluster."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ def lives(*dead: int) -> Any:
     return lambda pid: pid > 0 and pid not in dead
 
 
-def test_nothing_is_told_of_processes_that_live() -> None:
+def test_living_processes_have_no_faults() -> None:
     assert process_faults(STATE, {"worker-0", "worker-1"}, lives()) == []
-    assert process_faults(STATE, None, lives()) == [], "nobody knows of workers"
+    assert process_faults(STATE, None, lives()) == [], "the workers are unknown"
 
 
 @pytest.mark.parametrize("noticed", [False, True])
@@ -35,6 +35,6 @@ def test_a_worker_that_is_not_registered_is_named() -> None:
     assert fault.startswith("worker-1 (process 5) runs but is not registered: ")
 
 
-def test_a_command_that_was_killed_is_the_only_thing_that_matters() -> None:
+def test_a_killed_command_is_the_only_reported_fault() -> None:
     (fault,) = process_faults(STATE, None, lives(1, 4))
     assert "(process 1) has ended" in fault

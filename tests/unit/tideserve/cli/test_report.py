@@ -1,4 +1,4 @@
-"""What a command prints, as whoever reads its log while it is written sees it."""
+"""Output of a command in a log that is read while it is written."""
 
 import io
 
@@ -8,7 +8,7 @@ from tideserve.cli.report import Report
 
 
 class Recorder(io.StringIO):
-    """A stream that keeps each write by itself."""
+    """A stream that records each write."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Recorder(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_reader_of_the_log_who_finds_the_title_of_a_box_finds_its_rows(terminal: bool) -> None:
+def test_a_box_logs_its_title_before_its_rows(terminal: bool) -> None:
     stream = Recorder(terminal)
     Report(stream).box("it is ready", [("URL", "http://here"), ("Stop", "Ctrl-C")])
     [write] = [text for text in stream.writes if "it is ready" in text]

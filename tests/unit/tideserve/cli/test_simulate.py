@@ -1,4 +1,4 @@
-"""`tideserve simulate`: examples that load, figures as JSON, one sentence for each bad key."""
+"""`tideserve simulate`: valid examples, figures as JSON, a short error for each invalid key."""
 
 import json
 from itertools import islice
@@ -39,9 +39,9 @@ def test_the_examples_are_valid(path: Path) -> None:
 def test_the_example_of_a_drop_overflows_the_kv_cache() -> None:
     prepared = read_simulation(EXAMPLES / "drop-a100.yaml", None)
     assert set(prepared.systems) == {"drop", "recompute"}
-    found = figures(simulate(prepared, "recompute"))
-    assert found["kv_demand_peak_ratio"] > 1.2
-    assert found["preemptions"] > 0
+    result = figures(simulate(prepared, "recompute"))
+    assert result["kv_demand_peak_ratio"] > 1.2
+    assert result["preemptions"] > 0
 
 
 def test_figures_are_printed_and_written(
@@ -52,9 +52,11 @@ def test_figures_are_printed_and_written(
     text = capsys.readouterr().out
     assert "time to first token" in text and "simulated, not measured" in text
     result = json.loads(written.read_text())
-    found = result["systems"]["simulated"]
-    assert found["completed"] == found["sent"] > 20
-    assert 0.02 < found["ttft_s"]["p50"] < found["ttft_s"]["p99"] <= found["ttft_s"]["max"]
+    simulated = result["systems"]["simulated"]
+    assert simulated["completed"] == simulated["sent"] > 20
+    assert (
+        0.02 < simulated["ttft_s"]["p50"] < simulated["ttft_s"]["p99"] <= simulated["ttft_s"]["max"]
+    )
     assert result["config"]["seed"] == 3
     run_simulation(path, 3, written)
     assert json.loads(written.read_text())["systems"] == result["systems"]
@@ -83,13 +85,13 @@ def test_systems_are_compared_by_class(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(systems) == ["alone", "priority", "slo"]
     assert systems["alone"]["classes"]["batch"]["sent"] == 0
     assert systems["slo"]["processed_tokens_per_s"] > 2 * systems["alone"]["processed_tokens_per_s"]
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     gain = systems["slo"]["processed_tokens_per_s"] / systems["alone"]["processed_tokens_per_s"]
-    assert f"slo against alone: processed tokens {gain:.2f}, online P99 TTFT" in said
-    assert "recomputed; first token p50" in said
+    assert f"slo against alone: processed tokens {gain:.2f}, online P99 TTFT" in output
+    assert "recomputed; first token p50" in output
 
 
-def test_systems_serve_one_load_after_the_other(
+def test_systems_run_the_same_load_in_turn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loads = "loads: {calm: {rate_per_s: 1}, lively: {rate_per_s: 4, cv: 2}}\n"
@@ -98,8 +100,8 @@ def test_systems_serve_one_load_after_the_other(
     sections = json.loads(written.read_text())["scenarios"]
     assert list(sections) == ["calm", "lively"]
     sent = {
-        name: [one["classes"]["online"]["sent"] for one in found["systems"].values()]
-        for name, found in sections.items()
+        name: [system["classes"]["online"]["sent"] for system in section["systems"].values()]
+        for name, section in sections.items()
     }
     assert len(set(sent["calm"])) == len(set(sent["lively"])) == 1, "all serve the same requests"
     assert sent["lively"][0] > 2 * sent["calm"][0]
@@ -108,11 +110,11 @@ def test_systems_serve_one_load_after_the_other(
 
 def test_the_first_system_sets_the_targets_of_the_others(tmp_path: Path) -> None:
     prepared = read_simulation(write(tmp_path, CO_SERVED), None)
-    found = figures(simulate(prepared, "alone"))
-    online = found["classes"]["online"]
-    _, workload = targeted(prepared, found).systems["slo"]
+    result = figures(simulate(prepared, "alone"))
+    online = result["classes"]["online"]
+    _, workload = targeted(prepared, result).systems["slo"]
     assert isinstance(workload, CoServed)
-    assert {one.service for one in workload.online.arrivals} == {
+    assert {arrival.service for arrival in workload.online.arrivals} == {
         Service(ServiceClass.INTERACTIVE, online["ttft_s"]["p99"], online["inter_token_s"]["p99"])
     }
     with pytest.raises(ConfigError, match="'alone' has no P99 to use as a target"):
@@ -162,17 +164,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_input_is_one_sentence(tmp_path: Path, line: str) -> None:
+def test_invalid_input_is_a_short_error(tmp_path: Path, line: str) -> None:
     text = SMALL + (line if line.startswith("workload") else WORKLOAD)
     key = line.split(":")[0]
-    kept = [one for one in text.splitlines() if not one.startswith(f"{key}:")]
+    kept = [line for line in text.splitlines() if not line.startswith(f"{key}:")]
     path = write(tmp_path, "\n".join([*kept, line]))
     with pytest.raises(CommandError, match=BAD[line].replace("(", r"\(")) as raised:
         run_simulation(path, None, None)
     assert "\n" not in str(raised.value)
 
 
-def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
+def test_missing_files_and_sizes_are_short_errors(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="cannot read"):
         run_simulation(tmp_path / "none.yaml", None, None)
     with pytest.raises(CommandError, match="set 'kv_blocks'"):
@@ -187,14 +189,14 @@ def test_a_missing_file_and_a_device_without_sizes(tmp_path: Path) -> None:
         run_simulation(write(tmp_path, little), None, None)
 
 
-def test_malformed_rows_of_a_trace_are_told(
+def test_malformed_trace_rows_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,9,4\nx,y,z\n"
     (tmp_path / "trace.csv").write_text(rows)
     run_simulation(write(tmp_path, SMALL + "workload: {kind: trace, path: trace.csv}"), None, None)
-    said = capsys.readouterr()
-    assert "1 malformed rows skipped (line 3)" in " ".join((said.out + said.err).split())
+    output = capsys.readouterr()
+    assert "1 malformed rows skipped (line 3)" in " ".join((output.out + output.err).split())
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -243,11 +245,11 @@ def test_lengths_of_a_backlog_may_be_uniform(tmp_path: Path) -> None:
         _, workload = read_simulation(write(tmp_path, text), seed).systems["slo"]
         assert isinstance(workload, CoServed)
         batches.append(list(islice(workload.batch.requests, 200)))
-    one, same, other = batches
-    assert one == same != other
-    assert {request.prompt_tokens for request in one} == {5, 6, 7, 8, 9}
-    assert {request.output_tokens for request in one} == {2}
-    assert {request.service.service_class for request in one} == {ServiceClass.BATCH}
+    first, same, other = batches
+    assert first == same != other
+    assert {request.prompt_tokens for request in first} == {5, 6, 7, 8, 9}
+    assert {request.output_tokens for request in first} == {2}
+    assert {request.service.service_class for request in first} == {ServiceClass.BATCH}
     for wrong, reason in (
         ("{least: 9, most: 5}", "has 'least' above 'most'"),
         ("{least: 9}", "'most' is missing"),

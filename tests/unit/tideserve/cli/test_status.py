@@ -70,7 +70,7 @@ def batch_lines(*rows: dict[str, Any], width: int = 200) -> list[list[str]]:
     return [line.split() for line in shown(table, width).splitlines()]
 
 
-def test_batch_work_is_told_apart_where_there_is_some() -> None:
+def test_batch_work_is_shown_separately_if_present() -> None:
     assert batch_table(STATUS) is None
     batch = {"batch_running": 2, "batch_waiting": 4, "kv_blocks_batch": 100}
     row = STATUS["workers"][0] | batch
@@ -78,7 +78,7 @@ def test_batch_work_is_told_apart_where_there_is_some() -> None:
     assert shown(workers_table({"workers": [row]})) == shown(workers_table(STATUS))
 
 
-def test_tables_hold_what_the_gateway_told() -> None:
+def test_tables_show_the_gateway_status() -> None:
     services = shown(services_table(STATUS))
     assert "gateway" in services
     assert "150 MiB" in services
@@ -91,13 +91,13 @@ def test_tables_hold_what_the_gateway_told() -> None:
     assert "6" in groups
 
 
-def test_a_model_that_needs_workers_is_told() -> None:
+def test_a_model_without_workers_is_reported() -> None:
     assert shortfall_lines(STATUS) == []
     (line,) = shortfall_lines(STATUS | {"shortfalls": [{"model": "m", "tokens": 12345}]})
     assert "m lacks KV cache for 12,345 tokens" in line and "add workers" in line
 
 
-def test_what_is_wrong_is_told_in_sentences() -> None:
+def test_faults_are_described_in_sentences() -> None:
     status = STATUS | {"warnings": ["they differ"], "errors": ["it is silent"]}
     assert trouble_lines(status) == ["they differ", "it is silent"]
     assert trouble_lines(STATUS) == []
@@ -115,7 +115,7 @@ def test_workers_without_drops_or_cost_models_are_grouped_by_reason() -> None:
     ]
 
 
-def test_a_large_cluster_reads_well_on_a_narrow_terminal() -> None:
+def test_a_large_cluster_fits_a_narrow_terminal() -> None:
     row = {
         "id": "worker-63",
         "pids": [1234567, 1234568],
@@ -185,14 +185,26 @@ def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
     assert row_of(lines, "w2")[-3:] == ["7", "(-4096", "tokens)"]
 
 
-def test_bars() -> None:
+def test_shared_blocks_are_shown_once_there_were_some() -> None:
+    row = STATUS["workers"][0] | {"batch_running": 1, "lost_tail_tokens_total": 0}
+    row["shared_tails_total"] = 0
+    assert "shared" not in str(batch_lines(row))
+    kept = row | {"shared_tails_total": 3, "id": "w1"}
+    lost = kept | {"lost_tail_tokens_total": 21, "id": "w2"}
+    lines = batch_lines(row, kept, lost, width=80)
+    assert row_of(lines, "worker-0")[-1] == "0"
+    assert row_of(lines, "w1")[-1] == "3"
+    assert row_of(lines, "w2")[-3:] == ["3", "(-21", "tokens)"]
+
+
+def test_bars_are_drawn() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")
     assert usage_bar(99, 100).startswith("█" * 10)
     assert usage_bar(0, 0) == "░" * 10 + " 0/0"
 
 
-def test_sizes() -> None:
+def test_sizes_are_formatted() -> None:
     sizes = [0, 1023, 2048, 5 * 2**20, 150 * 2**20, 3 * 2**30]
     assert [size_text(size) for size in sizes] == [
         "0 B",
@@ -204,19 +216,19 @@ def test_sizes() -> None:
     ]
 
 
-def test_padded_times_are_said() -> None:
+def test_padded_times_are_reported() -> None:
     row = STATUS["workers"][0]
     rows = [row | {"id": f"w{number}", "paced": "A100-14B"} for number in range(2)]
     assert paced_workers({"workers": [*rows, row]}) == {"A100-14B": "w0, w1"}
     assert paced_workers(STATUS) == {}
 
 
-def test_engines_that_never_merge_are_said() -> None:
+def test_engines_that_never_merge_are_reported() -> None:
     row = STATUS["workers"][0]
     rows = [row | {"id": f"w{number}", "engine": "vllm"} for number in range(2)]
     ours = row | {"engine": "tideserve"}
     assert foreign_engines({"workers": [*rows, ours]}) == {"vllm": "w0, w1"}
-    assert foreign_engines(STATUS) == {}, "a gateway of before tells none"
+    assert foreign_engines(STATUS) == {}, "an older gateway reports none"
 
 
 DECISION = {
@@ -242,7 +254,7 @@ DECISION = {
 }
 
 
-def test_a_split_that_is_called_off_is_named() -> None:
+def test_a_cancelled_split_is_reported() -> None:
     row = DECISION | {"action": "call_off", "group_ids": ["g0"]}
     assert decision_text(row) == "do not split g0 (overload)"
 
@@ -283,10 +295,10 @@ def test_losses_say_which_group_and_why() -> None:
     row = {"group_id": "g1", "epoch": 7, "lost_unix_s": 0, "reason": "w1 is gone"}
     (line,) = loss_lines({"losses": [row]})
     assert line[8:] == "  g1 at epoch 7: w1 is gone"
-    assert loss_lines({"services": []}) == [], "a gateway of before tells none"
+    assert loss_lines({"services": []}) == [], "an older gateway reports none"
 
 
-def test_refusals_for_lateness_have_their_numbers() -> None:
+def test_refusals_for_lateness_show_their_numbers() -> None:
     row = {
         "model": "m[x]",
         "service_class": "interactive",
@@ -303,22 +315,22 @@ def test_refusals_for_lateness_have_their_numbers() -> None:
         "m[x], interactive: 1,200 in the last minute. The last, 3 s ago: predicted up to 4.2 s, due"
         " in 0.5 s; 12,345 tokens ahead, 2,905 start per second, limited by memory; Retry-After 9 s"
     ]
-    assert refusal_lines({"services": []}) == [], "a gateway of before sends none"
+    assert refusal_lines({"services": []}) == [], "an older gateway sends none"
 
 
-def test_merged_groups_say_why_they_do_not_split() -> None:
+def test_merged_groups_show_why_they_do_not_split() -> None:
     assert obstacle_lines({"split_obstacles": {"g1": "", "g0": "demand must fall"}}) == [
         "g0 stays merged: demand must fall",
         "g1 is about to split",
     ]
-    assert obstacle_lines({}) == [], "a gateway of before sends none"
+    assert obstacle_lines({}) == [], "an older gateway sends none"
 
 
-def test_workers_that_shut_down_are_named_with_what_they_still_run() -> None:
+def test_draining_workers_are_named_with_their_requests() -> None:
     rows = [{"id": f"w{n}", "running": 2, "waiting": n, "draining": n == 1} for n in range(2)]
     (line,) = draining_lines({"workers": rows})
     assert line.startswith("w1 is draining: 3 requests are left")
-    assert draining_lines({"workers": [{"id": "w0"}]}) == [], "a gateway of before sends none"
+    assert draining_lines({"workers": [{"id": "w0"}]}) == [], "an older gateway sends none"
 
 
 def test_members_of_a_merged_group_are_shown_with_their_layers() -> None:
@@ -333,8 +345,10 @@ def test_the_kv_of_merged_groups_is_explained(
     groups = [{"id": "group-worker-0", "epoch": 6, "members": members}]
     monkeypatch.setattr(status_module, "read_status", lambda *_: STATUS | {"groups": groups})
     status_module.show_status("http://here", None, as_json=False, why=False)
-    said = "as many blocks as its smallest member, not for their sum" in capsys.readouterr().out
-    assert said == (len(members) > 1)
+    is_explained = (
+        "as many blocks as its smallest member, not for their sum" in capsys.readouterr().out
+    )
+    assert is_explained == (len(members) > 1)
 
 
 def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
@@ -343,7 +357,7 @@ def test_a_group_that_has_lost_a_member_is_shown_as_degraded() -> None:
     assert "degraded" not in shown(groups_table({"groups": [row | {"degraded": False}]}))
 
 
-def test_the_etcd_is_named() -> None:
+def test_etcd_is_shown() -> None:
     assert etcd_line({"etcd": {"version": "3.5.16"}}) == "etcd 3.5.16"
     assert "does not answer" in etcd_line({"etcd": {"version": None}})
     full = etcd_line({"etcd": {"version": "3.5.16", "alarms": ["memberID:1 alarm:NOSPACE"]}})
@@ -372,7 +386,7 @@ def test_kv_in_host_memory_is_shown_where_a_worker_has_room_for_it() -> None:
     }
     table = host_table({"workers": [row, used | {"id": "w1"}]})
     assert table is not None
-    (line,) = [one.split() for one in shown(table, 200).splitlines() if "w1" in one]
+    (line,) = [line.split() for line in shown(table, 200).splitlines() if "w1" in line]
     assert line == ["w1", "64.0", "MiB", "1,500", "3", "1,234", "5,678", "25%"]
     table = host_table({"workers": [used | {"host_failures_total": 7}]})
     assert table is not None and "failures" in shown(table, 200)

@@ -1,4 +1,4 @@
-"""Requests to stop: from a person, from a parent, once or twice."""
+"""Stop requests: by a user, by a parent, once or twice."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def signals() -> Iterator[StopSignals]:
         signal.signal(number, handler)
 
 
-def test_the_second_request_hastens(signals: StopSignals) -> None:
+def test_a_second_signal_forces_the_stop(signals: StopSignals) -> None:
     assert not signals.stopping
     os.kill(os.getpid(), signal.SIGINT)
     assert (signals.stopping, signals.hurry) == (True, False)
@@ -29,19 +29,19 @@ def test_the_second_request_hastens(signals: StopSignals) -> None:
     assert signals.hurry
 
 
-def test_a_parent_that_is_interrupted_with_us_does_not_hasten(signals: StopSignals) -> None:
+def test_a_signal_of_the_parent_does_not_force_the_stop(signals: StopSignals) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     signals.request("make was interrupted")
     assert (signals.stopping, signals.hurry) == (True, False)
     assert signals.reason == "make was interrupted"
 
 
-def test_an_interruptible_step_is_left(signals: StopSignals) -> None:
+def test_an_interruptible_step_is_cancelled(signals: StopSignals) -> None:
     with pytest.raises(StopRequested), signals.interrupting():
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
     with pytest.raises(StopRequested), signals.interrupting():
-        pytest.fail("somebody asked to stop already")
+        pytest.fail("a stop was requested already")
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:

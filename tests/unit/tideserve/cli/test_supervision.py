@@ -1,4 +1,4 @@
-"""When a dead process is started again, and when the cluster is given up."""
+"""When a dead process is restarted, and when the cluster gives up."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +30,7 @@ def test_the_pause_doubles_up_to_a_bound() -> None:
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0]
 
 
-def test_a_process_that_lived_long_starts_over() -> None:
+def test_a_long_lived_process_resets_its_pause() -> None:
     supervision = Supervision(ready=True)
     die(supervision, 1, 0.0, 1.0)
     die(supervision, 1, 2.0, 3.0)
@@ -38,7 +38,7 @@ def test_a_process_that_lived_long_starts_over() -> None:
     assert decision == Restart("worker-0", 10.0 + STEADY_S + BACKOFF_FIRST_S, BACKOFF_FIRST_S)
 
 
-def test_it_is_due_when_its_pause_is_over_and_only_until_it_is_started() -> None:
+def test_a_restart_is_due_once_after_its_pause() -> None:
     supervision = Supervision(ready=True)
     decision = die(supervision, 1, 0.0, 1.0)
     assert isinstance(decision, Restart)
@@ -48,19 +48,19 @@ def test_it_is_due_when_its_pause_is_over_and_only_until_it_is_started() -> None
     assert supervision.due(decision.at_s + 100) == []
 
 
-def test_an_unusable_configuration_gives_up_at_once_but_only_before_ready() -> None:
+def test_an_unusable_configuration_gives_up_at_once_before_readiness() -> None:
     assert die(Supervision(), 2, 0.0, 1.0) == GiveUp("worker-0", 2)
     assert isinstance(die(Supervision(ready=True), 2, 0.0, 1.0), Restart)
 
 
-def test_dying_again_and_again_before_ready_gives_up() -> None:
+def test_repeated_deaths_before_readiness_give_up() -> None:
     supervision = Supervision()
     decisions = [die(supervision, -11, 0.0, 1.0) for _ in range(DEATHS_BEFORE_READY_MAX)]
     assert all(isinstance(decision, Restart) for decision in decisions[:-1])
     assert decisions[-1] == GiveUp("worker-0", 1)
 
 
-def test_processes_are_counted_apart() -> None:
+def test_deaths_are_counted_by_process() -> None:
     supervision = Supervision(ready=True)
     for _ in range(3):
         die(supervision, 1, 0.0, 1.0)
@@ -71,7 +71,7 @@ def test_processes_are_counted_apart() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-64, 255), st.floats(0, 1e4)), max_size=2000))
-def test_once_ready_every_death_is_answered_within_the_bound(
+def test_after_readiness_every_death_is_restarted_within_the_bound(
     deaths: list[tuple[int, float]],
 ) -> None:
     supervision = Supervision(ready=True)
@@ -83,7 +83,7 @@ def test_once_ready_every_death_is_answered_within_the_bound(
         now_s = decision.at_s
 
 
-def test_exits_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-9) == "signal SIGKILL"
     assert describe_exit(-63) == "signal 63"

@@ -1,4 +1,4 @@
-"""What `up` derives before it starts anything."""
+"""Settings that `up` derives before it starts anything."""
 
 import io
 import json
@@ -28,19 +28,19 @@ from tideserve.cli.up import DRAINING, Missing, Up, drain_time_s, missing_of
         ("worker", {"drain_timeout_s": "long"}, 30.0),
     ],
 )
-def test_a_service_is_given_the_time_that_it_drains(
+def test_the_stop_timeout_covers_the_drain_time(
     kind: str, section: dict[str, Any], drain_s: float
 ) -> None:
     assert drain_time_s(DRAINING[kind], section) == drain_s
 
 
-def test_options_in_the_environment_are_not_ignored_in_silence() -> None:
+def test_ignored_environment_options_are_reported() -> None:
     (sentence,) = unused_variables({"TIDESERVE__PORT": "1", "TIDESERVE_URL": "u"})
     assert sentence.startswith("TIDESERVE__PORT: ")
     assert unused_variables({"TIDESERVE_URL": "u", "HOME": "/"}) == []
 
 
-def test_a_user_who_waits_is_told_how_many_workers_are_ready() -> None:
+def test_progress_shows_the_number_of_ready_workers() -> None:
     missing = ["0 of 2 workers have registered", "no group of the model is stable"]
     ready = {"missing": missing, "workers_expected": 2, "workers_registered": 0}
     line = "workers are loading the model (the first start with a dtype compiles kernels): 0 of 2"
@@ -54,7 +54,7 @@ def test_a_user_who_waits_is_told_how_many_workers_are_ready() -> None:
     assert missing_of(ready) == Missing(*["the scheduler does not answer"] * 2)
 
 
-def test_progress_alone_is_not_said_again() -> None:
+def test_unchanged_progress_is_not_repeated() -> None:
     stream = io.StringIO()
     report = Report(stream)
     report.doing("workers load the model", "1 s")
@@ -62,12 +62,12 @@ def test_progress_alone_is_not_said_again() -> None:
     assert stream.getvalue() == "  workers load the model (1 s)\n"
 
 
-@pytest.mark.parametrize(("stopped", "words"), [(True, "  stopped after 0.0 s\n"), (False, "")])
-def test_a_step_that_was_stopped_is_not_done(stopped: bool, words: str) -> None:
+@pytest.mark.parametrize(("stopped", "message"), [(True, "  stopped after 0.0 s\n"), (False, "")])
+def test_an_interrupted_step_is_not_marked_done(stopped: bool, message: str) -> None:
     stream = io.StringIO()
     with Report(stream).step("Services", lambda: stopped):
         pass
-    assert stream.getvalue() == "Services\n" + words
+    assert stream.getvalue() == "Services\n" + message
 
 
 def test_memory_below_the_parameters_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `up` writes and says while the disk of the cluster's folder is full."""
+"""Files and messages of `up` while the disk of the cluster folder is full."""
 
 import io
 import select
@@ -51,7 +51,7 @@ def test_a_full_etcd_is_reported_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert relieved == "etcd accepts writes again"
 
 
-def test_an_etcd_that_hangs_delays_nothing(tmp_path: Path) -> None:
+def test_a_hanging_etcd_delays_nothing(tmp_path: Path) -> None:
     upkeep = Upkeep(ClusterFolder(tmp_path), Report(io.StringIO()))
     with socket.create_server(("127.0.0.1", 0)) as etcd:
         upkeep.run(f"http://127.0.0.1:{etcd.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""Which model upstream servers serve, and where its tokenizer comes from."""
+"""The model that upstream servers serve, and the source of its tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ def models(*ids: str, **fields: Any) -> dict[str, Any]:
     return {"data": [{"id": name, **fields} for name in ids]}
 
 
-def test_the_model_of_the_first_server_that_answers() -> None:
+def test_the_model_comes_from_the_first_responding_server() -> None:
     with fake_openai() as server:
         server.pages["/v1/models"] = models("org/a", root="/models/a")
         absent = f"http://127.0.0.1:{free_port()}"
-        found = upstream_model([absent, server.url], None, None)
-        assert found == UpstreamModel("org/a", ("/models/a", "org/a"))
+        model = upstream_model([absent, server.url], None, None)
+        assert model == UpstreamModel("org/a", ("/models/a", "org/a"))
         server.pages["/v1/models"] = models("a", "b")
         assert upstream_model([server.url], None, "b") == UpstreamModel("b", ("b",), True)
         with pytest.raises(CommandError, match="serves a, b; choose one with --upstream-model"):
@@ -64,23 +64,23 @@ def test_malformed_urls_are_refused_before_any_is_called(url: str) -> None:
         upstream_model(["http://127.0.0.1:9", url], None, None)
 
 
-def test_models_without_a_name_are_none() -> None:
+def test_models_without_a_name_are_ignored() -> None:
     with fake_openai() as server, pytest.raises(CommandError, match="serves no model"):
         server.pages["/v1/models"] = {"data": [{"name": "x"}, 5]}
         upstream_model([server.url], None, None)
 
 
-def test_servers_that_do_not_answer() -> None:
+def test_unresponsive_servers_are_an_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(CommandError, match=f"no upstream server answers at {url}; start one"):
         upstream_model([url], None, None)
 
 
-def test_the_folder_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_folder_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    found = model_folder(UpstreamModel("m", (str(tmp_path), "m")), print)
-    assert found == tmp_path
+    folder = model_folder(UpstreamModel("m", (str(tmp_path), "m")), print)
+    assert folder == tmp_path
     default = tmp_path / "default"
     monkeypatch.setattr(module, "prepare_default_model", lambda *_: default)
     name = "SmolLM2-135M-Instruct"

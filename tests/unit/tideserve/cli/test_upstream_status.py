@@ -1,4 +1,4 @@
-"""What `tideserve status` says of workers in front of upstream servers."""
+"""Workers in front of upstream servers in `tideserve status`."""
 
 from tideserve.cli.status import foreign_engines, trouble_lines
 from tideserve.cli.upstream_status import TEXT_ONLY, outage_lines, upstream_lines
@@ -15,7 +15,7 @@ STATUS = {
 }
 
 
-def test_each_server_and_what_it_cannot_promise() -> None:
+def test_each_server_is_listed_with_its_limitations() -> None:
     assert upstream_lines(STATUS) == [
         f"worker-0 is in front of {IDS}",
         f"worker-1 is in front of {TEXT}{TEXT_ONLY}",
@@ -23,6 +23,6 @@ def test_each_server_and_what_it_cannot_promise() -> None:
     assert foreign_engines(STATUS) == {"vllm": "worker-2"}
 
 
-def test_a_server_that_is_gone_is_a_warning() -> None:
+def test_a_lost_server_is_a_warning() -> None:
     assert outage_lines(STATUS) == ["worker-1 gets no requests: it is gone"]
     assert outage_lines(STATUS)[0] in trouble_lines(STATUS)

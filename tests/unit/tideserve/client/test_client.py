@@ -24,7 +24,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers at once, or fails as often as it is told to."""
+    """Responds at once, or fails a configured number of times."""
 
     target: str = ""
     fails: list[GatewayError] = field(default_factory=list)
@@ -110,7 +110,7 @@ async def gateway() -> AsyncIterator[FakeGateway]:
     await server.stop(0)
 
 
-async def test_the_clients_for_threads_and_for_asyncio_ask_the_same(gateway: FakeGateway) -> None:
+async def test_sync_and_async_clients_send_the_same_requests(gateway: FakeGateway) -> None:
     def in_a_thread() -> list[Any]:
         with tide.Client(gateway.target, api_key="k") as client:
             with client.stream_chat("hi", model="m") as chat:
@@ -127,14 +127,14 @@ async def test_the_clients_for_threads_and_for_asyncio_ask_the_same(gateway: Fak
                 client.cancel("r1"),
             ]
 
-    told = await asyncio.to_thread(in_a_thread)
+    sent = await asyncio.to_thread(in_a_thread)
     asked, gateway.requests = gateway.requests, []
     async with tide.AsyncClient(gateway.target, api_key="k") as client:
         async with client.stream_chat("hi", model="m") as chat:
             texts = [piece.text async for piece in chat]
         async with client.stream_complete("hi", model="m") as completion:
             texts += [piece.text async for piece in completion]
-        assert told == [
+        assert sent == [
             (texts, chat.id, completion.id),
             (await client.chat("hi", model="m", temperature=0)).id,
             (await client.complete("hi", model="m", max_tokens=3)).id,
@@ -143,13 +143,13 @@ async def test_the_clients_for_threads_and_for_asyncio_ask_the_same(gateway: Fak
             await client.models(),
             await client.cancel("r1"),
         ]
-    assert told[-1] is True, "what Cancel found"
+    assert sent[-1] is True, "the outcome of Cancel"
     assert (texts, chat.id, completion.id) == (["a", "b", "a"], "r3", "r4")
     assert asked == gateway.requests
     assert gateway.metadata["authorization"] == "Bearer k"
 
 
-async def test_calls_have_a_deadline_a_name_and_a_trace(gateway: FakeGateway) -> None:
+async def test_calls_have_a_deadline_an_id_and_a_trace(gateway: FakeGateway) -> None:
     context = trace.SpanContext(
         int(TRACEPARENT[3:35], 16), int(TRACEPARENT[36:52], 16), False, trace.TraceFlags(1)
     )
@@ -171,7 +171,7 @@ def fails_with(kind: type[tide.TideserveError]) -> Iterator["pytest.ExceptionInf
     assert type(caught.value) is kind
 
 
-async def test_a_call_that_nobody_can_serve_is_made_again(gateway: FakeGateway) -> None:
+async def test_an_unavailable_call_is_retried(gateway: FakeGateway) -> None:
     soon = errors.QueueFull("full", retry_after_s=0.001)
     async with tide.AsyncClient(gateway.target) as client:
         gateway.fails = [soon] * 3
@@ -186,7 +186,7 @@ async def test_a_call_that_nobody_can_serve_is_made_again(gateway: FakeGateway) 
         assert caught.value.request_id == "log-id"
 
 
-async def test_errors_say_what_is_wrong(gateway: FakeGateway) -> None:
+async def test_errors_have_the_message_of_the_gateway(gateway: FakeGateway) -> None:
     cases: list[tuple[GatewayError, type[tide.TideserveError]]] = [
         (errors.BadRequest("no", param="n"), tide.InvalidRequest),
         (errors.ContextExceeded("no", param="messages"), tide.ContextLengthExceeded),
@@ -211,7 +211,7 @@ async def test_errors_say_what_is_wrong(gateway: FakeGateway) -> None:
         assert str(caught.value) == "no"
 
 
-async def test_errors_that_are_not_the_gateways(gateway: FakeGateway) -> None:
+async def test_other_grpc_errors_are_translated(gateway: FakeGateway) -> None:
     async with tide.AsyncClient("127.0.0.1:1", timeout_s=5) as client:
         with fails_with(tide.Unavailable) as caught:
             await client.models()
@@ -224,7 +224,7 @@ async def test_errors_that_are_not_the_gateways(gateway: FakeGateway) -> None:
                     pass
 
 
-async def test_a_stream_that_broke_is_not_made_again(gateway: FakeGateway) -> None:
+async def test_a_broken_stream_is_not_retried(gateway: FakeGateway) -> None:
     gateway.holding = asyncio.Event()
     async with tide.AsyncClient(gateway.target) as client:
         stream = client.stream_chat("hi", model="m")
@@ -238,7 +238,7 @@ async def test_a_stream_that_broke_is_not_made_again(gateway: FakeGateway) -> No
         assert gateway.calls == 1
 
 
-async def test_leaving_a_stream_ends_the_request(gateway: FakeGateway) -> None:
+async def test_closing_a_stream_cancels_the_request(gateway: FakeGateway) -> None:
     gateway.holding = asyncio.Event()
     async with tide.AsyncClient(gateway.target) as client:
         async with client.stream_chat("hi", model="m") as stream:

@@ -1,4 +1,4 @@
-"""Requests of the client are what their values say."""
+"""Requests of the client match their arguments."""
 
 import json
 from typing import Any
@@ -12,12 +12,12 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
 
 
-def test_a_text_is_a_message_of_the_user() -> None:
+def test_a_string_is_a_user_message() -> None:
     request = build.chat_request("hi", "m", {})
     assert request == pb.ChatRequest(model="m", messages=[pb.Message(role=pb.ROLE_USER, text="hi")])
 
 
-def test_messages_in_the_form_of_openai() -> None:
+def test_openai_messages_are_accepted() -> None:
     messages: list[Any] = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -32,7 +32,7 @@ def test_messages_in_the_form_of_openai() -> None:
         pb.Message(role=pb.ROLE_ASSISTANT, text="as it came", reasoning="why"),
     ]
     made = build.chat_request(messages, "m", {}).messages
-    assert [one.role for one in made] == [
+    assert [message.role for message in made] == [
         pb.ROLE_SYSTEM,
         pb.ROLE_USER,
         pb.ROLE_ASSISTANT,
@@ -46,13 +46,13 @@ def test_messages_in_the_form_of_openai() -> None:
     assert made[4] == messages[4]
 
 
-def test_zero_is_not_missing() -> None:
+def test_zero_values_are_sent() -> None:
     sampling = build.chat_request("hi", "m", {"temperature": 0.0, "seed": 0, "n": 0}).sampling
     assert sampling.HasField("temperature") and sampling.HasField("seed") and sampling.HasField("n")
     assert not sampling.HasField("top_p")
 
 
-def test_all_that_a_request_can_say() -> None:
+def test_all_fields_are_set() -> None:
     request = build.chat_request(
         "hi",
         "m",
@@ -97,15 +97,15 @@ def test_all_that_a_request_can_say() -> None:
     ("given", "texts"),
     [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], "b"], [[1], "b"])],
 )
-def test_prompts(given: Any, texts: list[Any]) -> None:
+def test_prompt_forms_are_accepted(given: Any, texts: list[Any]) -> None:
     request = build.completion_request(given, "m", {"echo": True})
-    found = [one.text or list(one.token_ids.ids) for one in request.prompts]
-    assert found == texts
+    forms = [prompt.text or list(prompt.token_ids.ids) for prompt in request.prompts]
+    assert forms == texts
     assert request.echo
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"temprature": 1}, "unknown fields temprature"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex are mutually exclusive"),
@@ -113,8 +113,8 @@ def test_prompts(given: Any, texts: list[Any]) -> None:
         ({"service_class": "gold"}, "one of interactive, standard, batch"),
     ],
 )
-def test_what_no_request_can_say_is_refused_here(fields: Any, said: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=said):
+def test_invalid_requests_are_refused_by_the_client(fields: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         build.chat_request("hi", "m", fields)
 
 
@@ -122,13 +122,13 @@ def test_what_no_request_can_say_is_refused_here(fields: Any, said: str) -> None
     "name", ["bad_words", "choices", "allowed_token_ids", "stop_token_ids", "tools"]
 )
 @pytest.mark.parametrize("value", ["ab", b"ab", {"ab": 1}])
-def test_what_is_no_list_is_not_taken_apart(name: str, value: Any) -> None:
+def test_a_non_list_is_not_iterated(name: str, value: Any) -> None:
     fields: Any = {name: value}
     with pytest.raises(TypeError, match=f"{name} is a .*; pass a list of"):
         build.chat_request("hi", "m", fields)
 
 
-def test_a_stop_is_one_text_or_a_list() -> None:
+def test_a_stop_is_a_string_or_a_list() -> None:
     assert build.chat_request("hi", "m", {"stop": "ab"}).sampling.stop == ["ab"]
     with pytest.raises(TypeError, match="stop is a bytes"):
         build.chat_request("hi", "m", {"stop": b"ab"})  # type: ignore[typeddict-item]
@@ -148,14 +148,14 @@ def test_a_chat_is_a_list() -> None:
         build.chat_messages([{**message, "content": {"type": "text"}}])
 
 
-def test_a_message_of_nobody_is_refused_here() -> None:
+def test_a_message_without_a_role_is_refused() -> None:
     with pytest.raises(ValueError, match="role is 'robot'"):
         build.chat_messages([{"role": "robot", "content": "hi"}])
     with pytest.raises(ValueError, match="image_url"):
         build.chat_messages([{"role": "user", "content": [{"type": "image_url"}]}])
 
 
-def test_every_field_of_the_contract_can_be_said() -> None:
+def test_every_field_of_the_contract_has_an_argument() -> None:
     known = build.ChatFields.__optional_keys__ | build.CompletionFields.__optional_keys__
     assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= known
     assert set(pb.ServiceLevel.DESCRIPTOR.fields_by_name) <= known

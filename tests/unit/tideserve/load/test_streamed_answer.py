@@ -1,4 +1,4 @@
-"""What a client of the bench takes from a stream."""
+"""Fields that a client of the bench reads from a stream."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from tideserve.load.event_stream import StreamedAnswer
 
 
 def answer(*choices: dict[str, Any]) -> StreamedAnswer:
-    """One event a second, each with one choice."""
+    """A stream with an event per second and a choice in each."""
     made = StreamedAnswer()
     made.status = 200
     for second, choice in enumerate(choices):
@@ -15,8 +15,8 @@ def answer(*choices: dict[str, Any]) -> StreamedAnswer:
     return made
 
 
-def test_an_event_without_a_token_is_no_token() -> None:
-    """Else a stream that sends such events would never be silent."""
+def test_events_without_a_token_are_not_counted() -> None:
+    """Otherwise a stream of such events would never count as silent."""
     made = answer(
         {"text": "a", "token_ids": [1]},
         {"text": "", "token_ids": []},
@@ -27,11 +27,11 @@ def test_an_event_without_a_token_is_no_token() -> None:
     assert made.output_ids == [1, 2, 3]
 
 
-def test_without_ids_each_piece_of_text_counts() -> None:
+def test_text_pieces_count_if_token_ids_are_absent() -> None:
     assert answer({"text": "a"}, {"text": ""}, {"delta": {}}).token_times_s == [0.0, 1.0]
 
 
-def test_all_that_a_client_may_compare_is_kept() -> None:
+def test_fields_that_clients_compare_are_kept() -> None:
     made = answer({"text": "a", "token_ids": [1]}, {"text": " b", "finish_reason": "length"})
     usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
     made.feed(b"data: " + json.dumps(usage).encode() + b"\n\n", 3.0)

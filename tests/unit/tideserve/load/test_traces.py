@@ -27,7 +27,7 @@ def gaps(trace: Trace) -> list[float]:
     return [b.arrival_s - a.arrival_s for a, b in pairwise(trace.rows)]
 
 
-def test_azure() -> None:
+def test_azure_traces_are_read() -> None:
     trace = parse(
         AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
     )
@@ -79,13 +79,13 @@ def test_lines_before_the_first_row_do_not_matter() -> None:
 @pytest.mark.parametrize(
     "text", ["", "hello\n", AZURE, AZURE + "x,y,z\n", "{}\n", '{"timestamp": NaN}\n', "{\n"]
 )
-def test_no_usable_row_is_one_sentence(text: str) -> None:
+def test_a_trace_without_usable_rows_is_a_short_error(text: str) -> None:
     with pytest.raises(TraceError, match="the trace t has no usable row") as caught:
         parse(text)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot read the trace"):
         load_trace(tmp_path / "none.csv")
 
@@ -125,7 +125,7 @@ def test_arrivals_at_random_keep_the_requests_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_a_senseless_scale_is_refused(value: float) -> None:
+def test_an_invalid_scale_is_refused(value: float) -> None:
     with pytest.raises(TraceError):
         Trace("t", (TraceRow(0, 1, 1), TraceRow(1, 1, 1))).scale_rate(value)
 

@@ -13,7 +13,7 @@ from tideserve.load.workload import (
 SCALE = LengthScale(prompt=0.5, output=2.0, prompt_range=(4, 1024), output_range=(1, 30))
 
 
-def test_lengths_are_scaled_clipped_and_told() -> None:
+def test_lengths_are_scaled_clipped_and_reported() -> None:
     trace = Trace("t", (TraceRow(0, 100, 5), TraceRow(1, 2, 50)))
     workload = from_trace(trace, SCALE, 1, "as it is")
     assert [len(r.prompt_ids) for r in workload.requests] == [50, 4]
@@ -29,7 +29,7 @@ def test_prompts_differ_by_request_and_seed_only() -> None:
     assert all(TOKEN_ID_MIN <= token <= TOKEN_ID_MAX for ids in prompts for token in ids)
 
 
-def test_a_lead_in_ends_one_after_another_and_has_prompts_of_its_own() -> None:
+def test_lead_in_requests_end_in_turn_and_have_their_own_prompts() -> None:
     plain = fixed(6, 20, 16, 5)
     workload = with_lead_in(plain, 4)
     assert workload.lead_in == 4

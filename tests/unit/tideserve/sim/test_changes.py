@@ -1,4 +1,4 @@
-"""Simulated groups that merge in a flood and split after it: nobody's request is lost."""
+"""Simulated groups that merge in a flood and split after it lose no request."""
 
 import itertools
 import random
@@ -82,7 +82,7 @@ def test_static_pipelines_are_merged_at_the_start_and_never_split(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_restore_is_called_off_when_the_flood_returns(seed: int) -> None:
+def test_a_restore_is_cancelled_when_the_flood_returns(seed: int) -> None:
     rng = random.Random(seed)
     floods = [
         start_s + time_s

@@ -54,7 +54,7 @@ def run(spec: ClusterSpec, workload: OpenLoop | ClosedLoop) -> tuple[Cluster, Ou
 
 
 def check_conservation(cluster: Cluster, outcomes: Outcomes) -> None:
-    """Every request has ended once, and nothing is held any more."""
+    """Every request has ended once, and no resources are held."""
     assert all(record.outcome is not Outcome.RUNNING for record in outcomes.records)
     for record in outcomes.records:
         assert record.end_s >= record.sent_s
@@ -82,14 +82,14 @@ def test_every_request_ends_once_and_frees_its_blocks(seed: int) -> None:
     workload = poisson(seed, 10, 30, output=200)
     cluster, outcomes = run(make_spec(), workload)
     check_conservation(cluster, outcomes)
-    found = figures(outcomes)
-    assert found["completed"] == found["sent"] == len(workload.arrivals)
-    assert found["unfinished"] == 0
+    result = figures(outcomes)
+    assert result["completed"] == result["sent"] == len(workload.arrivals)
+    assert result["unfinished"] == 0
 
 
 @pytest.mark.parametrize("execution", list(Execution))
 @pytest.mark.parametrize("seed", range(3))
-def test_fast_forward_changes_no_time_of_one_instance(seed: int, execution: Execution) -> None:
+def test_fast_forward_changes_no_time_of_a_single_instance(seed: int, execution: Execution) -> None:
     workload = poisson(seed, 4, 40, output=150)
     # With room for all: where memory is short, the missing reports shift dispatch a little. So they
     # do where the scheduler holds requests back until a report shows less prefill work.
@@ -100,12 +100,12 @@ def test_fast_forward_changes_no_time_of_one_instance(seed: int, execution: Exec
     # With static batches, no run of decodes is fast-forwarded while any request waits.
     share = 50 if execution is Execution.STATIC else 3
     assert sides[0].iterations_fast_forwarded > sides[0].iterations / share
-    for one, other in zip(sides[0].records, sides[1].records, strict=True):
-        assert one.first_s == pytest.approx(other.first_s, abs=1e-9)
-        assert one.end_s == pytest.approx(other.end_s, abs=1e-9)
+    for stepped, jumped in zip(sides[0].records, sides[1].records, strict=True):
+        assert stepped.first_s == pytest.approx(jumped.first_s, abs=1e-9)
+        assert stepped.end_s == pytest.approx(jumped.end_s, abs=1e-9)
 
 
-def test_one_instance_serves_as_an_m_d_1_queue_predicts() -> None:
+def test_a_single_instance_matches_an_m_d_1_queue() -> None:
     # One request at a time, one iteration each, all of the same length: M/D/1.
     iteration = IterationConfig(16, 1000, 512, 1, 10_000)
     spec = make_spec(instances=1, iteration=iteration, delays=NO_DELAYS, scheduler=PATIENT)
@@ -138,16 +138,16 @@ def test_overload_queues_then_refuses_and_recovers() -> None:
     spec = make_spec(instances=1, scheduler=StateConfig(100, 60.0, lateness=0.0))
     cluster, outcomes = run(spec, OpenLoop(burst + later))
     check_conservation(cluster, outcomes)
-    found = figures(outcomes)
-    assert found["rejected"] >= 150
+    result = figures(outcomes)
+    assert result["rejected"] >= 150
     reasons = {record.reason for record in outcomes.records} - {""}
     assert reasons == {"queue_full", "expired"} or reasons == {"queue_full"}
-    assert found["kv_demand_peak_ratio"] > 1.5
-    assert found["kv_usage_peak"] > 0.9
+    assert result["kv_demand_peak_ratio"] > 1.5
+    assert result["kv_usage_peak"] > 0.9
     assert all(record.ttft_s < 0.5 for record in outcomes.records[-10:]), "the burst is over"
 
 
-def test_kv_overflow_preempts_and_completes_all_the_same() -> None:
+def test_kv_overflow_preempts_and_all_requests_complete() -> None:
     iteration = replace(make_spec().iteration, num_blocks=120)
     spec = make_spec(instances=2, iteration=iteration, scheduler=PATIENT)
     cluster, outcomes = run(spec, poisson(3, 6, 30, prompt=60, output=300))
@@ -165,7 +165,7 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
         assert len(meanwhile) <= 5
 
 
-def test_a_client_that_asks_again_finds_its_worker_idle_however_late_reports_are() -> None:
+def test_late_reports_do_not_hide_an_idle_worker_from_a_retry() -> None:
     requests = iter([Arrival(0.0, 64, 20 + 7 * (number % 5)) for number in range(60)])
     spec = make_spec(instances=2, delays=Delays(report_s=0.05))
     _, outcomes = run(spec, ClosedLoop(requests, 2))
@@ -174,7 +174,7 @@ def test_a_client_that_asks_again_finds_its_worker_idle_however_late_reports_are
     assert waits_s == pytest.approx([min(waits_s)] * 58)
 
 
-def test_what_no_instance_can_hold_is_refused_at_once() -> None:
+def test_a_request_too_large_for_every_instance_is_refused_at_once() -> None:
     _, outcomes = run(make_spec(max_model_len=512), OpenLoop([Arrival(0.0, 600, 10)]))
     assert outcomes.records[0].reason == "too_large"
 
@@ -196,7 +196,7 @@ def test_gamma_arrivals_have_their_rate_and_spread() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 17])
-def test_a_run_takes_as_long_as_its_iterations(count: int) -> None:
+def test_run_time_is_the_sum_of_iterations(count: int) -> None:
     one_by_one_s = sum(
         DEVICE.iteration_s(IterationShape(7, 900 + 7 * step, ())) for step in range(count)
     )

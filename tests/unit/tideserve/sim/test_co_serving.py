@@ -1,4 +1,4 @@
-"""Batch work beside online requests in the simulated cluster: figures by class, and who waits."""
+"""Batch work beside online requests in the simulated cluster: figures by class, and waiting."""
 
 import random
 from collections import Counter
@@ -49,9 +49,9 @@ def run(scheduling: str, workload: CoServed, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_same_seed_gives_the_same_figures_by_class() -> None:
-    one, same, other = (run("slo", load(seed, 8)) for seed in (1, 1, 2))
-    assert one == same
-    assert one["classes"]["online"]["ttft_s"] != other["classes"]["online"]["ttft_s"]
+    first, same, other = (run("slo", load(seed, 8)) for seed in (1, 1, 2))
+    assert first == same
+    assert first["classes"]["online"]["ttft_s"] != other["classes"]["online"]["ttft_s"]
 
 
 @pytest.mark.parametrize("scheduling", ["fcfs", "priority", "slo"])
@@ -77,18 +77,18 @@ def test_every_event_keeps_the_invariants_and_every_online_request_ends(scheduli
 
 def test_processed_tokens_are_those_of_the_window_by_class() -> None:
     workload = load(5, 0)
-    found = run("slo", workload)
+    result = run("slo", workload)
     begin_s, end_s = workload.window_s
     assert begin_s == WINDOW_S and end_s == workload.online.arrivals[-1].arrival_s
-    inside = [one for one in workload.online.arrivals if begin_s <= one.arrival_s]
-    online = found["classes"]["online"]
+    inside = [arrival for arrival in workload.online.arrivals if begin_s <= arrival.arrival_s]
+    online = result["classes"]["online"]
     assert online["sent"] == online["completed"] == len(inside) < len(workload.online.arrivals)
-    tokens = online["processed_tokens_per_s"] * found["window_s"]
+    tokens = online["processed_tokens_per_s"] * result["window_s"]
     # All but what runs across the ends of the window: a few requests.
     assert tokens == pytest.approx(320 * len(inside), abs=320 * 4)
-    assert found["processed_tokens_per_s"] == online["processed_tokens_per_s"]
-    assert found["classes"]["batch"]["processed_tokens_per_s"] == 0
-    assert found["recomputed_share"] == 0
+    assert result["processed_tokens_per_s"] == online["processed_tokens_per_s"]
+    assert result["classes"]["batch"]["processed_tokens_per_s"] == 0
+    assert result["recomputed_share"] == 0
 
 
 def test_gaps_are_the_times_between_the_tokens_of_each_request() -> None:
@@ -106,10 +106,13 @@ NOBODY = ClosedLoop(iter(()), 0)
 
 
 def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
-    found = {name: run(name, load(7, 60)) for name in ("fcfs", "priority", "slo")}
+    results = {name: run(name, load(7, 60)) for name in ("fcfs", "priority", "slo")}
     alone = run("slo", load(7, 0))["classes"]["online"]
-    online = {name: one["classes"]["online"] for name, one in found.items()}
-    batch = {name: one["classes"]["batch"]["processed_tokens_per_s"] for name, one in found.items()}
+    online = {name: result["classes"]["online"] for name, result in results.items()}
+    batch = {
+        name: result["classes"]["batch"]["processed_tokens_per_s"]
+        for name, result in results.items()
+    }
     assert min(batch.values()) > 2 * alone["processed_tokens_per_s"]
     assert online["fcfs"]["ttft_s"]["p99"] > 4 * online["priority"]["ttft_s"]["p99"]
     assert online["slo"]["inter_token_s"]["p50"] < 0.8 * online["priority"]["inter_token_s"]["p50"]
@@ -117,7 +120,7 @@ def test_classes_decide_in_the_scheduler_and_in_the_workers() -> None:
     assert online["slo"]["ttft_s"]["p99"] < alone["ttft_s"]["p99"] + 2 * INTERACTIVE.tpot_s
 
 
-def test_some_groups_may_be_for_batch_work_alone() -> None:
+def test_groups_can_be_reserved_for_batch_work() -> None:
     workload = load(8, 8)
     rules = ClassRules(Scheduling.PRIORITY, batch_groups=1)
     plain = spec("priority")
@@ -129,18 +132,18 @@ def test_some_groups_may_be_for_batch_work_alone() -> None:
 
 
 def _places(cluster: Cluster) -> dict[ServiceClass, set[str]]:
-    found: dict[ServiceClass, set[str]] = {}
+    workers: dict[ServiceClass, set[str]] = {}
     for record in cluster.run().records:
         if record.worker_id:
-            found.setdefault(record.service_class, set()).add(record.worker_id)
-    return found
+            workers.setdefault(record.service_class, set()).add(record.worker_id)
+    return workers
 
 
 @pytest.mark.parametrize("work", list(PreemptedWork))
 def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: PreemptedWork) -> None:
     times_s = [1.0 + 3.0 * number for number in range(8)]
     untargeted = Service(ServiceClass.INTERACTIVE)
-    online = OpenLoop([Arrival(one, 300, 1, service=untargeted) for one in times_s])
+    online = OpenLoop([Arrival(time_s, 300, 1, service=untargeted) for time_s in times_s])
     backlog = repeat(Arrival(0.0, 4000, 2, service=BATCH))
     large = {"max_batch_tokens": 8192, "offline_iteration_s": 2.0, "online_chunk_tokens": 300}
     waits_s, batch = {}, {}
@@ -148,12 +151,12 @@ def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: Pre
         workload = CoServed(online, ClosedLoop(backlog, 8))
         changes: dict[str, Any] = large | {"preempt": preempt, "preempted_work": work}
         cluster = Cluster(spec("slo", **changes), DEVICE, workload)
-        found = figures(cluster.run(check=cluster.check_invariants))
-        waits_s[preempt] = found["classes"]["online"]["ttft_s"]
-        batch[preempt] = found["classes"]["batch"]["processed_tokens_per_s"]
-        states = [one.state for one in cluster.instances.values()]
-        interrupted = sum(one.preempted_iterations_total for one in states)
-        dropped = sum(one.sequence_table.discarded_tokens_total for one in states)
+        result = figures(cluster.run(check=cluster.check_invariants))
+        waits_s[preempt] = result["classes"]["online"]["ttft_s"]
+        batch[preempt] = result["classes"]["batch"]["processed_tokens_per_s"]
+        states = [instance.state for instance in cluster.instances.values()]
+        interrupted = sum(state.preempted_iterations_total for state in states)
+        dropped = sum(state.sequence_table.discarded_tokens_total for state in states)
         resumes = work is PreemptedWork.RESUME
         assert (interrupted > 0) == (preempt is Preempt.ALWAYS)
         assert (dropped > 0) == (preempt is Preempt.ALWAYS and not resumes)
@@ -164,7 +167,7 @@ def test_an_online_request_interrupts_batch_work_at_the_next_safepoint(work: Pre
     assert kept > 0.9 if work is PreemptedWork.RESUME else kept > 0.6
 
 
-def test_what_changes_groups_interrupts_batch_work_at_the_next_safepoint() -> None:
+def test_a_group_change_interrupts_batch_work_at_the_next_safepoint() -> None:
     longest_s = {}
     for preempt in (Preempt.OFF, Preempt.ALWAYS):
         online = OpenLoop([Arrival(8.0, 300, 1, service=INTERACTIVE)])
@@ -187,9 +190,9 @@ def test_what_changes_groups_interrupts_batch_work_at_the_next_safepoint() -> No
     assert longest_s[Preempt.ALWAYS] < 0.1
 
 
-def test_a_request_that_can_wait_interrupts_nothing() -> None:
+def test_a_request_with_slack_interrupts_nothing() -> None:
     patient = Service(ServiceClass.INTERACTIVE, ttft_s=60.0)
-    online = OpenLoop([Arrival(0.7 * one, 300, 1, service=patient) for one in range(40)])
+    online = OpenLoop([Arrival(0.7 * number, 300, 1, service=patient) for number in range(40)])
     workload = CoServed(online, ClosedLoop(repeat(Arrival(0.0, 4000, 2, service=BATCH)), 8))
     cluster = Cluster(
         spec("slo", max_batch_tokens=8192, preempt=Preempt.DEADLINE), DEVICE, workload
@@ -197,30 +200,32 @@ def test_a_request_that_can_wait_interrupts_nothing() -> None:
     outcomes = cluster.run()
     online_records = [r for r in outcomes.records if r.service_class is not ServiceClass.BATCH]
     assert all(record.outcome is Outcome.COMPLETED for record in online_records)
-    assert not any(one.state.preempted_iterations_total for one in cluster.instances.values())
+    assert not any(
+        instance.state.preempted_iterations_total for instance in cluster.instances.values()
+    )
 
 
-def test_a_fuller_dial_gives_batch_work_more_and_online_tokens_later() -> None:
-    found = [run("slo", load(9, 60), harvest=fill) for fill in (0.1, 0.5, 1.0)]
-    tokens = [one["classes"]["batch"]["processed_tokens_per_s"] for one in found]
-    gaps_s = [one["classes"]["online"]["inter_token_s"]["p50"] for one in found]
+def test_a_higher_fill_level_speeds_up_batch_work_and_delays_online_tokens() -> None:
+    results = [run("slo", load(9, 60), harvest=fill) for fill in (0.1, 0.5, 1.0)]
+    tokens = [result["classes"]["batch"]["processed_tokens_per_s"] for result in results]
+    gaps_s = [result["classes"]["online"]["inter_token_s"]["p50"] for result in results]
     assert tokens == sorted(tokens) and tokens[0] < 0.8 * tokens[2]
     assert gaps_s == sorted(gaps_s) and gaps_s[0] < 0.7 * gaps_s[2]
 
 
-def test_what_was_promised_is_told_of_requests_of_the_window() -> None:
+def test_attainment_covers_requests_of_the_window() -> None:
     grouped = replace(INTERACTIVE, token_group=4)
     workload = load(11, 60)
-    online = OpenLoop([one._replace(service=grouped) for one in workload.online.arrivals])
+    online = OpenLoop([arrival._replace(service=grouped) for arrival in workload.online.arrivals])
     workload = replace(workload, online=online)
-    found = {name: run(name, workload)["classes"] for name in ("fcfs", "slo")}
-    kept = {name: one["online"]["slo_attainment"] for name, one in found.items()}
+    results = {name: run(name, workload)["classes"] for name in ("fcfs", "slo")}
+    kept = {name: result["online"]["slo_attainment"] for name, result in results.items()}
     assert kept["fcfs"]["ttft"] < 0.2 < 0.95 < kept["slo"]["ttft"]
     assert kept["slo"]["token_group"] > 0.95
-    good = found["slo"]["online"]["goodput_requests_per_s"]
+    good = results["slo"]["online"]["goodput_requests_per_s"]
     window_s = workload.window_s[1] - workload.window_s[0]
-    assert good <= found["slo"]["online"]["sent"] / window_s
-    assert good > 5 * found["fcfs"]["online"]["goodput_requests_per_s"]
+    assert good <= results["slo"]["online"]["sent"] / window_s
+    assert good > 5 * results["fcfs"]["online"]["goodput_requests_per_s"]
 
 
 def test_batch_requests_a_second_are_those_that_end_in_the_window() -> None:
@@ -233,12 +238,12 @@ def test_batch_requests_a_second_are_those_that_end_in_the_window() -> None:
     assert batch["throughput_requests_per_s"] == pytest.approx(len(ended) / (end_s - begin_s))
 
 
-def test_batches_are_sent_when_the_last_one_has_ended() -> None:
+def test_a_batch_is_sent_when_its_predecessor_has_ended() -> None:
     workload = load(13, 6)
     together = replace(workload, batch=replace(workload.batch, in_batches=True))
     records = Cluster(spec("slo"), DEVICE, together).run().records
-    batch = [one for one in records if not one.service.online]
+    batch = [record for record in records if not record.service.online]
     assert len(batch) > 24
     for begin in range(6, len(batch) - 5, 6):
-        times_s = {one.sent_s for one in batch[begin : begin + 6]}
-        assert times_s == {max(one.end_s for one in batch[begin - 6 : begin])}
+        times_s = {record.sent_s for record in batch[begin : begin + 6]}
+        assert times_s == {max(record.end_s for record in batch[begin - 6 : begin])}

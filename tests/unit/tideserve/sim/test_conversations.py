@@ -21,32 +21,32 @@ def test_a_turn_has_all_whole_blocks_of_the_turn_before(kind: Conversations) -> 
     arrivals = kind.arrivals(0.5, 200, random.Random(4))
     longest: dict[int, Arrival] = {}
     continued = 0
-    for one in arrivals:
-        assert len(one.prefix_ids) == one.prompt_tokens // PREFIX_BLOCK_TOKENS
-        assert one.prompt_tokens + one.output_tokens <= kind.tokens_max
-        for block in one.prefix_ids:
+    for arrival in arrivals:
+        assert len(arrival.prefix_ids) == arrival.prompt_tokens // PREFIX_BLOCK_TOKENS
+        assert arrival.prompt_tokens + arrival.output_tokens <= kind.tokens_max
+        for block in arrival.prefix_ids:
             before = longest.get(block)
-            if before is not None and len(before.prefix_ids) <= len(one.prefix_ids):
-                place = one.prefix_ids.index(block)
-                assert before.prefix_ids[: place + 1] == one.prefix_ids[: place + 1]
+            if before is not None and len(before.prefix_ids) <= len(arrival.prefix_ids):
+                place = arrival.prefix_ids.index(block)
+                assert before.prefix_ids[: place + 1] == arrival.prefix_ids[: place + 1]
                 continued += 1
-            longest[block] = one
+            longest[block] = arrival
     assert continued > len(arrivals)
 
 
 @KINDS
 def test_conversations_share_few_openings(kind: Conversations) -> None:
     arrivals = kind.arrivals(1.0, 200, random.Random(5))
-    found = {one.prefix_ids[0] for one in arrivals}
-    assert kind.openings / 2 < len(found) <= kind.openings
+    openings = {arrival.prefix_ids[0] for arrival in arrivals}
+    assert kind.openings / 2 < len(openings) <= kind.openings
 
 
-def test_prompts_share_exactly_what_their_ids_say() -> None:
+def test_prompts_share_exactly_the_blocks_of_their_ids() -> None:
     first, second = Arrival(0, 1500, 1, (7, 8)), Arrival(0, 1100, 1, (7, 9))
-    one, other = first.prompt_ids(0), second.prompt_ids(1)
-    assert (len(one), len(other)) == (1500, 1100)
-    assert one[:512] == other[:512]
-    assert not set(one[512:]) & set(other[512:])
+    first_ids, second_ids = first.prompt_ids(0), second.prompt_ids(1)
+    assert (len(first_ids), len(second_ids)) == (1500, 1100)
+    assert first_ids[:512] == second_ids[:512]
+    assert not set(first_ids[512:]) & set(second_ids[512:])
     # The rest of equal prompts is their own.
     again = first.prompt_ids(2)
-    assert again[:1024] == one[:1024] and not set(again[1024:]) & set(one[1024:])
+    assert again[:1024] == first_ids[:1024] and not set(again[1024:]) & set(first_ids[1024:])

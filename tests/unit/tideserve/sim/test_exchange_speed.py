@@ -1,4 +1,4 @@
-"""How long KV moves after a merge: about as long as its bytes take on the links."""
+"""KV moves after a merge take about the transfer time of their bytes."""
 
 from pathlib import Path
 

@@ -54,13 +54,13 @@ def waits_s(outcomes: Outcomes) -> list[float]:
 
 
 @pytest.mark.parametrize("rate_per_s", [2.3, 2.6, 3.0])
-def test_merging_keeps_every_wait_short(rate_per_s: float) -> None:
+def test_merging_bounds_every_wait(rate_per_s: float) -> None:
     outcomes = simulated(rate_per_s, CHANGE)
     assert len(outcomes.records) == 79
     assert waits_s(outcomes)[-1] <= 1.2
     assert outcomes.preemptions <= 24
 
 
-def test_without_merging_it_is_a_flood() -> None:
+def test_waits_grow_without_merging() -> None:
     waits = waits_s(simulated(2.6, None))
     assert waits[len(waits) // 2] > 1.2 and waits[-1] > 5

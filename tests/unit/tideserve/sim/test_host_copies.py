@@ -52,7 +52,7 @@ def test_little_host_memory_saves_little() -> None:
     assert little["recomputed_share"] > much["recomputed_share"]
 
 
-def test_recalls_without_prefetch_hold_other_work_up() -> None:
+def test_recalls_without_prefetch_delay_other_work() -> None:
     off, on = (
         figures(host_memory="16GiB", prefetch=value, host_link_bytes_per_s=3 * 10**9)
         for value in (False, True)
@@ -83,7 +83,7 @@ def test_swap_copies_the_kv_of_online_requests() -> None:
         ),
     ],
 )
-def test_options_that_cannot_work_are_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_refused(changes: dict[str, Any], sentence: str) -> None:
     if "cost" in changes:
         changes = changes | {"cost": {**changes["cost"], "gamma_s": 0.01, "lambda_s": 0.009}}
     with pytest.raises(ConfigError, match=sentence):

@@ -63,7 +63,7 @@ def run(
     policy: OverloadPolicy = OverloadPolicy.RECOMPUTE,
     rate_per_s: float = BUSY,
 ) -> Outcomes:
-    """Simulate, with checks; every request must end, and no block may be taken afterwards."""
+    """Simulate with checks; every request must end, and no block may stay in use."""
     cluster = Cluster(spec_of(rebalance, policy), DEVICE, uneven(seed, rate_per_s))
     events = itertools.count()
 
@@ -125,7 +125,7 @@ def test_moves_spare_a_merge() -> None:
 
 
 def test_without_moves_nothing_changes() -> None:
-    """Off is off: the same decisions and the same times as before moves existed."""
+    """Off is off: the same decisions and times as before moves existed."""
     off = run(2, Rebalance.OFF, OverloadPolicy.DROP)
     plain = Cluster(
         replace(spec_of(Rebalance.OFF, OverloadPolicy.DROP)), DEVICE, uneven(2, BUSY)

@@ -1,4 +1,4 @@
-"""How well a worker predicted its iterations, from the entries of its log."""
+"""Prediction errors of a worker, from the entries of its log."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ def test_the_work_between_iterations_counts_but_idle_time_does_not() -> None:
         *(planned(106.0, 4), finished(112.0)),
     ]
     ran = list(predicted_iterations(MODEL, entries))
-    assert [one.measured_s for one in ran] == [8.0, 6.0, 6.0, 6.0]
-    assert [one.models for one in ran] == [0, 0, 0, 1]
-    assert [one.error for one in ran] == pytest.approx([0.25, 0.0, 0.0, 1.0])
+    assert [iteration.measured_s for iteration in ran] == [8.0, 6.0, 6.0, 6.0]
+    assert [iteration.models for iteration in ran] == [0, 0, 0, 1]
+    assert [iteration.error for iteration in ran] == pytest.approx([0.25, 0.0, 0.0, 1.0])
     assert list(predicted_iterations(None, entries[:4])) == []

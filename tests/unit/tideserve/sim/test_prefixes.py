@@ -1,4 +1,4 @@
-"""Simulated workers with prefix caches: hits as counted, and more of them by dispatch `prefix`."""
+"""Simulated workers with prefix caches: exact hits, and more of them with dispatch `prefix`."""
 
 import random
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ def simulated(
     )
     cluster = Cluster(spec, CostTimeModel(COST), OpenLoop(arrivals))
     outcomes = cluster.run()
-    assert all(one.outcome is Outcome.COMPLETED for one in outcomes.records)
+    assert all(record.outcome is Outcome.COMPLETED for record in outcomes.records)
     cluster.check_invariants()
     return cluster, outcomes
 
 
 def counted(cluster: Cluster, outcomes: Outcomes, arrivals: Sequence[Arrival], blocks: int) -> int:
-    """Hits by other code, of the same requests at the same workers."""
+    """Independent count of the hits of the same requests at the same workers."""
     caches = {name: CountedCache(blocks) for name in cluster.instances}
     for number, (record, arrival) in enumerate(zip(outcomes.records, arrivals, strict=True)):
         output = (-1,) * arrival.output_tokens
@@ -66,9 +66,11 @@ def test_hits_are_those_of_an_independent_count(
 
 
 def test_dispatch_by_prefix_at_least_doubles_the_hits() -> None:
-    """Eight busy workers: idle ones would be picked in the order of their names."""
+    """Eight busy workers, as idle ones would be picked in order of their names."""
     arrivals = AGENTS.arrivals(0.8, 150, random.Random(1))
-    plain, aware = (serve("agents", arrivals, one, 500_000) for one in ("least_loaded", PREFIX))
+    plain, aware = (
+        serve("agents", arrivals, dispatch, 500_000) for dispatch in ("least_loaded", PREFIX)
+    )
     assert plain.unfinished == aware.unfinished == 0
     assert aware.hit_share > 2 * plain.hit_share
     assert plain.ttft_p50_s is not None and aware.ttft_p50_s is not None
@@ -83,9 +85,9 @@ def test_hits_are_as_predicted() -> None:
 
 
 def test_the_same_seed_gives_the_same_outcomes() -> None:
-    found = [
+    snapshots = [
         simulated(CHATS.arrivals(0.3, 60, random.Random(seed)), PREFIX, 3, 5000)[1]
         for seed in (1, 1, 2)
     ]
-    assert found[0].records == found[1].records != found[2].records
-    assert found[0].prefix_hits == found[1].prefix_hits
+    assert snapshots[0].records == snapshots[1].records != snapshots[2].records
+    assert snapshots[0].prefix_hits == snapshots[1].prefix_hits

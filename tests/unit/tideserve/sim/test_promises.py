@@ -1,4 +1,4 @@
-"""What was kept of promises: groups of tokens, and shares over requests."""
+"""Attained targets: groups of tokens, and shares over requests."""
 
 import math
 
@@ -11,7 +11,7 @@ from tideserve.sim.token_times import NO_TARGETS_MET, TargetsMet, TokenGroups, a
 PROMISED = Service(ServiceClass.INTERACTIVE, ttft_s=1.0, tpot_s=0.5, token_group=2)
 
 
-def test_a_group_is_due_after_the_one_before_it() -> None:
+def test_a_group_is_due_after_its_predecessor() -> None:
     groups = TokenGroups(size=2, tpot_s=0.5, from_s=10.0)
     assert groups.share == 1.0
     for time_s in (10.9, 11.0):  # a slow token and a quick one: in time together
@@ -24,14 +24,14 @@ def test_a_group_is_due_after_the_one_before_it() -> None:
     assert groups.share == pytest.approx(2 / 3)
 
 
-def test_tokens_by_themselves_are_groups_of_one() -> None:
+def test_single_tokens_are_groups_of_size_1() -> None:
     groups = TokenGroups(size=1, tpot_s=0.5, from_s=0.0)
     for time_s in (0.5, 1.1, 1.2):
         groups.note(time_s)
     assert (groups.ended, groups.in_time) == (3, 2)
 
 
-def test_a_group_that_never_ends_is_late_once_it_is_due() -> None:
+def test_an_unfinished_group_is_late_once_due() -> None:
     groups = TokenGroups(size=2, tpot_s=0.5, from_s=0.0)
     groups.note(0.2)
     groups.give_up(1.0)
@@ -64,7 +64,7 @@ def record(first_s: float, end_s: float, outcome: Outcome, *tokens_s: float) -> 
     return Record(0.0, 9, count, first_s, end_s, outcome, service=PROMISED, groups=groups)
 
 
-def test_simulated_requests() -> None:
+def test_attainment_of_simulated_requests_is_counted() -> None:
     done = record(0.9, 1.9, Outcome.COMPLETED, 1.8, 1.9)
     assert targets_met(done, 50.0) == (True, True, 1.0)
     late = record(1.1, 2.4, Outcome.COMPLETED, 1.2, 2.4)
@@ -79,7 +79,7 @@ def test_simulated_requests() -> None:
     assert targets_met(refused, 50.0) == NO_TARGETS_MET
 
 
-def test_what_was_not_promised_is_neither_kept_nor_broken() -> None:
+def test_requests_without_targets_are_not_counted() -> None:
     plain = Record(0.0, 9, 3, 5.0, 6.0, Outcome.COMPLETED)
     assert targets_met(plain, 50.0) == (None, None, None)
     waiting = Record(0.0, 9, 3, service=Service(ttft_s=1.0))

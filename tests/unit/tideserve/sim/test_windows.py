@@ -1,4 +1,4 @@
-"""Figures over time: requests count in the window in which they were sent, tokens as they come."""
+"""Figures over time: requests by their send time, tokens by their arrival."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Grammars are compiled beside the loop, and no request waits for ever."""
+"""Grammars are compiled beside the loop, and no request waits forever."""
 
 import select
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate(Grammars):
-    """Compiles only while it is open."""
+    """Compiles only while open."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, 320)
         self.open = Event()
-        # Lets one through.
+        # Lets a single compilation pass.
         self.one = Semaphore(0)
         self.began = Semaphore(0)
         self.compiled: list[Grammar] = []
@@ -55,9 +55,9 @@ class Bench:
         self.grammars = Gate(model_dir)
         self.check = GrammarCheck(self.grammars, lambda: self.now_s)
 
-    def until_one(self) -> list[CheckedRequest]:
-        """What comes once the descriptor is readable."""
-        assert select.select([self.check], [], [], WAIT_S)[0], "nobody wakes the loop"
+    def take_when_readable(self) -> list[CheckedRequest]:
+        """The checked requests once the descriptor is readable."""
+        assert select.select([self.check], [], [], WAIT_S)[0], "the loop is not woken"
         return self.check.take()
 
 
@@ -75,32 +75,32 @@ def request_id_of(name: str, regex: str, owner: str = "") -> Request:
 
 
 def names(checked: list[CheckedRequest]) -> list[tuple[str, bool]]:
-    return [(one.request.request_id, one.refusal is None) for one in checked]
+    return [(item.request.request_id, item.refusal is None) for item in checked]
 
 
-def test_requests_come_out_once_their_grammar_is_compiled(bench: Bench) -> None:
+def test_requests_are_released_once_their_grammar_is_compiled(bench: Bench) -> None:
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.take() == [] and len(bench.check) == 2
     bench.grammars.open.set()
-    came = names(bench.until_one())
+    came = names(bench.take_when_readable())
     assert came == [("a", True), ("b", True)]
     assert len(bench.check) == 0
     bench.check.submit(request_id_of("c", "a+"))
-    assert names(bench.check.take()) == [("c", True)], "it is known: nobody waits"
+    assert names(bench.check.take()) == [("c", True)], "it is cached: no wait"
 
 
-def test_what_does_not_compile_is_refused(bench: Bench) -> None:
+def test_a_grammar_that_does_not_compile_is_refused(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("a", "a("))
-    (checked,) = bench.until_one()
+    (checked,) = bench.take_when_readable()
     assert checked.refusal is not None and not checked.refusal.retryable
     assert "unclosed group" in checked.refusal.message
     bench.check.submit(request_id_of("b", "a("))
     assert names(bench.check.take()) == [("b", False)]
 
 
-def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
+def test_only_the_slow_grammar_is_refused(bench: Bench) -> None:
     bench.now_s = 100.0
     bench.check.submit(request_id_of("slow", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
@@ -108,7 +108,7 @@ def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
     bench.check.submit(request_id_of("innocent", "b+"))
     bench.check.submit(request_id_of("alike", "a+"))
     bench.now_s += COMPILE_MAX_S - 1.0
-    blamed = {one.request.request_id: one.refusal for one in bench.check.take()}
+    blamed = {item.request.request_id: item.refusal for item in bench.check.take()}
     assert blamed.keys() == {"slow", "alike"}
     for refusal in blamed.values():
         assert refusal is not None and not refusal.retryable
@@ -122,21 +122,21 @@ def test_only_the_grammar_that_takes_too_long_is_to_blame(bench: Bench) -> None:
     assert too.refusal is not None and "simplify" in too.refusal.message
 
 
-def test_time_counts_from_a_grammars_own_beginning(bench: Bench) -> None:
+def test_time_limit_starts_with_each_grammar(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s = WAIT_MAX_S - 1
     bench.check.submit(request_id_of("second", "b+"))
     bench.grammars.one.release()
-    assert names(bench.until_one()) == [("first", True)]
+    assert names(bench.take_when_readable()) == [("first", True)]
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     bench.now_s += COMPILE_MAX_S - 1
     assert bench.check.take() == [], "its own time is not up, nor its wait"
     bench.grammars.one.release()
-    assert names(bench.until_one()) == [("second", True)]
+    assert names(bench.take_when_readable()) == [("second", True)]
 
 
-def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
+def test_unneeded_grammars_are_not_compiled(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(20):
@@ -145,14 +145,14 @@ def test_what_nobody_waits_for_is_not_compiled(bench: Bench) -> None:
     for number in range(20):
         assert bench.check.abort(f"aborted-{number}")
     bench.grammars.open.set()
-    came = names(bench.until_one())
+    came = names(bench.take_when_readable())
     while ("waits", True) not in came:
-        came += names(bench.until_one())
+        came += names(bench.take_when_readable())
     assert came == [("first", True), ("waits", True)]
     assert [grammar.text for grammar in bench.grammars.compiled] == ["a+", "c+"]
 
 
-def test_owners_take_turns(bench: Bench) -> None:
+def test_grammars_of_owners_alternate(bench: Bench) -> None:
     bench.check.submit(request_id_of("first", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     for number in range(5):
@@ -162,42 +162,42 @@ def test_owners_take_turns(bench: Bench) -> None:
     bench.grammars.open.set()
     came = []
     while len(came) < 8:
-        came += names(bench.until_one())
+        came += names(bench.take_when_readable())
     wanted = ["a+", "b{1}", "b{4}", "b{2}", "c+", "b{3}", "b{5}"]
     assert [grammar.text for grammar in bench.grammars.compiled] == wanted
     assert all(good for _, good in came)
 
 
-def test_the_descriptor_is_quiet_once_everything_is_taken(bench: Bench) -> None:
-    """Or the engine's loop would turn for nothing."""
+def test_the_descriptor_is_not_readable_once_drained(bench: Bench) -> None:
+    """Otherwise the engine loop would spin."""
     bench.check.submit(request_id_of("a", "a+"))
     assert bench.grammars.began.acquire(timeout=WAIT_S)
     assert bench.check.abort("a")
     bench.grammars.open.set()
-    assert bench.until_one() == []
+    assert bench.take_when_readable() == []
     assert not select.select([bench.check], [], [], 0)[0]
 
 
-def test_an_aborted_request_never_comes(bench: Bench) -> None:
+def test_an_aborted_request_is_never_released(bench: Bench) -> None:
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a")
     assert not bench.check.abort("a") and not bench.check.abort("unknown")
     bench.grammars.open.set()
-    assert names(bench.until_one()) == [("b", True)]
+    assert names(bench.take_when_readable()) == [("b", True)]
 
 
-def test_one_that_is_aborted_in_the_turn_in_which_it_was_checked_never_comes(bench: Bench) -> None:
+def test_a_request_aborted_in_the_turn_of_its_check_is_never_released(bench: Bench) -> None:
     bench.grammars.open.set()
     bench.check.submit(request_id_of("first", "a+"))
-    assert names(bench.until_one()) == [("first", True)]
+    assert names(bench.take_when_readable()) == [("first", True)]
     bench.check.submit(request_id_of("a", "a+"))
     bench.check.submit(request_id_of("b", "a+"))
     assert bench.check.abort("a") and not bench.check.abort("a")
     assert names(bench.check.take()) == [("b", True)]
 
 
-def test_only_so_many_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "WAITING_MAX", 3)
     monkeypatch.setattr(grammar_check, "WAITING_PER_TENANT_MAX", 2)
     for owner, name in (("x", "a"), ("x", "b"), ("x", "c"), ("y", "d"), ("y", "e")):

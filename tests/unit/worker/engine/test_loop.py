@@ -1,4 +1,4 @@
-"""The engine's turn: in which order it takes, tells and computes."""
+"""The engine loop: the order of input, output and computation."""
 
 import os
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from tests.unit.core.planner.test_state import make_state
 
 
 def member_that(**does: Any) -> SimpleNamespace:
-    """A member of no group, with nothing to tell but what it does."""
+    """A member without a group that reports nothing by itself."""
     defaults = {
         "take": lambda: True,
         "take_outbox": EngineOutbox,
@@ -67,7 +67,7 @@ def inbox() -> Iterator[Inbox]:
 
 
 def readable(watched: Any, wait_s: float = WAIT_MS / 1e3) -> bool:
-    """Whether the descriptor that the layers look at tells them to ask."""
+    """Whether the descriptor polled by the layers asks for an interruption."""
     return bool(select([watched.descriptor], [], [], wait_s)[0])
 
 
@@ -83,7 +83,7 @@ class Outbox:
         self._waiting.tokens.append(EmitToken(request_id, 0, token_id, None))
 
     def take(self) -> bool:
-        """A frame of another member brings a token of "a"."""
+        """A frame of another member with a token of "a"."""
         self.add("a", 5)
         return True
 
@@ -147,7 +147,7 @@ def microbatch_of(name: str, *, preemptible: bool = False) -> Microbatch:
 
 
 def test_layers_are_interrupted_when_an_abort_comes(inbox: Inbox) -> None:
-    """The descriptor of the inbox tells the layers to ask, and only then."""
+    """Only the descriptor of the inbox makes the layers poll."""
     asked: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
@@ -167,7 +167,7 @@ def test_layers_are_interrupted_when_an_abort_comes(inbox: Inbox) -> None:
 
 
 def test_a_start_that_is_aborted_before_its_grammar_is_compiled_is_noted(inbox: Inbox) -> None:
-    """The servicer waits for that: what came before is of an earlier start of the same id."""
+    """The servicer waits for it: earlier events belong to a previous start of the same id."""
     handled: list[object] = []
     member = member_that(handle=handled.append, launch=lambda _: False)
     sampling = Sampling(grammar=Grammar(GrammarKind.REGEX, "a+"))
@@ -194,10 +194,10 @@ PREPARE = Prepare("attempt", [])
         (Preempt.ALWAYS, False, PREPARE, False),
     ],
 )
-def test_batch_work_gives_way(
+def test_batch_work_yields_to_online_requests(
     inbox: Inbox, policy: Preempt, preemptible: bool, frame: Any, interrupts_it: bool
 ) -> None:
-    """Requests interrupt never twice in a row; an order of the memory manager always does."""
+    """Requests never interrupt twice in a row; an order of the memory manager always does."""
     answers: list[bool] = []
 
     def launch(interrupts: Any) -> bool:
@@ -236,10 +236,8 @@ def test_the_time_until_batch_work_yields_is_measured(inbox: Inbox) -> None:
 
 
 @pytest.mark.parametrize(("ran_s", "interrupts_it"), [(0.0, True), (900.0, False)])
-def test_what_a_resumed_iteration_has_run_before_counts(
-    inbox: Inbox, ran_s: float, interrupts_it: bool
-) -> None:
-    """It takes 1,000 s in all, and the request, which takes 250 s, has 500 s."""
+def test_time_before_a_suspension_counts(inbox: Inbox, ran_s: float, interrupts_it: bool) -> None:
+    """The iteration takes 1,000 s in total; the request takes 250 s and has 500 s."""
     answers: list[bool] = []
 
     def launch(interrupts: Any) -> bool:
@@ -268,10 +266,10 @@ def test_what_a_resumed_iteration_has_run_before_counts(
         (Preempt.OFF, 600.0, False),
     ],
 )
-def test_layers_ask_again_while_a_deadline_waits(
+def test_layers_poll_while_a_deadline_is_pending(
     inbox: Inbox, policy: Preempt, ttft_s: float | None, again: bool
 ) -> None:
-    """Time passes without a frame: what was answered first may be wrong then."""
+    """Time passes without a frame, so an earlier verdict may be outdated."""
     answers: list[tuple[bool, bool]] = []
 
     def launch(interrupts: Any) -> bool:
@@ -292,10 +290,10 @@ def test_layers_ask_again_while_a_deadline_waits(
 
 @pytest.mark.parametrize("changing", [True, False])
 @pytest.mark.parametrize("preemptible", [True, False])
-def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
+def test_member_frames_interrupt_batch_work_during_a_change(
     inbox: Inbox, changing: bool, preemptible: bool
 ) -> None:
-    """The descriptor that layers look at tells of them, and so does the answer."""
+    """Both the descriptor and the verdict report them."""
     reading, writing = os.pipe()
     answers: list[tuple[bool, bool]] = []
 
@@ -316,7 +314,7 @@ def test_all_that_comes_from_members_interrupts_batch_work_while_groups_change(
         os.close(descriptor)
 
 
-def test_a_target_that_no_request_can_keep_is_logged_once(
+def test_an_infeasible_target_is_logged_once(
     inbox: Inbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     handled: list[object] = []
@@ -331,7 +329,7 @@ def test_a_target_that_no_request_can_keep_is_logged_once(
     while len(handled) < 2:
         assert inbox.engine.poll(WAIT_MS)
         loop.step(0)
-    (line,) = [one.getMessage() for one in caplog.records if "tpot_ms" in one.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "tpot_ms" in record.getMessage()]
     assert "10 ms" in line and "50 ms" in line and "interactive" in line
 
 

@@ -1,4 +1,4 @@
-"""A request to prepare as core and the participant read it, and what makes one malformed."""
+"""A request to prepare as core and the participant read it, and malformed requests."""
 
 from collections.abc import Callable
 
@@ -62,7 +62,7 @@ def test_a_request_is_split_between_the_fence_and_the_participant() -> None:
     assert (asked.group_id, asked.epoch, asked.mod_revision) == ("w0", 1, 9)
     change = to_preparation(asked, request())
     assert (change.attempt, change.group_id, change.epoch) == ("7-1", "w0", 1)
-    assert change.target == target and [one.group_id for one in change.others] == ["w2"]
+    assert change.target == target and [other.group_id for other in change.others] == ["w2"]
     (peer,) = change.peers
     assert (peer.worker_id, peer.address, peer.draining) == ("w1", "h:1", True)
     assert (peer.activation_nonce, peer.bulk_nonce) == (b"n", b"m")

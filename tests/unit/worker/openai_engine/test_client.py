@@ -1,4 +1,4 @@
-"""The client of upstream servers with answers that no server should send."""
+"""The client of upstream servers with invalid responses."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -60,7 +60,7 @@ def answer(status: str, content: bytes, *headers: str) -> bytes:
         ("Wed, 21 Oct 2026 07:28:00 GMT", RETRY_AFTER_S),
     ],
 )
-async def test_a_full_server_is_not_asked_at_once_again(
+async def test_a_full_server_is_not_retried_at_once(
     server: RawServer, client: UpstreamClient, header: str, seconds: float
 ) -> None:
     server.answer = answer("429 Too Many Requests", b"", f"Retry-After: {header}")

@@ -23,7 +23,7 @@ def body_of(**fields: Any) -> dict[str, Any]:
     return Completions("m").body(request.prompt_ids, parameters_of(request), request.cache_salt)
 
 
-def test_every_parameter_is_sent_because_servers_have_defaults_of_their_own() -> None:
+def test_every_parameter_overrides_server_defaults() -> None:
     body = body_of(limits=Limits(8, 2, frozenset({9, 4})))
     wanted = {
         *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
@@ -34,7 +34,7 @@ def test_every_parameter_is_sent_because_servers_have_defaults_of_their_own() ->
     assert (body["prompt"], body["stop_token_ids"]) == ([1, 2], [4, 9])
 
 
-def test_fields_that_are_not_always_sent() -> None:
+def test_optional_fields_are_sent_if_set() -> None:
     body = body_of(
         sampling=Sampling(logit_bias=((5, 1.5),), allowed_token_ids=(5, 6)),
         logprobs=LogprobOptions(2, 3),
@@ -61,7 +61,7 @@ def test_fields_that_are_not_always_sent() -> None:
         ),
     ],
 )
-def test_events(event: dict[str, Any], piece: StreamPiece) -> None:
+def test_stream_events_are_parsed(event: dict[str, Any], piece: StreamPiece) -> None:
     assert Completions("m").reader()(event) == piece
 
 
@@ -79,7 +79,9 @@ def test_events(event: dict[str, Any], piece: StreamPiece) -> None:
         ({"choices": [{"text": "a"}]}, UpstreamFailed, "without token ids"),
     ],
 )
-def test_events_with_errors(event: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_stream_events_are_errors(
+    event: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Completions("m").reader()(event)
 
@@ -100,7 +102,7 @@ def test_log_probabilities_name_token_ids() -> None:
         Completions("m").reader()({"choices": [{"token_ids": [3, 8], "logprobs": rows}]})
 
 
-def test_log_probabilities_of_a_prompt() -> None:
+def test_prompt_log_probabilities_are_parsed() -> None:
     row = {"4": {"logprob": -1.0, "rank": 2}, "5": {"logprob": -0.5, "rank": 1}}
     answer = {"choices": [{"prompt_logprobs": [None, row]}]}
     assert prompt_rows(answer) == [
@@ -111,7 +113,7 @@ def test_log_probabilities_of_a_prompt() -> None:
         prompt_rows({"choices": [{}]})
 
 
-def test_a_class_is_told_in_the_servers_own_way() -> None:
+def test_service_class_is_sent_in_the_server_dialect() -> None:
     for service_class in ServiceClass:
         for rank in (-2 * RANK_MAX, -1, 0, 5, 2 * RANK_MAX):
             priority = priority_of(Service(service_class, rank=rank))

@@ -1,4 +1,4 @@
-"""When an upstream server counts as gone."""
+"""Conditions under which an upstream server counts as lost."""
 
 from typing import cast
 
@@ -12,7 +12,7 @@ from services.worker.openai_engine.probe import UpstreamFacts
 from services.worker.vllm_engine.running import EngineState, StepStats
 
 
-async def test_a_server_that_streams_but_answers_no_polls_is_not_gone(
+async def test_a_streaming_server_that_misses_polls_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = [0.0]

@@ -35,7 +35,7 @@ def body_of(dialect: LlamaCpp, **fields: Any) -> dict[str, Any]:
     return dialect.body(request.prompt_ids, parameters_of(request), request.cache_salt)
 
 
-def test_a_body_sets_what_has_other_defaults_there(dialect: LlamaCpp) -> None:
+def test_a_body_overrides_llama_cpp_defaults(dialect: LlamaCpp) -> None:
     body = body_of(dialect)
     wanted = {"prompt": [5, 6], "n_predict": 8 + MARGIN, "temperature": 0, "top_k": 0}
     wanted |= {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "repeat_last_n": 10}
@@ -45,7 +45,7 @@ def test_a_body_sets_what_has_other_defaults_there(dialect: LlamaCpp) -> None:
     assert not {"n_probs", "logit_bias", "json_schema", "seed"} & body.keys()
 
 
-def test_fields_of_a_request(dialect: LlamaCpp) -> None:
+def test_request_fields_are_translated(dialect: LlamaCpp) -> None:
     body = body_of(
         dialect,
         sampling=Sampling(
@@ -71,7 +71,7 @@ def test_fields_of_a_request(dialect: LlamaCpp) -> None:
         ({"sampling": Sampling(grammar=Grammar(GrammarKind.REGEX, "a"))}, "use a JSON schema"),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_features_are_refused(
     dialect: LlamaCpp, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UpstreamRefused, match=message):
@@ -92,7 +92,7 @@ def test_ids_that_the_stream_leaves_out_come_from_the_text(dialect: LlamaCpp) ->
     assert read(event("é", [tokens[1]], 3)) == StreamPiece(tokens)
     assert read(event("b", [41], 4)) == StreamPiece((41,))
     assert read(event("", [], 4, "eos")) == StreamPiece((), "stop")
-    # Another stream counts anew.
+    # Another stream starts counting at zero.
     assert dialect.reader()(event("", [], 0, "limit")) == StreamPiece((), "length")
 
 
@@ -102,14 +102,14 @@ def test_the_progress_of_the_prompt_names_its_cached_tokens(dialect: LlamaCpp) -
     assert piece == StreamPiece(cached_tokens=40)
 
 
-def test_log_probabilities(dialect: LlamaCpp) -> None:
+def test_log_probabilities_are_parsed(dialect: LlamaCpp) -> None:
     tops = [{"id": 4, "logprob": -0.5}, {"id": 5, "logprob": -1.0}]
     row = {"id": 5, "logprob": -1.0, "top_logprobs": tops}
     piece = dialect.reader()(event("x", [5], 1) | {"completion_probabilities": [row]})
     assert piece.logprobs == ({4: StreamedLogprob(-0.5), 5: StreamedLogprob(-1.0, 2)},)
 
 
-def test_errors_of_a_stream(dialect: LlamaCpp) -> None:
+def test_stream_errors_are_classified(dialect: LlamaCpp) -> None:
     with pytest.raises(UpstreamRefused, match="too long"):
         dialect.reader()({"error": {"code": 400, "message": "too long"}})
     with pytest.raises(UpstreamLost):

@@ -21,11 +21,11 @@ vllm:time_to_first_token_seconds_bucket{le="0.1",model_name="m"} 7.0
 """
 
 
-def test_engines_of_a_vllm_server_are_added_up() -> None:
+def test_metrics_of_vllm_engines_are_summed() -> None:
     assert read_metrics(VLLM) == UpstreamLoad(7, 2, 0.375, 16, 99 + 89, 5, 1200, 800)
 
 
-def test_sglang_counts_tokens() -> None:
+def test_sglang_load_is_counted_in_tokens() -> None:
     text = (
         "sglang:num_running_reqs 3.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.28\n"
         "sglang:max_total_num_tokens 4096.0\n"
@@ -53,7 +53,7 @@ def test_malformed_lines_are_refused() -> None:
             read_metrics(f"{line}\n")
 
 
-def test_numbers_fit_into_reports() -> None:
+def test_values_are_clamped_to_report_ranges() -> None:
     load = read_metrics(
         "vllm:num_requests_waiting 1e300\nvllm:num_preemptions_total 1e300\n"
         "vllm:prefix_cache_hits_total -5\n"

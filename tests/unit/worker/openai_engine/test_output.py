@@ -16,7 +16,7 @@ from services.worker.openai_engine.output import (
 STOPS = frozenset({7, 9})
 
 
-def test_the_last_token_of_a_request_ends_it_before_the_server_says_so() -> None:
+def test_the_last_token_ends_a_request_before_the_server() -> None:
     output = OutputAssembler(3, STOPS)
     first = output.push(StreamPiece((1, 2)))
     assert first is not None and (first.token_ids, first.finish_reason) == ([1, 2], None)
@@ -92,7 +92,9 @@ def test_text_ends_at_a_stop_token_and_at_the_limit() -> None:
         (StreamPiece((1,), "stop"), UpstreamFailed, "at no stop token"),
     ],
 )
-def test_other_ends_are_failures(piece: StreamPiece, error: type[Exception], message: str) -> None:
+def test_other_finish_reasons_are_failures(
+    piece: StreamPiece, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         OutputAssembler(8, frozenset()).push(piece)
 

@@ -36,7 +36,9 @@ def marked_words(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("folder", ["byte_level", "marked_words"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_text_stays(folder: str, text: str, request: pytest.FixtureRequest) -> None:
+def test_retokenizing_preserves_the_text(
+    folder: str, text: str, request: pytest.FixtureRequest
+) -> None:
     retokenizer = Retokenizer(request.getfixturevalue(folder))
     before = retokenizer.ids("x")
     ids = retokenizer.ids(text)
@@ -48,7 +50,7 @@ def test_special_tokens_keep_their_ids(byte_level: Path) -> None:
     assert Retokenizer(byte_level).ids(f"a{end}")[-1] == 2
 
 
-def test_text_without_tokens_fails(tmp_path: Path) -> None:
+def test_untokenizable_text_fails(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={"\n": 0, "a": 1}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -56,6 +58,6 @@ def test_text_without_tokens_fails(tmp_path: Path) -> None:
         Retokenizer(tmp_path).ids("b")
 
 
-def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         Retokenizer(tmp_path)

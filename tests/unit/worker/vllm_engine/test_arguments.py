@@ -49,8 +49,8 @@ def test_options_have_vllms_names() -> None:
         "scheduling_policy": "priority",
     }
     for scheduling, policy in (("fcfs", "fcfs"), ("prefill_first", "fcfs")):
-        found = arguments_of(config(scheduling=Scheduling(scheduling)), 1)
-        assert found["scheduling_policy"] == policy
+        arguments = arguments_of(config(scheduling=Scheduling(scheduling)), 1)
+        assert arguments["scheduling_policy"] == policy
     assert arguments_of(config(max_model_len=99), 1)["max_model_len"] == 99
 
 
@@ -78,20 +78,20 @@ def test_arguments_become_flags_of_vllm() -> None:
     ]
 
 
-@pytest.mark.parametrize(("option", "told"), [(True, None), (False, False)])
-def test_prefix_caching_can_be_turned_off(option: bool, told: bool | None) -> None:
-    """On, vLLM decides: it has no such cache for some models."""
-    found = arguments_of(config(prefix_caching=option), 1)
-    assert found["enable_prefix_caching"] is told
+@pytest.mark.parametrize(("option", "expected"), [(True, None), (False, False)])
+def test_prefix_caching_can_be_turned_off(option: bool, expected: bool | None) -> None:
+    """If on, vLLM decides: it has no such cache for some models."""
+    arguments = arguments_of(config(prefix_caching=option), 1)
+    assert arguments["enable_prefix_caching"] is expected
 
 
 def test_a_priority_is_that_of_the_class_and_then_the_rank() -> None:
-    """A smaller one is earlier at vLLM, too."""
+    """Smaller values run earlier in vLLM, too."""
     rising = [
         Service(kind, rank=rank) for kind in ServiceClass for rank in (-(2**40), -1, 0, 1, 2**40)
     ]
-    found = [priority_of(service) for service in rising]
-    assert found == sorted(found) and len(set(found)) == len(found)
+    priorities = [priority_of(service) for service in rising]
+    assert priorities == sorted(priorities) and len(set(priorities)) == len(priorities)
 
 
 def test_adapters_have_slots_of_their_largest_rank() -> None:

@@ -1,4 +1,4 @@
-"""How a worker's memory is shared between vLLM's parameters and its KV."""
+"""The division of a worker's memory between vLLM's parameters and its KV."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_parameters_count_in_the_type_that_they_are_served_in(tmp_path: Path) ->
     assert parameter_bytes(tmp_path, "float32") == 4 * 255
 
 
-def test_a_folder_without_weights_and_a_damaged_file_are_told(tmp_path: Path) -> None:
+def test_missing_and_damaged_weights_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no .*safetensors weights"):
         parameter_bytes(tmp_path, "float32")
     (tmp_path / "model.safetensors").write_bytes(b"junk")
@@ -24,7 +24,7 @@ def test_a_folder_without_weights_and_a_damaged_file_are_told(tmp_path: Path) ->
         parameter_bytes(tmp_path, "float32")
 
 
-def test_what_remains_is_kv() -> None:
+def test_remaining_memory_is_kv() -> None:
     assert kv_bytes(LEAST_KV_BYTES + 5, 5) == LEAST_KV_BYTES
     with pytest.raises(BudgetTooSmall, match=r"parameters take 1 MiB .* at least 17 MiB"):
         kv_bytes(LEAST_KV_BYTES, 1 << 20)

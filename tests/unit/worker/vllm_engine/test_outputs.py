@@ -39,9 +39,9 @@ def test_tokens_are_numbered_without_a_gap() -> None:
 
 def test_tokens_follow_those_that_a_request_came_with() -> None:
     request = Request("r", (1, 2), Sampling(), Limits(9), 0.0, output_ids=(3, 4))
-    found = output(5)
-    found.num_cached_tokens = 2
-    assert OutputReader(request).read(found) == [EmitToken("r", 2, 5, None)]
+    events = output(5)
+    events.num_cached_tokens = 2
+    assert OutputReader(request).read(events) == [EmitToken("r", 2, 5, None)]
 
 
 @pytest.mark.parametrize(("first", "last", "wanted"), [(2, 2, [2, 0]), (0, 2, [0, 2])])
@@ -49,9 +49,9 @@ def test_cached_tokens_come_with_the_first_or_the_last_token(
     first: int, last: int, wanted: list[int]
 ) -> None:
     read = reader()
-    one, other = output(5), output(6, ended="length")
-    one.num_cached_tokens, other.num_cached_tokens = first, last
-    assert [token.cached_tokens for token in read.read(one) + read.read(other)] == wanted
+    middle, other = output(5), output(6, ended="length")
+    middle.num_cached_tokens, other.num_cached_tokens = first, last
+    assert [token.cached_tokens for token in read.read(middle) + read.read(other)] == wanted
 
 
 def test_a_stop_token_is_the_last_token() -> None:
@@ -59,7 +59,7 @@ def test_a_stop_token_is_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
-def test_another_end_is_a_failure(reason: str) -> None:
+def test_an_unknown_finish_reason_is_a_failure(reason: str) -> None:
     with pytest.raises(RequestFailed, match=reason):
         reader().read(output(7, ended=reason))
 
@@ -69,7 +69,7 @@ def test_an_end_without_a_token_is_a_failure() -> None:
         reader().read(output(ended="stop"))
 
 
-def test_the_best_tokens_are_in_order_and_a_tokens_own_need_not_be_among_them() -> None:
+def test_top_tokens_are_ordered_and_may_lack_the_sampled_token() -> None:
     row = {5: FakeLogprob(-9.0, 40), 8: FakeLogprob(-0.5, 1), 2: FakeLogprob(-0.5, 2)}
     completion = FakeCompletion([5], None, [row])
     (token,) = reader(LogprobOptions(output=2)).read(FakeOutput([completion]))
@@ -89,12 +89,12 @@ def test_log_probabilities_of_the_prompt_come_with_the_first_token() -> None:
     assert second.prompt_logprobs is None
 
 
-def test_the_first_token_tells_how_much_of_the_prompt_was_cached() -> None:
+def test_the_first_token_reports_cached_tokens() -> None:
     read = reader()
 
-    def cached(one: FakeOutput, cached_tokens: int | None) -> list[int]:
-        one.num_cached_tokens = cached_tokens
-        return [token.cached_tokens for token in read.read(one)]
+    def cached(step_output: FakeOutput, cached_tokens: int | None) -> list[int]:
+        step_output.num_cached_tokens = cached_tokens
+        return [token.cached_tokens for token in read.read(step_output)]
 
     assert cached(output(), 2) == [], "a part of the prompt, without a token"
     assert cached(output(5, 6), 2) == [2, 0]
@@ -103,6 +103,6 @@ def test_the_first_token_tells_how_much_of_the_prompt_was_cached() -> None:
     assert cached(output(5), None) == [0]
 
 
-def test_times_are_told_by_their_moments() -> None:
+def test_times_are_derived_from_timestamps() -> None:
     assert times_of(FakeMetrics()) == RequestTimes(2.0, 4.0, 8.0)
     assert times_of(None) is None

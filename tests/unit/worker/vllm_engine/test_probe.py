@@ -1,4 +1,4 @@
-"""A vLLM that lacks a part that is used is refused before it loads a model."""
+"""A vLLM that lacks a required part is refused before it loads a model."""
 
 from dataclasses import dataclass
 

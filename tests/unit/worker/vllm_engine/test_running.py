@@ -1,4 +1,4 @@
-"""The load of an engine whose numbers come from vLLM once a step."""
+"""The load of an engine from the statistics of vLLM after each step."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -59,7 +59,7 @@ def running() -> VllmRequests:
     return requests()
 
 
-def test_one_that_was_just_handed_over_waits_and_wants_its_blocks(running: VllmRequests) -> None:
+def test_a_submitted_request_counts_as_waiting(running: VllmRequests) -> None:
     running.add(request(), 0.0)
     assert running.load() == Load(0, 1, BLOCKS, 2, kv_blocks_total=BLOCKS, prefill_tokens=16)
 
@@ -103,7 +103,7 @@ def test_lookups_of_all_steps_are_summed(running: VllmRequests) -> None:
     assert (load.prefix_queries_total, load.prefix_hits_total) == (150, 64)
 
 
-def test_vllm_says_when_it_runs_and_what_it_holds(running: VllmRequests) -> None:
+def test_running_state_and_blocks_come_from_vllm(running: VllmRequests) -> None:
     running.add(request("a", batch=True), 0.0)
     running.add(request("b"), 0.0)
     running.stats.running, running.stats.kv_usage = 1, 2 / BLOCKS
@@ -112,7 +112,7 @@ def test_vllm_says_when_it_runs_and_what_it_holds(running: VllmRequests) -> None
     assert (load.batch_running, load.batch_waiting, load.kv_blocks_batch) == (1, 0, 2)
 
 
-def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone(running: VllmRequests) -> None:
+def test_blocks_of_ended_requests_are_not_counted(running: VllmRequests) -> None:
     entry = running.add(request(), 0.0)
     running.emit(entry, 3)
     running.stats.running, running.stats.kv_usage = 1, 0.5
@@ -123,38 +123,38 @@ def test_what_vllm_told_last_is_not_held_by_requests_that_are_gone(running: Vllm
     assert not running.remove(entry)
 
 
-def test_another_request_of_the_same_id_stays(running: VllmRequests) -> None:
+def test_a_newer_request_with_the_same_id_stays(running: VllmRequests) -> None:
     old = running.add(request(), 0.0)
     running.remove(old)
     running.add(request(), 1.0)
     assert not running.remove(old) and "r" in running
 
 
-def test_a_request_goes_back_once_vllm_had_no_room_for_it_in_a_whole_step(
+def test_a_request_without_room_for_a_whole_step_is_returned(
     running: VllmRequests,
 ) -> None:
     running.add(request("a", returnable=True), 0.0)
     running.add(request("b", returnable=True), 0.0)
     stats = running.stats
     late_s = REQUEUE_AFTER_S
-    assert running.overdue(late_s) == [], "vLLM has told nothing yet"
+    assert running.overdue(late_s) == [], "vLLM has reported nothing yet"
     stats.steps, stats.running, stats.waiting = STEPS_TO_START - 1, 1, 1
     assert running.overdue(late_s) == [], "the step may have begun before it came"
     stats.steps = STEPS_TO_START
-    assert [one.request.request_id for one in running.overdue(late_s)] == ["b"]
+    assert [item.request.request_id for item in running.overdue(late_s)] == ["b"]
     assert running.overdue(late_s / 2) == []
     stats.waiting = 0
     assert running.overdue(late_s) == []
 
 
-def test_one_that_must_stay_never_goes_back(running: VllmRequests) -> None:
+def test_a_request_that_must_stay_is_never_returned(running: VllmRequests) -> None:
     running.add(request(), 0.0)
     running.stats.steps, running.stats.waiting = 5, 1
     assert running.overdue(100.0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
+def test_the_load_is_consistent_for_any_vllm_statistics(seed: int) -> None:
     rng, running = Random(seed), requests()
     entries = []
     for number in range(200):
@@ -174,7 +174,7 @@ def test_the_load_adds_up_whatever_vllm_tells(seed: int) -> None:
             assert load.kv_blocks_free == BLOCKS
 
 
-def test_batch_waits_behind_what_came_later(running: VllmRequests) -> None:
+def test_batch_requests_wait_behind_later_online_requests(running: VllmRequests) -> None:
     running.by_priority = True
     batch, online = (running.add(request(name, batch=name == "b"), 0.0) for name in ("b", "o"))
     running.stats.running = 1

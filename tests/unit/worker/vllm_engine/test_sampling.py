@@ -1,4 +1,4 @@
-"""What vLLM is told about a request."""
+"""Sampling parameters that vLLM gets for a request."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,17 +9,21 @@ from services.core.request import Grammar, GrammarKind, Limits, LogprobOptions, 
 from services.worker.vllm_engine.parameters import CannotResume, CannotServe, parameters_of
 
 
-def told(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, Any]:
+def vllm_parameters(logprobs: LogprobOptions | None = None, **sampling: Any) -> dict[str, Any]:
     limits = Limits(9, 2, frozenset({7, 3}))
     options = logprobs or LogprobOptions()
     return parameters_of(Request("r", (1,), Sampling(**sampling), limits, 0.0, options))
 
 
-def test_the_gateway_decides_what_ends_a_request_and_makes_the_text() -> None:
-    found = told()
-    assert (found["max_tokens"], found["min_tokens"], found["stop_token_ids"]) == (9, 2, [3, 7])
-    assert found["ignore_eos"] is True and found["detokenize"] is False
-    assert found["logprobs"] is None and found["prompt_logprobs"] is None
+def test_the_gateway_handles_stops_and_detokenization() -> None:
+    parameters = vllm_parameters()
+    assert (parameters["max_tokens"], parameters["min_tokens"], parameters["stop_token_ids"]) == (
+        9,
+        2,
+        [3, 7],
+    )
+    assert parameters["ignore_eos"] is True and parameters["detokenize"] is False
+    assert parameters["logprobs"] is None and parameters["prompt_logprobs"] is None
 
 
 def test_fields_of_sampling_are_passed_on() -> None:
@@ -33,14 +37,14 @@ def test_fields_of_sampling_are_passed_on() -> None:
         "repetition_penalty": 1.1,
         "seed": 11,
     }
-    found = told(**given, logit_bias=((4, -1.0),), allowed_token_ids=(4, 5))
-    assert given.items() <= found.items()
-    assert (found["logit_bias"], found["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
+    parameters = vllm_parameters(**given, logit_bias=((4, -1.0),), allowed_token_ids=(4, 5))
+    assert given.items() <= parameters.items()
+    assert (parameters["logit_bias"], parameters["allowed_token_ids"]) == ({4: -1.0}, [4, 5])
 
 
-def test_a_seed_fits_into_what_vllm_takes_and_greedy_requests_need_none() -> None:
-    assert told(temperature=1.0, seed=2**64 - 1)["seed"] == 2**63 - 1
-    assert "seed" not in told(temperature=0.0, seed=3)
+def test_seeds_are_reduced_to_the_range_of_vllm() -> None:
+    assert vllm_parameters(temperature=1.0, seed=2**64 - 1)["seed"] == 2**63 - 1
+    assert "seed" not in vllm_parameters(temperature=0.0, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -51,25 +55,25 @@ def test_a_seed_fits_into_what_vllm_takes_and_greedy_requests_need_none() -> Non
         (GrammarKind.LARK, "grammar"),
     ],
 )
-def test_a_grammar_goes_to_vllms_llguidance(kind: GrammarKind, key: str) -> None:
-    assert told(grammar=Grammar(kind, "text"))["structured_outputs"] == {key: "text"}
+def test_grammars_use_llguidance_of_vllm(kind: GrammarKind, key: str) -> None:
+    assert vllm_parameters(grammar=Grammar(kind, "text"))["structured_outputs"] == {key: "text"}
 
 
-def test_log_probabilities_are_asked_for() -> None:
-    found = told(LogprobOptions(output=0, prompt=3))
-    assert (found["logprobs"], found["prompt_logprobs"]) == (0, 3)
+def test_log_probabilities_are_requested() -> None:
+    parameters = vllm_parameters(LogprobOptions(output=0, prompt=3))
+    assert (parameters["logprobs"], parameters["prompt_logprobs"]) == (0, 3)
 
 
 def test_forbidden_sequences_are_refused_with_a_remedy() -> None:
     with pytest.raises(CannotServe, match=r"bad_words is not supported .* use logit_bias"):
-        told(bad_words=((1, 2),))
+        vllm_parameters(bad_words=((1, 2),))
 
 
-def test_what_another_worker_has_made_counts_for_the_limits() -> None:
+def test_output_of_another_worker_counts_for_the_limits() -> None:
     limits = Limits(9, 6, frozenset())
     request = Request("r", (1,), Sampling(), limits, 0.0, output_ids=(2, 3, 4))
-    found = parameters_of(request)
-    assert (found["max_tokens"], found["min_tokens"]) == (6, 3)
+    parameters = parameters_of(request)
+    assert (parameters["max_tokens"], parameters["min_tokens"]) == (6, 3)
     later = replace(request, output_ids=(2,) * 8)
     assert parameters_of(later)["min_tokens"] == 0
 

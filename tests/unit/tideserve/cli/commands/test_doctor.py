@@ -1,4 +1,4 @@
-"""Which cluster `tideserve doctor` looks at."""
+"""The cluster that `tideserve doctor` checks."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ LOCAL, OTHER = "http://127.0.0.1:8155", "http://gateway.example:8000"
 
 
 @pytest.fixture
-def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
-    """The targets of doctors that are called, beside a cluster on port 8155 of this machine."""
+def checked_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTarget | None]:
+    """The targets of doctors, beside a local cluster on port 8155."""
     monkeypatch.setenv("TIDESERVE_CACHE", str(tmp_path))
     folder = ClusterFolder(default_folder(8155))
     folder.configs.mkdir(parents=True)
@@ -24,9 +24,9 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTar
         "gateway",
         {"etcd_url": "http://127.0.0.1:1", "model_name": "m", "model_dir": str(tmp_path)},
     )
-    found: list[DoctorTarget | None] = []
-    monkeypatch.setattr(run, "run_doctor", lambda target, *_: found.append(target))
-    return found
+    targets: list[DoctorTarget | None] = []
+    monkeypatch.setattr(run, "run_doctor", lambda target, *_: targets.append(target))
+    return targets
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[DoctorTar
         (["--url", LOCAL, "--etcd", "http://127.0.0.1:2"], None, False, LOCAL),
     ],
 )
-def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
-    looked_at: list[DoctorTarget | None],
+def test_a_local_cluster_is_checked_completely(
+    checked_targets: list[DoctorTarget | None],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     variable: str | None,
@@ -54,14 +54,14 @@ def test_a_cluster_of_this_machine_is_looked_at_as_a_whole(
         monkeypatch.setenv("TIDESERVE_URL", variable)
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 0, result.output
-    (target,) = looked_at
+    (target,) = checked_targets
     assert target is not None
     assert (target.here, target.url) == (whole, url)
 
 
-def test_nothing_runs_on_another_port(
-    looked_at: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
+def test_a_port_without_a_cluster_is_reported(
+    checked_targets: list[DoctorTarget | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE_URL", LOCAL)
     assert CliRunner().invoke(app, ["doctor", "--port", "8156"]).exit_code == 0
-    assert looked_at == [None]
+    assert checked_targets == [None]

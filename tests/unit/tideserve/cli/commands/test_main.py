@@ -1,4 +1,4 @@
-"""The command as a whole: cheap to start, helpful, exact about its errors."""
+"""The command line as a whole: fast start, help, precise errors."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_a_foreign_package_benchmarks_is_not_imported(tmp_path: Path) -> None:
         "engine",
     ],
 )
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_has_a_help_text(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert "Usage" in result.output

@@ -22,7 +22,7 @@ def options_of(config: Path | None = None, part: float | None = None, **flags: A
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The memory of the GPUs of the machine: a test changes it."""
+    """The memory of the machine's GPUs, which a test changes."""
     sizes = [80 * GIB, 40 * GIB]
     monkeypatch.setattr(host, "gpu_memory_bytes", lambda: sizes)
     monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")
@@ -44,7 +44,7 @@ def test_flags_of_vllm_set_the_options_of_up(monkeypatch: pytest.MonkeyPatch) ->
     assert (options.host, options.port, options.dtype) == ("0.0.0.0", 9, "float32")
 
 
-def test_without_flags_it_is_up() -> None:
+def test_serve_without_flags_equals_up() -> None:
     assert options_of() == ClusterOptions()
 
 
@@ -58,7 +58,7 @@ def test_the_memory_of_this_machine_is_divided_among_all_workers(
 
 
 class FakeDriver:
-    """Answers as libcuda with two GPUs does."""
+    """Responds as libcuda with two GPUs."""
 
     def cuInit(self, flags: int) -> int:
         return 0
@@ -76,12 +76,12 @@ class FakeDriver:
         return 0
 
 
-def test_the_driver_says_how_much_memory_each_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: FakeDriver())
     assert host.gpu_memory_bytes() == [10 * GIB, 11 * GIB]
 
 
-def test_each_gpu_gets_a_worker_and_the_smallest_says_the_memory(gpus: list[int]) -> None:
+def test_each_gpu_gets_a_worker_with_the_memory_of_the_smallest(gpus: list[int]) -> None:
     options = options_of(device="cuda")
     assert (options.workers, options.memory) == (2, int(0.9 * 40 * GIB))
     assert options_of(device="cuda", part=0.5).memory == 20 * GIB

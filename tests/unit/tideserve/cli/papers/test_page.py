@@ -1,4 +1,4 @@
-"""Pages of papers: numbers beside numbers, and charts without other files."""
+"""Pages of papers: compared numbers, and self-contained charts."""
 
 from xml.etree import ElementTree
 
@@ -81,7 +81,7 @@ def test_values_near_the_papers_count_as_reproduced() -> None:
     assert not Comparison("", "", 0.01, 0.011, at_most=True).near
 
 
-def test_text_of_values() -> None:
+def test_values_are_formatted() -> None:
     assert value_text(None, "×") == "–"
     assert value_text(0.8166, "%") == "81.7%"
     assert [value_text(value, "%") for value in (0, 0.001, 0.0000342)] == [

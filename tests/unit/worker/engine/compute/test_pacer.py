@@ -1,4 +1,4 @@
-"""Paced iterations last as long as the profile says, and what is late is counted."""
+"""Paced iterations last as long as the profile predicts, and late ones are counted."""
 
 import pytest
 
@@ -52,8 +52,8 @@ def test_late_iterations_are_counted_and_not_padded(caplog: pytest.LogCaptureFix
     assert clock.now == pytest.approx(5.0)
     assert (pacer.iterations_total, pacer.paced_late_total) == (5, 5)
     assert pacer.late_s == pytest.approx(5 * 0.4)
-    said = [record for record in caplog.records if "paced_late_total" in record.getMessage()]
-    assert len(said) == 3, "once for each doubling: 1, 2, 4"
+    records = [record for record in caplog.records if "paced_late_total" in record.getMessage()]
+    assert len(records) == 3, "once for each doubling: 1, 2, 4"
 
 
 def test_an_iteration_can_be_interrupted_while_it_is_padded() -> None:

@@ -81,7 +81,7 @@ def test_a_log_names_other_products() -> None:
     assert text.startswith(f"{wanted}, by torch alone (")
 
 
-def test_only_chunks_that_sample_answer(runner: ModelRunner) -> None:
+def test_only_sampling_chunks_return_a_token(runner: ModelRunner) -> None:
     assert runner.run(Batch((chunk("a", 3), chunk("b", 5, sample=False)))).keys() == {"a"}
 
 
@@ -106,14 +106,14 @@ def test_batches_are_bounded(runner: ModelRunner, chunks: tuple[Chunk, ...]) -> 
         runner.run(Batch(chunks))
 
 
-def test_budget_is_kept(runner: ModelRunner) -> None:
+def test_memory_stays_within_the_budget(runner: ModelRunner) -> None:
     plan = runner.stage_memory.plan
     kv_bytes = runner.num_blocks * runner.block_size * runner.kv_bytes_per_token
     assert runner.parameter_bytes + kv_bytes + runner.staging_bytes <= 24 << 20
     assert plan.total_chunks * plan.chunk_bytes + plan.staging_bytes <= 24 << 20
 
 
-def test_recycled_memory_does_not_leak_into_answers(runner: ModelRunner) -> None:
+def test_recycled_memory_does_not_leak_into_output(runner: ModelRunner) -> None:
     expected = generate_tokens(runner, PROMPTS, max_tokens=8, seed=0)
     for kv_range in runner.stage_memory.kv_ranges:
         kv_range.blocks().fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Layers run on several workers, and change hands, without a change of tokens."""
+"""Layers run on several workers and change workers without a change of tokens."""
 
 import itertools
 import random
@@ -52,13 +52,13 @@ class Pipeline:
         return min(runner.num_blocks for runner, _ in self.stages) // 2 * 2
 
     def merge(self) -> None:
-        """Each runner drops what it will not run."""
+        """Each runner drops the layers of the others."""
         for runner, layers in self.stages:
             runner.stage_memory.set_stage(layers.start, layers.stop)
             runner.check_invariants()
 
     def run(self, batch: Batch) -> dict[str, int]:
-        """One iteration through all stages."""
+        """Run an iteration through all stages."""
         output = StageOutput()
         for stage, (runner, _) in enumerate(self.stages):
             chunks = tuple(
@@ -93,19 +93,19 @@ class Pipeline:
 
 
 def local_id(stage: int, block: int) -> int:
-    """A stage's own id of the first stage's `block`."""
+    """A stage's own id for the first stage's `block`."""
     return block if stage == 0 else block ^ 1
 
 
 class Workers:
-    """Full copies of one model, and what brings them together and apart."""
+    """Full copies of a model, and operations that merge and split them."""
 
     def __init__(self, model_dir: Path, stack: ExitStack) -> None:
         self._model_dir = model_dir
         self._stack = stack
 
     def load(self) -> ModelRunner:
-        """One more worker."""
+        """Add a worker."""
         runner = ModelRunner.load(
             RunnerConfig(
                 model_dir=self._model_dir,
@@ -147,7 +147,7 @@ def generation_of(runner: ModelRunner | Pipeline, seed: int) -> Generation:
 
 
 def restore(runner: ModelRunner, peers: Sequence[ModelRunner], used_blocks: int) -> None:
-    """All layers again: from a peer that has them, else from the model folder."""
+    """Restore all layers: from a peer that has them, otherwise from the model folder."""
     memory = runner.stage_memory
     memory.shrink_kv(memory.blocks_after_adding(0, LAYERS), used_blocks=used_blocks)
     for name in memory.missing_slabs(0, LAYERS):
@@ -175,7 +175,7 @@ def used_blocks(generation: Generation) -> list[int]:
 
 
 def compact(generation: Generation, pipeline: Pipeline, limit: int) -> int:
-    """Move blocks from `limit` on below it, of which there are enough; returns how many moved."""
+    """Move blocks from above `limit` to below it; returns the number of moves."""
     used = used_blocks(generation)
     free = [block for block in range(limit) if block not in used]
     moves = [(block, free.pop()) for block in used if block >= limit]
@@ -189,7 +189,9 @@ def compact(generation: Generation, pipeline: Pipeline, limit: int) -> int:
 @pytest.mark.parametrize(
     "cuts", [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)], ids=lambda cuts: "+".join(map(str, cuts))
 )
-def test_stages_give_the_tokens_of_one_runner(workers: Workers, cuts: tuple[int, ...]) -> None:
+def test_stages_produce_the_tokens_of_a_single_runner(
+    workers: Workers, cuts: tuple[int, ...]
+) -> None:
     runners = [workers.load() for _ in range(len(cuts) + 1)]
     expected = generation_of(runners[0], seed=0).run()
     bounds = (0, *cuts, LAYERS)
@@ -201,7 +203,7 @@ def test_stages_give_the_tokens_of_one_runner(workers: Workers, cuts: tuple[int,
 
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_live_through_merges_and_splits(workers: Workers, seed: int) -> None:
-    """Twice: begun on one worker, moved to a pipeline, which uses memory that held parameters."""
+    """Twice: started on a worker, moved to a pipeline, which uses memory of dropped parameters."""
     rng = random.Random(seed)
     first, second = workers.load(), workers.load()
     expected = generation_of(first, seed=0).run()
@@ -219,7 +221,7 @@ def test_requests_live_through_merges_and_splits(workers: Workers, seed: int) ->
 def merge_and_split(
     generation: Generation, first: ModelRunner, second: ModelRunner, rng: random.Random
 ) -> int:
-    """Serve some steps as a pipeline; returns how many blocks had to be relocated."""
+    """Run some steps as a pipeline; returns the number of relocated blocks."""
     cut = rng.randint(1, LAYERS - 1)
     before = first.num_blocks
     pipeline = Pipeline((first, range(cut)), (second, range(cut, LAYERS)))
@@ -248,7 +250,7 @@ def merge_and_split(
 def test_a_wrong_block_changes_tokens(
     tmp_path: Path,
 ) -> None:
-    """The comparison above notices when a single block of one layer is another's."""
+    """The comparison above detects a single wrong block of a single layer."""
     with ExitStack() as stack:
         workers = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack)
         first, second = workers.load(), workers.load()
@@ -266,7 +268,7 @@ def test_a_wrong_block_changes_tokens(
         assert generation.run() != expected
 
 
-def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+def test_a_stage_refuses_foreign_chunks(tmp_path: Path) -> None:
     with ExitStack() as stack:
         runner = Workers(make_tiny_model(tmp_path, layers=LAYERS), stack).load()
         batch = Batch((Chunk("a", 0, (1, 2), (0,), SampleSpec(SampleTerms(GREEDY), 0)),))
@@ -293,7 +295,7 @@ def test_a_stage_refuses_what_is_not_its_own(tmp_path: Path) -> None:
 def test_grammars_are_compiled_while_the_last_stage_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And by no other stage, nor by the thread that runs the layers."""
+    """At no other stage, and not on the thread that runs the layers."""
     folder = make_tiny_model(tmp_path / "m", layers=2)
     config = RunnerConfig(folder, "cpu", torch.float32, 16 * 2**20)
     first, last = ModelRunner.load(config), ModelRunner.load(config)
@@ -312,5 +314,5 @@ def test_grammars_are_compiled_while_the_last_stage_runs(
     batch = Batch((Chunk("r", 0, (5, 6, 7), (0,), SampleSpec(terms, 0)),))
     tokens = pipeline.run(batch)
     assert last.grammars.matcher(grammar, {EOS_TOKEN_ID}).allowed_tokens().mask[tokens["r"]]
-    assert [one for one, _ in built] == [grammar]
+    assert [name for name, _ in built] == [grammar]
     assert built[0][1] != get_ident()

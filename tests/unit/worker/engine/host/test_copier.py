@@ -1,4 +1,4 @@
-"""Jobs of the copier: what they copy, whose blocks they leave alone, and how they end."""
+"""Copier jobs: copied blocks, untouched blocks of others, and results."""
 
 import select
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ class GpuMemory:
 
 
 class Place:
-    """A worker's memory with a copier; `blocks` are the device blocks of each job's places."""
+    """A worker's memory with a copier; `blocks` maps the places of jobs to device blocks."""
 
     def __init__(self, on_gpu: bool = False, slots: int = SLOTS) -> None:
         self.runner = load_fake(FAKE)
@@ -127,7 +127,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     made.close()
 
 
-def test_saved_blocks_come_back_to_other_blocks_in_every_layer(place: Place) -> None:
+def test_saved_blocks_are_restored_to_other_blocks_in_every_layer(place: Place) -> None:
     place.copier.start()
     place.save(1, [4, 9, 2])
     assert place.intact() == (True, True, True)
@@ -143,7 +143,7 @@ def test_saved_blocks_come_back_to_other_blocks_in_every_layer(place: Place) -> 
             assert place.value(layer, block) == expected + 1000 * layer
 
 
-def test_a_block_that_is_gone_is_left_out_from_then_on(place: Place) -> None:
+def test_a_released_block_is_skipped(place: Place) -> None:
     looks = 0
 
     def evict() -> None:
@@ -247,7 +247,7 @@ def test_a_step_that_fails_names_its_problem() -> None:
     place.close()
 
 
-def test_a_thread_that_fails_rings_and_is_dead(
+def test_a_failed_thread_notifies_and_is_dead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place()
@@ -264,7 +264,7 @@ def test_a_thread_that_fails_rings_and_is_dead(
     place.close()
 
 
-def test_memory_that_refuses_a_piece_ends_no_thread(
+def test_a_refused_piece_does_not_end_the_thread(
     monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
     place.copier.start()

@@ -1,4 +1,4 @@
-"""The driver: commands to the copier, its results as events, growth, and a copier that fails."""
+"""The driver: commands to the copier, results as events, growth, and copier failures."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -132,7 +132,7 @@ def test_the_store_grows_step_by_step_while_few_slots_are_empty() -> None:
     assert place.copier.calls == ["start", "grow", "grow"], "it has all slots"
 
 
-def test_without_memory_the_store_stays_and_the_planner_hears_nothing(
+def test_the_store_and_the_planner_are_unchanged_without_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     place = Place()
@@ -155,7 +155,7 @@ def test_a_copier_that_fails_loses_all_copies_once(caplog: pytest.LogCaptureFixt
     assert place.copier.calls == []
 
 
-def test_the_report_has_what_was_copied() -> None:
+def test_the_report_counts_copied_blocks() -> None:
     place = Place()
     place.store.slots = 10
     assert place.driver.report == HostReport(1000, 2, 3, 300, 4, 5, 6, 7)

@@ -1,9 +1,9 @@
-"""When jobs on the lane to the host end."""
+"""Completion times of jobs on the host lane."""
 
 from services.worker.engine.host.lane import HostLane
 
 
-def test_jobs_follow_one_another() -> None:
+def test_jobs_are_sequential() -> None:
     lane = HostLane(block_s=0.5)
     lane.occupy(4, 10.0)
     assert lane.free_s(10.0) == 12.0

@@ -1,4 +1,4 @@
-"""How host copies are opened: their size, the link, and errors of the configuration."""
+"""Opening of host copies: size, link, and configuration errors."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,14 +48,14 @@ def test_by_default_there_are_no_host_copies() -> None:
 
 
 def test_the_store_has_the_blocks_that_fit() -> None:
-    found = opened(host_memory=10 * BLOCK_BYTES + 5)
-    assert found.store.slots_max == 10
-    assert found.settings.block_bytes == BLOCK_BYTES
-    assert found.settings.link_bytes_per_s == 2e9, "measured"
-    assert not found.lane.paced
+    tier = opened(host_memory=10 * BLOCK_BYTES + 5)
+    assert tier.store.slots_max == 10
+    assert tier.settings.block_bytes == BLOCK_BYTES
+    assert tier.settings.link_bytes_per_s == 2e9, "measured"
+    assert not tier.lane.paced
 
 
-def test_auto_is_as_much_as_the_kv_cache() -> None:
+def test_auto_equals_the_size_of_the_kv_cache() -> None:
     assert opened(host_memory=-1).store.slots_max == BLOCKS
 
 
@@ -84,12 +84,12 @@ def test_the_link_of_a_stored_profile_is_used() -> None:
 
 def test_a_paced_engine_has_the_blocks_and_link_of_the_modelled_device() -> None:
     paced = load_profile("A100-14B:2")
-    found = opened(paced=paced, host_memory=GIB)
+    tier = opened(paced=paced, host_memory=GIB)
     assert paced.kv_bytes_per_token is not None
-    assert found.settings.block_bytes == paced.kv_bytes_per_token * SHAPE.block_size
-    assert found.settings.link_bytes_per_s == 1.25e10
-    assert found.lane.paced
-    assert found.lane.block_s == found.settings.block_bytes / 1.25e10
+    assert tier.settings.block_bytes == paced.kv_bytes_per_token * SHAPE.block_size
+    assert tier.settings.link_bytes_per_s == 1.25e10
+    assert tier.lane.paced
+    assert tier.lane.block_s == tier.settings.block_bytes / 1.25e10
 
 
 def test_a_profile_without_a_link_is_an_error() -> None:

@@ -1,7 +1,9 @@
-"""The host store: its slots, its growth in steps, and what it does without memory."""
+"""The host store: slots, stepwise growth, and behaviour without memory."""
 
 import errno
 import mmap
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def rows(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 256, (count, LAYER_BYTES), np.uint8)
 
 
-def test_blocks_come_back_from_their_slots() -> None:
+def test_blocks_round_trip_through_their_slots() -> None:
     store, rng = make_store(), np.random.default_rng(1)
     assert store.grow() == store.slots == store.slots_max == 200
     stored = {}
@@ -50,7 +52,7 @@ def test_a_block_is_contiguous_with_all_layers() -> None:
     assert block.tolist() == [layer + 1 for layer in range(LAYERS) for _ in range(LAYER_BYTES)]
 
 
-def test_a_changed_byte_is_noticed_and_so_is_a_swapped_block() -> None:
+def test_changed_bytes_and_swapped_blocks_are_detected() -> None:
     store, rng = make_store(), np.random.default_rng(2)
     store.grow()
     for slot in (0, 1):
@@ -91,7 +93,7 @@ def test_a_capacity_beyond_the_address_space_is_an_error() -> None:
         HostStore(LAYERS, LAYER_BYTES, 1 << 62)
 
 
-def test_without_memory_the_store_stays_as_it_is() -> None:
+def test_the_store_is_unchanged_without_memory() -> None:
     free = [PLENTY, SPARE_BYTES]
     store = HostStore(1, 4096, 2 * STEP_BYTES, lambda: free.pop(0))
     slots = store.grow()
@@ -100,10 +102,27 @@ def test_without_memory_the_store_stays_as_it_is() -> None:
     assert store.slots == slots
 
 
+def test_an_allocation_that_the_system_refuses_is_an_error() -> None:
+    """In a process of its own, which may map 1 GiB more than it has."""
+    script = (
+        "import psutil, resource\n"
+        "from services.worker.engine.host.store import HostMemoryError, HostStore\n"
+        "limit = psutil.Process().memory_info().vms + (1 << 30)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "assert HostStore(3, 512, 1 << 29, lambda: 1 << 40).grow()\n"
+        "try:\n"
+        "    HostStore(3, 512, 1 << 31)\n"
+        "except HostMemoryError as error:\n"
+        "    print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.startswith("the system refuses to map 2048 MiB for 'host_memory' ([Errno 12]")
+
+
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])
-def test_a_refusal_of_the_system_ends_the_growth(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_an_allocation_failure_ends_the_growth(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store = make_store()
     monkeypatch.setattr(store_module._libc, "madvise", lambda *_: -1)
     monkeypatch.setattr(store_module.ctypes, "get_errno", lambda: code)

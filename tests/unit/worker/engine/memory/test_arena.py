@@ -30,7 +30,7 @@ ELEMENTS = CHUNK_BYTES // 4
 
 
 class Numbers:
-    """A source of weights: all of a parameter are the number of its name."""
+    """A source of weights: each parameter is filled with the number of its name."""
 
     on_device = False
 
@@ -41,7 +41,7 @@ class Numbers:
         target.fill_(self._numbers[name])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 @pytest.fixture(params=KINDS)
@@ -52,7 +52,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
     arena.close()
 
 
-def test_neighbouring_handles_become_one_call() -> None:
+def test_neighbouring_handles_are_mapped_in_a_single_call() -> None:
     assert coalesce([3, 4, 5, 9, 11, 12]) == [(0, 3, 3), (3, 9, 1), (4, 11, 2)]
     assert coalesce([]) == []
 
@@ -96,7 +96,7 @@ def test_a_retired_place_may_be_mapped_again_before_it_is_swept(arena: Arena) ->
     assert tensor[: 3 * ELEMENTS : ELEMENTS].tolist() == [0.0, 2.0, 3.0]
 
 
-def test_sweeping_is_done_in_slices(arena: Arena) -> None:
+def test_sweeping_is_incremental(arena: Arena) -> None:
     reserved = arena.reserve("range", 8 * CHUNK_BYTES)
     arena.map(reserved, 0, list(range(8)))
     arena.retire(reserved, 0, 5)
@@ -108,7 +108,7 @@ def test_sweeping_is_done_in_slices(arena: Arena) -> None:
     assert reserved.mapped_chunks == 1
 
 
-def test_prefaulting_keeps_contents_and_forgives_what_is_gone(arena: Arena) -> None:
+def test_prefaulting_keeps_contents_and_skips_unmapped_places(arena: Arena) -> None:
     first, second = (arena.reserve(name, 8 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, list(range(8)))
     arena.tensor(first, torch.float32).fill_(3.0)
@@ -141,7 +141,7 @@ def test_a_prepared_place_gets_its_chunks_once_they_are_free(arena: Arena) -> No
     assert (arena.tensor(second, torch.float32)[: 3 * ELEMENTS] == 3.0).all()
 
 
-def test_a_prepared_place_that_is_given_up_is_swept(arena: Arena) -> None:
+def test_an_abandoned_prepared_place_is_swept(arena: Arena) -> None:
     first, second = (arena.reserve(name, 4 * CHUNK_BYTES) for name in ("first", "second"))
     arena.map(first, 0, [0, 1, 2, 3])
     arena.tensor(first, torch.float32).fill_(3.0)
@@ -161,7 +161,7 @@ def test_a_prepared_place_that_is_given_up_is_swept(arena: Arena) -> None:
     assert (arena.tensor(first, torch.float32) == 3.0).all()
 
 
-def test_two_prepared_places_cannot_have_one_chunk(arena: Arena) -> None:
+def test_two_prepared_places_cannot_share_a_chunk(arena: Arena) -> None:
     reserved = arena.reserve("range", 4 * CHUNK_BYTES)
     arena.prepare(reserved, 0, [5])
     arena.prepare(reserved, 1, [5])
@@ -182,7 +182,7 @@ def test_free_handles_are_neighbours_where_possible(arena: Arena) -> None:
     assert arena.free_handles(5, np.array([2])).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_wrong_places_are_refused(arena: Arena) -> None:
+def test_invalid_places_are_refused(arena: Arena) -> None:
     reserved = arena.reserve("range", 2 * CHUNK_BYTES)
     arena.map(reserved, 0, [0])
     with pytest.raises(ValueError, match="are mapped"):
@@ -214,7 +214,7 @@ def test_close_is_idempotent(kind: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_moves_lose_neither_chunks_nor_contents(arena: Arena, seed: int) -> None:
+def test_random_moves_preserve_chunks_and_contents(arena: Arena, seed: int) -> None:
     """Every chunk carries its handle as a stamp, wherever it is mapped."""
     rng = random.Random(seed)
     ranges = [arena.reserve(f"range {number}", 16 * CHUNK_BYTES) for number in range(4)]
@@ -334,7 +334,7 @@ def test_slabs_may_be_hashed_by_other_threads(arena: Arena, on_device: bool) -> 
             slab.finish()
 
 
-def test_pieces_are_hashed_as_they_come_in_order(arena: Arena) -> None:
+def test_pieces_are_hashed_in_order(arena: Arena) -> None:
     slab = LayerSlab(arena, "layer 0", SlabLayout.of([("a", (25,))], torch.float32))
     contents = torch.arange(slab.layout.size_bytes, dtype=torch.uint8)
     pieces = [(start, contents[start : start + 30]) for start in range(0, len(contents), 30)]
@@ -360,7 +360,7 @@ def test_pieces_are_hashed_as_they_come_in_order(arena: Arena) -> None:
         slab.fill(0, contents[:30])
 
 
-def test_packed_blocks_arrive_elsewhere(arena: Arena) -> None:
+def test_packed_blocks_unpack_into_other_blocks(arena: Arena) -> None:
     shape = KvBlockShape(block_size=16, num_kv_heads=3, head_dim=100, dtype=torch.float32)
     here, there = (KvRange(arena, name, shape) for name in ("here", "there"))
     for kv_range in (here, there):

@@ -75,7 +75,7 @@ def test_growing_is_a_small_step(kv_bytes: int, num_layers: int, rule: ChunkRule
         assert num_layers * 2 * chunk_bytes * rule.growth_share > kv_bytes
 
 
-def test_the_error_says_how_much_is_needed() -> None:
+def test_the_error_names_the_required_memory() -> None:
     demand = MemoryDemand((10 * MIB,) * 4, 2, 16384, 16, 5 * MIB)
     with pytest.raises(BudgetTooSmall, match="raise it to at least 46 MiB") as caught:
         plan_memory(20 * MIB, demand, min_tokens=64)

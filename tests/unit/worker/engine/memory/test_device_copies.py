@@ -20,7 +20,7 @@ CHUNKS = 6
 
 
 class Device:
-    """A KV range on a device whose copies run as late as they may."""
+    """A KV range on a device that runs copies as late as possible."""
 
     def __init__(self) -> None:
         driver = FakeCudaDriver(CHUNK_BYTES, CHUNKS)
@@ -55,7 +55,7 @@ def test_blocks_are_read_and_written_through_slots(device: Device) -> None:
         assert [float(block.max()) for block in device.kv.blocks()[:4]] == [3.0, 1.0, 1.0, 3.0]
 
 
-def test_a_slot_takes_no_other_number_of_blocks(device: Device) -> None:
+def test_a_slot_refuses_another_number_of_blocks(device: Device) -> None:
     slot = device.copies.take(SHAPE.size_bytes)
     for copy in (device.kv.pack, device.kv.unpack):
         with pytest.raises(InvalidBlocks):
@@ -126,7 +126,7 @@ def test_each_thread_that_copies_has_the_device(device: Device) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="the streams are a GPU's")
 @pytest.mark.parametrize("head_dim", [16, 3], ids=["words", "bytes"])
-def test_copies_of_a_gpu_pass_work_and_are_ordered_with_it(head_dim: int) -> None:
+def test_copies_of_a_gpu_are_ordered_with_the_pass(head_dim: int) -> None:
     """Blocks of whole 64-bit words are copied as words, others as bytes."""
     from services.worker.engine.memory.cuda_driver import CudaDriver
     from services.worker.engine.memory.cuda_streams import CudaStreams

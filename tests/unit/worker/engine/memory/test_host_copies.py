@@ -14,7 +14,7 @@ def slab(value: int, size: int) -> torch.Tensor:
 
 
 def test_there_are_no_copies_by_default() -> None:
-    """The workers of a host would compete for its memory."""
+    """Workers of a host would compete for its memory."""
     assert WorkerConfig.__dataclass_fields__["host_weights_bytes"].default == 0
     config = RunnerConfig(Path("model"), "cpu", torch.float32, 2**20)
     copies = HostCopies(config.host_weights_bytes)

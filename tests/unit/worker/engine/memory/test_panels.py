@@ -1,4 +1,4 @@
-"""The order of a weight in panels, and slabs that hold weights so."""
+"""The order of a weight in panels, and slabs that hold such weights."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Numbers:
         target.copy_(torch.arange(target.numel()).remainder(251).view(target.shape))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,9 @@ def test_rows_are_read_back(dtype: torch.dtype) -> None:
     ("shape", "in_bfloat16", "in_float32"),
     [((64, 2), True, True), ((63, 2), False, False), ((64, 3), False, True), ((64,), False, False)],
 )
-def test_which_shapes_fit(shape: tuple[int, ...], in_bfloat16: bool, in_float32: bool) -> None:
+def test_supported_panel_shapes(
+    shape: tuple[int, ...], in_bfloat16: bool, in_float32: bool
+) -> None:
     assert fits(shape, torch.bfloat16) is in_bfloat16
     assert fits(shape, torch.float32) is in_float32
 
@@ -61,7 +63,7 @@ def filled(layout: SlabLayout) -> LayerSlab:
     return slab
 
 
-def test_a_slab_keeps_a_weight_in_panels_and_says_so_in_its_digest() -> None:
+def test_the_digest_of_a_slab_covers_its_panel_layout() -> None:
     shapes = [("norm", (6,)), ("w", (128, 6))]
     plain = filled(SlabLayout.of(shapes, torch.bfloat16))
     slab = filled(SlabLayout.of(shapes, torch.bfloat16, {"w"}))

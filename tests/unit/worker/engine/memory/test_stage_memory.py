@@ -1,4 +1,4 @@
-"""Drop and restore without a model: what is where, at every step."""
+"""Drop and restore without a model: the memory layout after every step."""
 
 import random
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def memory(request: pytest.FixtureRequest) -> Iterator[StageMemory]:
 
 
 def layout_of(memory: StageMemory) -> list[object]:
-    """Everything that a full restore must bring back."""
+    """The state that a full restore must reproduce."""
     return [
         memory.layers,
         memory.num_blocks,
@@ -95,7 +95,7 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("tideserve-arena")
 
 
-def test_what_a_stage_keeps(memory: StageMemory) -> None:
+def test_a_stage_keeps_its_parameters(memory: StageMemory) -> None:
     memory.set_stage(2, 4)
     assert memory.missing_slabs(0, 2) == [EMBEDDING, layer_name(0), layer_name(1)]
     assert memory.missing_slabs(2, 4) == []
@@ -113,7 +113,7 @@ def test_a_tied_head_keeps_the_embedding() -> None:
 
 
 def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
-    """The second phase changes nothing but old mappings."""
+    """The second phase changes only old mappings."""
     before = memory.num_blocks
     for layer in (0, 5):
         memory.kv_ranges[layer].blocks()[:] = float(layer + 1)
@@ -143,7 +143,7 @@ def test_a_drop_maps_what_it_frees_evenly(memory: StageMemory) -> None:
     assert (memory.kv_ranges[5].blocks() == 6.0).all()
 
 
-def test_a_prepared_drop_maps_nothing_more_and_ends_alike(memory: StageMemory) -> None:
+def test_a_prepared_drop_maps_no_more_memory(memory: StageMemory) -> None:
     other = make_memory()
     before = layout_of(memory)
     memory.prepare_drop(0, 3)
@@ -166,7 +166,7 @@ def test_a_prepared_drop_maps_nothing_more_and_ends_alike(memory: StageMemory) -
 
 
 @pytest.mark.parametrize("stage", [(0, 6), (0, 3)], ids=["nothing leaves", "another stage"])
-def test_a_drop_that_was_prepared_for_something_else_is_like_any(
+def test_a_drop_prepared_for_another_plan_runs_unprepared(
     memory: StageMemory, stage: tuple[int, int]
 ) -> None:
     other = make_memory()
@@ -276,7 +276,7 @@ def test_a_restore_can_be_aborted_at_any_step(memory: StageMemory) -> None:
         assert layout_of(memory) == before
 
 
-def test_an_aborted_restore_may_keep_what_is_verified(memory: StageMemory) -> None:
+def test_an_aborted_restore_can_keep_verified_slabs(memory: StageMemory) -> None:
     whole_blocks = memory.num_blocks
     memory.set_stage(0, 3)
     memory.release_departed(0)
@@ -484,7 +484,7 @@ class Life:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(10))
-def test_random_steps_lose_neither_memory_nor_contents(seed: int, kind: str) -> None:
+def test_random_steps_preserve_memory_and_contents(seed: int, kind: str) -> None:
     life = Life(seed, kind)
     for _ in range(80):
         life.step()

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Sequence:
-    """Keys and values that were given to a sequence, and where they lie."""
+    """Keys and values of a sequence, and their location."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -28,7 +28,7 @@ class Sequence:
 def reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
 ) -> torch.Tensor:
-    """One query row at a time, over the keys that it may see."""
+    """One query row at a time, over its visible keys."""
     output = torch.empty_like(query)
     share = HEADS // KV_HEADS
     for row in range(len(query)):
@@ -79,7 +79,7 @@ def test_random_batches_match_the_reference(
     compiled: bool,
     tolerance: float,
 ) -> None:
-    """Blocks begin as NaN: whatever is not written must not be read."""
+    """Blocks are initialised with NaN: unwritten slots must not be read."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 

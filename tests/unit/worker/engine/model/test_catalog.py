@@ -1,4 +1,4 @@
-"""What a configuration says of a model, read as its architecture reads it."""
+"""Model properties from a configuration, as its architecture reads it."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tests.support.tiny_models import make_tiny_model
         ),
     ],
 )
-def test_sliding_windows(
+def test_sliding_windows_are_read_from_the_config(
     tmp_path: Path, arch: str, options: dict[str, Any], windows: list[int | None]
 ) -> None:
     folder = make_tiny_model(tmp_path, arch, **options)

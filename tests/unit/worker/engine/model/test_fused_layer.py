@@ -1,4 +1,4 @@
-"""A fused layer beside the layer of `transformers` that it stands in for."""
+"""A fused layer, compared with the layer of `transformers` that it replaces."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ SMALL = {"hidden_size": 10, "intermediate_size": 7, "num_attention_heads": 2, "h
 
 @dataclass
 class Mixing:
-    """Attention that depends on all it gets, and notes how it was asked."""
+    """Attention that depends on all of its inputs and records its calls."""
 
     asked: list[tuple[int | None, float]] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ class Mixing:
     ) -> torch.Tensor:
         self.asked.append((sliding_window, scaling))
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).contiguous()
 
@@ -44,7 +44,7 @@ class Mixing:
 def layer_and_rotation(
     model_type: str, sizes: dict[str, int], dtype: torch.dtype, **options: Any
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """A layer whose parameters have been stored in `dtype`, its model, and those parameters."""
+    """A layer with parameters in `dtype`, its model, and these parameters."""
     config = AutoConfig.for_model(
         model_type, num_key_value_heads=1, num_hidden_layers=1, vocab_size=8, **sizes, **options
     )
@@ -63,7 +63,7 @@ def layer_and_rotation(
 @pytest.mark.parametrize("sizes", [EVEN, ODD, SMALL])
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_it_computes_what_the_layer_does(
+def test_fused_layer_equals_the_plain_layer(
     model_type: str, sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     window = 5 if model_type == "mistral" else None
@@ -84,16 +84,15 @@ def test_it_computes_what_the_layer_does(
 def in_panels(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameters with all weights of products in panels."""
     return {
-        name: panels_of(one).contiguous() if one.dim() == 2 else one for name, one in stored.items()
+        name: panels_of(weight).contiguous() if weight.dim() == 2 else weight
+        for name, weight in stored.items()
     }
 
 
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 @torch.inference_mode()
-def test_panels_compute_what_the_layer_does_with_rounded_inputs(
-    model_type: str, dtype: torch.dtype
-) -> None:
+def test_panels_equal_the_layer_with_rounded_inputs(model_type: str, dtype: torch.dtype) -> None:
     layer, model, stored = layer_and_rotation(model_type, PANELS, dtype)
     fused = fused_layer(layer, in_panels(stored), "it", model.config, sliding_window=None)
     assert isinstance(fused, FusedLayer)
@@ -116,7 +115,7 @@ def test_panels_compute_what_the_layer_does_with_rounded_inputs(
 
 @pytest.mark.parametrize("panel_dtype", [None, *PANEL_DTYPES])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None) -> None:
+def test_a_row_does_not_depend_on_its_batch(panel_dtype: torch.dtype | None) -> None:
     sizes = EVEN if panel_dtype is None else PANELS
     # With panels so many that a weight is multiplied with a part of them at a time.
     count = FEW_ROWS if panel_dtype is None else 600
@@ -124,27 +123,29 @@ def test_a_row_has_the_same_bits_in_any_company(panel_dtype: torch.dtype | None)
     views = stored if panel_dtype is None else in_panels(stored)
     fused = fused_layer(layer, views, "it", model.config, sliding_window=None)
     hidden = torch.randn(count, sizes["hidden_size"])
-    cosine, sine = (one[0] for one in model.rotary_emb(hidden[None], torch.arange(count)[None]))
+    cosine, sine = (
+        rotary[0] for rotary in model.rotary_emb(hidden[None], torch.arange(count)[None])
+    )
     together = fused.kernel.before(hidden, cosine, sine)
     attended = torch.randn(count, 4, sizes["head_dim"])
     after = fused.kernel.after(hidden, attended)
     for row in range(0, count, 7):
-        one = slice(row, row + 1)
-        alone = fused.kernel.before(hidden[one], cosine[one], sine[one])
-        assert all(torch.equal(a, b[one]) for a, b in zip(alone, together, strict=True))
-        assert torch.equal(fused.kernel.after(hidden[one], attended[one]), after[one])
+        own = slice(row, row + 1)
+        alone = fused.kernel.before(hidden[own], cosine[own], sine[own])
+        assert all(torch.equal(a, b[own]) for a, b in zip(alone, together, strict=True))
+        assert torch.equal(fused.kernel.after(hidden[own], attended[own]), after[own])
 
 
 @pytest.mark.parametrize(
     "options", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}]
 )
-def test_a_layer_that_does_more_stays(options: dict[str, Any]) -> None:
+def test_unsupported_layers_are_not_fused(options: dict[str, Any]) -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32, **options)
     assert fused_layer(layer, stored, "it", model.config, sliding_window=None) is layer
 
 
 @torch.inference_mode()
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     layer, model, stored = layer_and_rotation("llama", EVEN, torch.float32)
     kernel = fused_layer(layer, stored, "it", model.config, sliding_window=None).kernel
     turn = torch.ones(2, 16)

@@ -1,4 +1,4 @@
-"""Attention on a GPU against torch's in float64, with caches whose unused slots are no numbers."""
+"""Attention on a GPU, compared with torch in float64; unused cache slots are NaN."""
 
 import random
 from itertools import count
@@ -25,7 +25,7 @@ MIXED = ((0, 1), (17, 1), (700, 1), (0, 40), (130, 70))
 
 
 def chunks_of(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) -> Batch:
-    """(prefix, new) of each request; blocks lie anywhere."""
+    """Chunks with (prefix, new) of each request; blocks are in random order."""
     free = list(range(BLOCKS))
     random.Random(seed).shuffle(free)
     chunks = []
@@ -36,7 +36,7 @@ def chunks_of(lengths: tuple[tuple[int, int], ...], block_size: int, seed: int) 
 
 
 def filled_cache(batch: Batch, shape: tuple[int, ...]) -> torch.Tensor:
-    """K and V of all prefixes; what nobody has written is NaN."""
+    """K and V of all prefixes; unwritten slots are NaN."""
     cache = torch.full((BLOCKS, 2, *shape), torch.nan)
     block_size = shape[0]
     for chunk in batch.chunks:
@@ -56,7 +56,7 @@ def filled_cache(batch: Batch, shape: tuple[int, ...]) -> torch.Tensor:
         (4, 4, 16, 16, 100, ((300, 1), (500, 200))),
     ],
 )
-def test_it_is_attention(
+def test_kernel_equals_reference_attention(
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -81,8 +81,8 @@ def test_it_is_attention(
         dtype=dtype,
         device=device,
     )
-    found = attention.forward(
-        *(one.to(device) for one in (query, key, value, cache)),
+    actual = attention.forward(
+        *(tensor.to(device) for tensor in (query, key, value, cache)),
         MetadataBuilder(block_size, device, dtype).build(batch, BLOCKS),
         sliding_window=window,
         scaling=head_dim**-0.5,
@@ -98,18 +98,18 @@ def test_it_is_attention(
     )
     numbers = exact.double().nan_to_num()
     wanted = reference.forward(
-        *(one.double() for one in (query, key, value)),
+        *(tensor.double() for tensor in (query, key, value)),
         numbers,
         MetadataBuilder(block_size, torch.device("cpu"), torch.float64).build(batch, BLOCKS),
         sliding_window=window,
         scaling=head_dim**-0.5,
     )
-    assert (found.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
+    assert (actual.cpu().double() - wanted).norm() < ERRORS[dtype] * wanted.norm()
     assert torch.equal(cache.cpu().double().nan_to_num(), numbers)
 
 
 def test_combine_is_compiled_for_every_number_of_splits_and_launched_with_the_next() -> None:
-    """A tile of 64 parts for 2 would take a multiple of the time."""
+    """A tile of 64 parts for 2 splits would take many times as long."""
     attention = gpu.GpuPagedAttention(
         num_heads=4,
         num_kv_heads=2,
@@ -140,7 +140,7 @@ def test_combine_is_compiled_for_every_number_of_splits_and_launched_with_the_ne
     assert launched == [(6, 8)]
 
 
-def test_one_long_context_is_split_however_many_there_are() -> None:
+def test_a_long_context_is_split_in_any_batch() -> None:
     lengths = torch.tensor([32_000] + 127 * [500]).numpy()
     share, splits = gpu.split_contexts(lengths, len(lengths), 8, gpu.PROGRAMS_WANTED)
     assert share < 2000

@@ -1,4 +1,4 @@
-"""A model by the kernels for GPUs writes the tokens of `transformers`; so does it as graphs."""
+"""A model with GPU kernels generates the tokens of `transformers`, with and without graphs."""
 
 import random
 from pathlib import Path
@@ -46,14 +46,14 @@ def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) ->
 
 @pytest.fixture
 def on_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers are those of a GPU, whatever computes them."""
+    """Use the layers for GPUs on every device."""
     monkeypatch.setattr(assembly, "uses_gpu_kernels", lambda _device: True)
     monkeypatch.setattr(gpu_graphs, "CudaGraphCapture", GraphCapture)
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
 @pytest.mark.parametrize("arch", sorted(MODELS))
-def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers(arch: str, tmp_path: Path) -> None:
     model_dir = make_tiny_model(
         tmp_path, arch, dtype=torch.float32, layers=2, hidden=64, **MODELS[arch]
     )
@@ -61,12 +61,12 @@ def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
     prompts = [[rng.randrange(320) for _ in range(length)] for length in (1, 5, 17, 40)]
     runner = load(model_dir)
     captured = Recorded.captures
-    found = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=1, batch_tokens=64)
+    actual = generate_tokens(runner, prompts, max_tokens=NEW_TOKENS, seed=1, batch_tokens=64)
     runner.check_invariants()
     runner.close()
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    for prompt, tokens in zip(prompts, found, strict=True):
+    for prompt, tokens in zip(prompts, actual, strict=True):
         wanted = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -78,14 +78,14 @@ def test_tokens_are_those_of_transformers(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu_kernels")
-def test_what_the_kernels_cannot_compute_is_left_to_torch(tmp_path: Path) -> None:
+def test_unsupported_shapes_fall_back_to_torch(tmp_path: Path) -> None:
     odd = make_tiny_model(tmp_path / "gelu", dtype=torch.float32, hidden_act="gelu")
     runner = load(odd)
     assert not isinstance(runner.decoder.layer_runner, GpuLayers)
     runner.close()
 
 
-def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_graphs_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_graphs, "GRAPHS_MAX", 2)
 
     class Layers:
@@ -101,8 +101,8 @@ def test_graphs_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> N
     before = Recorded.captures
     for start, captures in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
         hidden = torch.randn(3, 8)
-        found = graphs.run(hidden, (hidden[:, :4],) * 2, three_decodes(), range(start, 5))
-        assert torch.equal(found, hidden + start)
+        actual = graphs.run(hidden, (hidden[:, :4],) * 2, three_decodes(), range(start, 5))
+        assert torch.equal(actual, hidden + start)
         assert Recorded.captures - before == captures
 
 

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and that no processor runs what another one compiled."""
+"""Location of compiled kernels, and their separation by processor."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from services.worker.engine.model.cpu_kernels.compiler import CACHE_VARIABLE, ca
 from tests.support.python import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[5]
-# Compiles kernels, runs one, and tells whether those of a module were in the cache.
+# Compiles kernels, runs one, and prints whether those of a module were in the cache.
 PROGRAM = """
 import numpy
 from services.worker.engine.model.cpu_kernels import STORED_TYPES, rms_norm
@@ -39,7 +39,7 @@ def test_changed_sources_have_another_cache(tmp_path: Path) -> None:
     assert cache_folder(sources, {}) != before
 
 
-def test_a_chosen_folder_begins_with_what_is_beside_the_sources(tmp_path: Path) -> None:
+def test_a_chosen_folder_starts_with_the_packaged_kernels(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
     seed = cache_folder(sources_in(sources), {})
@@ -69,7 +69,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert f"its mode {mode:o} lets others write; set {CACHE_VARIABLE} to a folder" in caplog.text
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
 def test_a_folder_of_another_user_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_folder_of_another_user_is_not_used(
     assert "it belongs to user 65532" in caplog.text
 
 
-def test_a_new_folder_can_be_used_again_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_new_folder_is_reusable_with_any_umask(tmp_path: Path) -> None:
     sources = sources_in(tmp_path)
     environment = {CACHE_VARIABLE: str(tmp_path / "chosen")}
     before = os.umask(0)
@@ -92,7 +92,7 @@ def test_a_new_folder_can_be_used_again_whatever_the_umask(tmp_path: Path) -> No
     assert folder.parent == tmp_path / "chosen"
 
 
-def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
+def test_copy_errors_are_ignored(tmp_path: Path) -> None:
     sources = sources_in(tmp_path)
     cache_folder(sources, {}).mkdir(parents=True)
     taken = tmp_path / "taken"
@@ -102,14 +102,14 @@ def test_what_cannot_be_copied_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def runs(cache: Path, **environment: str) -> bool:
-    """Run the program with its cache there; whether the kernels came out of it."""
+    """Run the program with this cache; returns whether its kernels were cached."""
     own = {"PYTHONPATH": str(REPOSITORY), CACHE_VARIABLE: str(cache)}
     done = run_python("-c", PROGRAM, env={**os.environ, **own, **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip() == "True"
 
 
-def test_another_processor_compiles_its_own_beside_what_is_there(tmp_path: Path) -> None:
+def test_another_processor_adds_its_own_kernels(tmp_path: Path) -> None:
     runs(tmp_path)  # From what lies beside the sources, if this processor has run them before.
     assert not runs(tmp_path, NUMBA_CPU_NAME="generic"), "kernels of another processor were taken"
     assert runs(tmp_path), "the first processor's are gone"

@@ -1,4 +1,4 @@
-"""Compiling kernels where no cache may be written, and which models they fit."""
+"""Compiling kernels without a writable cache, and the models that they support."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ from tests.support.python import run_python
         OSError(28, "No space left on device"),
     ],
 )
-def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
+def test_kernels_are_compiled_despite_cache_errors(
     step: str,
     failure: Exception,
     monkeypatch: pytest.MonkeyPatch,
@@ -41,7 +41,7 @@ def test_kernels_are_compiled_whatever_the_matter_with_the_cache(
 
 @pytest.mark.parametrize("length", [0, 10, 100])
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
-def test_broken_files_of_the_cache_are_no_obstacle(
+def test_damaged_cache_files_are_replaced(
     suffix: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(number: int) -> int:
@@ -67,7 +67,7 @@ def test_broken_files_of_the_cache_are_no_obstacle(
         ("cuda", torch.float32, torch.float32, 1, False),
     ],
 )
-def test_the_kernels_fit_one_thread_that_computes_in_float32(
+def test_kernels_support_a_single_float32_thread(
     device: str,
     storage: torch.dtype,
     compute: torch.dtype,
@@ -87,7 +87,7 @@ def test_the_kernels_fit_one_thread_that_computes_in_float32(
         ("", ""),
     ],
 )
-def test_vectors_are_as_wide_as_the_processor_has_them(features: str, expected: str) -> None:
+def test_vector_width_follows_the_processor(features: str, expected: str) -> None:
     assert compiler.wide_vectors(features) == expected
 
 
@@ -100,7 +100,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 def test_a_processor_of_which_a_hypervisor_hides_instructions_compiles_all_kernels(
     missing: str | None, tmp_path: Path
 ) -> None:
-    """Hidden ones take along what builds on them; None: all are hidden but the oldest."""
+    """Hidden instructions hide their extensions; None: only the oldest are visible."""
     every = get_host_cpu_features()
     features = "" if missing is None else every.replace(f"+{missing}", f"-{missing}")
     names = {"NUMBA_CPU_NAME": "generic"} if missing is None else {}
@@ -119,7 +119,7 @@ print(normalize.signatures, len(norm_scale.signatures))
 """
 
 
-def test_a_kernel_is_loaded_for_the_dtype_of_the_model_and_with_it_what_it_calls(
+def test_kernels_are_loaded_for_the_model_dtype_with_their_callees(
     tmp_path: Path,
 ) -> None:
     # Generic, so that nothing comes from beside the sources.
@@ -142,7 +142,7 @@ def test_a_call_from_python_finds_any_declared_dtype() -> None:
 
     kernel = compiler.compiled("int64(STORED[::1])")(total)
     kernel.load(torch.bfloat16)
-    assert [str(one) for (one,) in kernel.signatures] == ["array(uint16, 1d, C)"]
+    assert [str(signature) for (signature,) in kernel.signatures] == ["array(uint16, 1d, C)"]
     assert kernel(np.array([1, 2], np.float32)) == 3
     with pytest.raises(TypeError, match="No matching definition"):
         kernel(np.array([1, 2], np.int8))

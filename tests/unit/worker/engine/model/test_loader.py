@@ -70,7 +70,7 @@ def test_every_tensor_reaches_its_slab(model_dir: Path) -> None:
     assert all(has_values(loaded[name], tensor) for name, tensor in saved.items())
 
 
-def test_geometry(model_dir: Path) -> None:
+def test_slab_geometry_is_read_from_the_folder(model_dir: Path) -> None:
     runner = load(model_dir, max_model_len=1000)
     geometry = runner.geometry
     runner.close()
@@ -80,7 +80,7 @@ def test_geometry(model_dir: Path) -> None:
     assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
 
 
-def test_shards(model_dir: Path) -> None:
+def test_sharded_weights_are_loaded(model_dir: Path) -> None:
     saved = load_file(model_dir / WEIGHTS)
     (model_dir / WEIGHTS).unlink()
     names = sorted(saved)
@@ -198,7 +198,7 @@ def test_dummy_weights_agree_between_dtypes() -> None:
     assert torch.equal(single.double(), double)
 
 
-def test_models_are_told_apart_by_parameters_and_configuration(model_dir: Path) -> None:
+def test_model_digest_covers_parameters_and_configuration(model_dir: Path) -> None:
     digests = []
 
     def note(**options: object) -> None:
@@ -218,7 +218,7 @@ def test_models_are_told_apart_by_parameters_and_configuration(model_dir: Path) 
 
 
 @pytest.mark.parametrize(("dtype", "same"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_processors_that_add_up_in_another_order_are_told_apart_in_float32(
+def test_float32_digest_covers_the_summation_order(
     dtype: torch.dtype, same: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = []
@@ -244,7 +244,7 @@ def test_budget_and_device_are_checked(model_dir: Path) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scratch_rows", [1, 3, 10, 64, None])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_slab_linear_is_a_linear_layer(
+def test_slab_linear_equals_a_linear_layer(
     scratch_rows: int | None, has_bias: bool, row_count: int, compiled: bool
 ) -> None:
     weight = torch.randn(10, 24).bfloat16()

@@ -1,4 +1,4 @@
-"""Layers, rotations and the reading of `config.json` beside those of `transformers`."""
+"""Layers, rotary embeddings and `config.json`, compared with `transformers`."""
 
 import json
 import math
@@ -66,7 +66,7 @@ ROPES: list[dict[str, Any]] = [
 
 
 class Spy:
-    """Attention that depends on all it gets, and notes how it was asked."""
+    """Attention that depends on all of its inputs and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int | None, float]] = []
@@ -82,7 +82,7 @@ class Spy:
     ) -> torch.Tensor:
         self.asked.append((sliding_window, scaling))
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scaling
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).contiguous()
 
@@ -90,7 +90,7 @@ class Spy:
 def model_and_config(
     folder: Path, model_type: str, options: dict[str, Any]
 ) -> tuple[Any, ModelConfig]:
-    """A model of `transformers` with random weights, and how we read the same file."""
+    """A model of `transformers` with random weights, and our configuration of the same file."""
     raw = {"model_type": model_type, "architectures": [CLASSES[model_type]]} | SIZES | options
     (folder / "config.json").write_text(json.dumps(raw))
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -108,9 +108,11 @@ def test_layers_give_the_same_bits(
 ) -> None:
     reference, config = model_and_config(tmp_path, model_type, options)
     skeleton = Skeleton(config)
-    ours = {name: one.shape for name, one in skeleton.model.named_parameters()}
-    theirs = {name: one.shape for name, one in reference.model.named_parameters()}
-    assert list(ours.items()) == list(theirs.items())
+    ours = {name: parameter.shape for name, parameter in skeleton.model.named_parameters()}
+    reference_shapes = {
+        name: parameter.shape for name, parameter in reference.model.named_parameters()
+    }
+    assert list(ours.items()) == list(reference_shapes.items())
     assert config.tie_word_embeddings == reference.config.tie_word_embeddings
     body = skeleton.model.to_empty(device="cpu").double()
     body.load_state_dict(reference.model.state_dict())
@@ -132,25 +134,27 @@ def test_layers_give_the_same_bits(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rope", ROPES)
 @torch.inference_mode()
-def test_rotations_are_the_same(tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype) -> None:
+def test_rotary_embeddings_equal_those_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], dtype: torch.dtype
+) -> None:
     reference, config = model_and_config(tmp_path, "llama", rope)
     assert config.rope.kind == reference.config.rope_parameters["rope_type"]
     hidden, positions = torch.zeros(1, 50, 8, dtype=dtype), torch.arange(3, 53)[None]
     rotary = type(reference.model.rotary_emb)(reference.config)
     wanted = rotary(hidden, positions)
     got = rotary_of(config, torch.device("cpu"))(hidden, positions)
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
-    assert all(one.dtype == dtype for one in got)
+    assert all(torch.equal(actual, other) for actual, other in zip(got, wanted, strict=True))
+    assert all(tensor.dtype == dtype for tensor in got)
 
 
 def test_all_types_of_rotation_are_compared() -> None:
-    named = [one.get("rope_parameters", one.get("rope_scaling", {})) for one in ROPES]
-    kinds = {one.get("rope_type", one.get("type", "default")) for one in named}
+    named = [rope.get("rope_parameters", rope.get("rope_scaling", {})) for rope in ROPES]
+    kinds = {settings.get("rope_type", settings.get("type", "default")) for settings in named}
     assert kinds == set(ROPE_TYPES)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"hidden_size": True}, "hidden_size is True, not an integer"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -173,14 +177,16 @@ def test_all_types_of_rotation_are_compared() -> None:
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window is 0, but must"),
     ],
 )
-def test_a_file_that_makes_no_sense(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_invalid_configurations_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     raw = {"architectures": ["Qwen2ForCausalLM"]} | SIZES | change
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=message):
         load_config(tmp_path)
 
 
-def test_a_file_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+def test_a_too_deeply_nested_file_is_a_short_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(ModelError, match=r"cannot be read .*recursion"):
         load_config(tmp_path)

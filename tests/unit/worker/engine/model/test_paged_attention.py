@@ -1,4 +1,4 @@
-"""Attention by one compiled call, without gathering, beside one row at a time in float64."""
+"""Attention in a single compiled call, compared with one row at a time in float64."""
 
 import random
 from itertools import pairwise
@@ -20,7 +20,7 @@ BUILDER = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
 
 
 class Cache:
-    """One sequence in a cache of its own, whose memory begins as NaN."""
+    """A sequence in its own cache, whose memory is initialised with NaN."""
 
     def __init__(
         self,
@@ -64,11 +64,13 @@ class Cache:
         )
 
     def expected(self) -> torch.Tensor:
-        """All rows in float64, from what is rounded as the cache is."""
+        """All rows in float64, from inputs rounded as in the cache."""
         dtype = self.blocks.dtype
-        query, key, value = (one.to(dtype).double() for one in (self.query, self.key, self.value))
+        query, key, value = (
+            tensor.to(dtype).double() for tensor in (self.query, self.key, self.value)
+        )
         share = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(share, 1) for one in (key, value))
+        key, value = (tensor.repeat_interleave(share, 1) for tensor in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * self.scaling
         distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
         hidden = distance < 0
@@ -79,7 +81,7 @@ class Cache:
 
 
 def cuts(length: int, *, seed: int) -> list[int]:
-    """Where to cut a prompt."""
+    """Random positions at which to split a prompt."""
     rng = random.Random(seed)
     made = [0]
     while made[-1] < length:
@@ -138,7 +140,7 @@ def test_decode_steps_attend_to_all_before_them(
 
 
 @needs_panel_product
-def test_a_row_has_the_same_bits_in_any_company() -> None:
+def test_a_row_does_not_depend_on_its_batch() -> None:
     """A chunk, a decode step and another chunk together, and each of them alone."""
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 64, "length": 100}
     caches = [Cache(**sizes, seed=seed) for seed in range(3)]
@@ -183,13 +185,13 @@ def test_other_caches_do_not_fit(block_size: int, head_dim: int, dtype: torch.dt
     assert not fits(block_size, head_dim, dtype)
 
 
-def test_without_a_product_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_fits_without_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "panel_calls", lambda _dtype: None)
     assert not fits(16, 64, torch.bfloat16)
 
 
 @needs_panel_product
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     cache = Cache(heads=3, kv_heads=1, head_dim=64, length=4)
     cache.query = torch.zeros(4, 3, 32)
     with pytest.raises(ValueError, match="cannot attend"):
@@ -205,13 +207,13 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_rows_and_heads_that_take_turns_have_the_same_bits(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a processor with AMX, with more pairs than a turn has, and some that are not full."""
-    found = []
+    """As with AMX, with more pairs than fit in a turn, and some incomplete ones."""
+    outputs = []
     for instructions in ([], ["amx_bf16"]):
         monkeypatch.setattr(paged_attention, "product_instructions", lambda _, i=instructions: i)
         cache = Cache(
             heads=6, kv_heads=2, head_dim=64, length=300, window=window, dtype=dtype, seed=7
         )
-        found.append(torch.cat([cache.attend(0, 37), cache.attend(37, 300)]))
-    assert torch.equal(*found)
-    torch.testing.assert_close(found[1], cache.expected(), rtol=2e-2, atol=2e-2)
+        outputs.append(torch.cat([cache.attend(0, 37), cache.attend(37, 300)]))
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(outputs[1], cache.expected(), rtol=2e-2, atol=2e-2)

@@ -23,7 +23,7 @@ from tests.support.panels import PANEL_DTYPES, needs_panel_product, needs_vector
 
 BY_VECTORS = np.zeros(2, np.int64)
 PRODUCTS = [
-    *(pytest.param(*one.values, None, marks=one.marks) for one in PANEL_DTYPES),
+    *(pytest.param(*dtype.values, None, marks=dtype.marks) for dtype in PANEL_DTYPES),
     pytest.param(torch.bfloat16, BY_VECTORS, marks=needs_vectors),
 ]
 """A dtype, and what computes it: what this processor has, or vectors."""
@@ -60,9 +60,7 @@ def test_a_product_is_exact_where_numbers_are(
 
 
 @pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
-def test_a_row_has_the_same_bits_in_any_company(
-    dtype: torch.dtype, calls: np.ndarray | None
-) -> None:
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, calls: np.ndarray | None) -> None:
     product, rows = product_of(torch.randn(128, 576), dtype, calls), torch.randn(150, 576)
     together = product(rows)
     for first, last in ((0, 1), (3, 20), (63, 65), (10, 139), (5, 9), (7, 13)):
@@ -77,7 +75,7 @@ def test_another_width_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", ["+avx2", "+avx512f,+avx512bw", "+fma", ""])
-def test_a_processor_without_the_instructions_is_not_tried(
+def test_panels_are_disabled_on_unsupported_processors(
     monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(panel_gemm, "processor_features", lambda: set(features.split(",")))
@@ -102,7 +100,7 @@ def test_other_dtypes_have_no_product(dtype: torch.dtype) -> None:
 
 
 @needs_vectors
-def test_another_torch_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_are_disabled_for_an_untested_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_gemm, "_matrix_instructions", lambda: ["amx_bf16"])
     assert panel_gemm._torch_calls() is not None
     monkeypatch.setattr(panel_gemm, "_PRODUCT", "no_such_symbol")
@@ -120,7 +118,7 @@ def test_vectors_multiply_where_torch_s_product_is_wrong(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("dtype", "calls"), PRODUCTS)
 @pytest.mark.parametrize("inputs", [576, 2050])
-def test_no_rows_have_no_products(
+def test_a_product_of_no_rows_is_empty(
     inputs: int, dtype: torch.dtype, calls: np.ndarray | None
 ) -> None:
     product = product_of(torch.randn(64, inputs), dtype, calls)
@@ -189,15 +187,15 @@ def test_a_wrong_product_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: tor
 @pytest.mark.parametrize("depth", [4, 64, 200])
 @pytest.mark.parametrize("columns", [1, 16, 24, 50, 64])
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 20])
-def test_vectors_write_the_columns_of_a_product_and_nothing_else(
+def test_vectors_write_only_the_columns_of_the_product(
     rows: int, columns: int, depth: int, add: int, dtype: torch.dtype
 ) -> None:
-    """In a wider matrix, from an element in its midst on, and with rows apart."""
+    """Within a wider matrix, at an offset and with a row stride."""
     generator = torch.Generator().manual_seed(rows * columns + depth)
     left = torch.randint(-8, 8, (rows, depth + 6), generator=generator).float()
     right = torch.randint(-8, 8, (64, depth), generator=generator).float()
-    found = torch.randint(-8, 8, (rows + 2, columns + 5), generator=generator).float()
-    wanted = found.clone()
+    buffer = torch.randint(-8, 8, (rows + 2, columns + 5), generator=generator).float()
+    wanted = buffer.clone()
     product = left[:, 3 : 3 + depth] @ right[:columns].t()
     wanted[1 : 1 + rows, 2 : 2 + columns] = product + add * wanted[1 : 1 + rows, 2 : 2 + columns]
     panel = stored_array(panels_of(right.to(dtype)).contiguous())
@@ -205,6 +203,6 @@ def test_vectors_write_the_columns_of_a_product_and_nothing_else(
     multiply(
         *(rows, columns, depth, depth + 6, columns + 5, add),
         *(stored_array(left.to(dtype).flatten()), 3, begin, end),
-        *(found.view(-1).numpy(), columns + 5 + 2),
+        *(buffer.view(-1).numpy(), columns + 5 + 2),
     )
-    assert torch.equal(found, wanted)
+    assert torch.equal(buffer, wanted)

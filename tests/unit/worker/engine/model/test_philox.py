@@ -18,7 +18,7 @@ def numbers(pairs: list[tuple[int, int]]) -> np.ndarray:
     return uniform_numbers(keys, np.array([index for _, index in pairs], np.uint64))
 
 
-def test_they_are_numpys_and_depend_on_seed_and_index_alone() -> None:
+def test_philox_equals_numpy_and_depends_on_seed_and_index_only() -> None:
     pairs = [(seed, index) for seed in SEEDS for index in (*range(100), 2**32 - 1, 2**40)]
     expected = [uniform(seed, index) for seed, index in pairs]
     assert numbers(pairs).tolist() == expected
@@ -26,7 +26,7 @@ def test_they_are_numpys_and_depend_on_seed_and_index_alone() -> None:
     assert len(set(expected)) == len(pairs)
 
 
-def test_they_are_uniform() -> None:
+def test_philox_numbers_are_uniform() -> None:
     values = numbers([(3, index) for index in range(4000)])
     counts, _ = np.histogram(values, bins=10, range=(0, 1))
     assert values.min() >= 0 and values.max() < 1

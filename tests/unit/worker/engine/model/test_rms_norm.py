@@ -8,7 +8,7 @@ from services.worker.engine.model.cpu_kernels.rms_norm import RmsNorm
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 7), (1, 14, 576), (3, 16)])
-def test_it_divides_by_the_root_of_the_mean_square(
+def test_rms_norm_divides_by_the_root_mean_square(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     weight = torch.randn(shape[-1]).to(dtype)

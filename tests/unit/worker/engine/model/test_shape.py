@@ -1,4 +1,4 @@
-"""The sizes that planners get are those of the loaded model, and survive the way to them."""
+"""The sizes passed to planners are those of the loaded model, and round trip."""
 
 from pathlib import Path
 

@@ -11,7 +11,9 @@ SHAPES = [(1, 8), (3, 100), (4, 16), (10, 7), (64, 576), (33, 1536)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
-def test_it_is_the_matrix_product(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_skinny_gemm_equals_the_matrix_product(
+    rows: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     weight = torch.randn(shape).to(dtype)
     inputs = torch.randn(rows, shape[1])
     expected = inputs.double() @ weight.double().t()
@@ -21,7 +23,7 @@ def test_it_is_the_matrix_product(rows: int, shape: tuple[int, int], dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     product = SkinnyProduct(torch.randn(50, 576).to(dtype))
     rows = torch.randn(32, 576)
     together = product(rows)
@@ -37,14 +39,14 @@ def test_the_weight_is_not_copied() -> None:
     assert torch.equal(product(torch.ones(1, 16)), torch.full((1, 8), 16.0))
 
 
-def test_rows_that_do_not_fit_are_refused_and_none_is_no_row() -> None:
+def test_mismatched_rows_are_refused_and_no_rows_are_allowed() -> None:
     product = SkinnyProduct(torch.ones(8, 16))
     with pytest.raises(ValueError, match="do not match"):
         product(torch.ones(2, 17))
     assert product(torch.ones(0, 16)).shape == (0, 8)
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_values_propagate() -> None:
     weight = torch.ones(4, 16)
     rows = torch.ones(2, 16)
     rows[0, 3], rows[1, 5] = torch.nan, torch.inf

@@ -1,4 +1,4 @@
-"""Weights of a row of scores, beside torch's softmax."""
+"""Weights of a row of scores, compared with torch's softmax."""
 
 import numpy as np
 import pytest
@@ -21,10 +21,10 @@ def weigh_whole(scores, row, highest, weights):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
-    """To the last bit: so a row is the same in whatever tile it is."""
+def test_a_whole_row_equals_a_bounded_row(stored: torch.dtype) -> None:
+    """Bitwise, so that a row is the same in any tile."""
     scores = 8 * torch.randn(1, KEYS)
-    found = []
+    rows = []
     for whole in (False, True):
         weights = torch.zeros(1, KEYS, dtype=stored)
         array = weights.numpy() if stored == torch.float32 else weights.view(torch.uint16).numpy()
@@ -33,14 +33,14 @@ def test_a_whole_row_is_weighed_as_one_with_bounds(stored: torch.dtype) -> None:
             result = weigh_whole(scores.numpy(), 0, highest, array)
         else:
             result = weigh(scores.numpy(), 0, 0, KEYS, highest, array)
-        found.append((result, array.tolist()))
-    assert found[0] == found[1]
+        rows.append((result, array.tolist()))
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("begin", "end"), [(0, 64), (0, 1), (63, 64), (5, 41), (16, 48)])
 @pytest.mark.parametrize("highest", [float("-inf"), 40.0])
-def test_weights_are_those_of_the_softmax(
+def test_weights_equal_those_of_softmax(
     stored: torch.dtype, begin: int, end: int, highest: float
 ) -> None:
     torch.manual_seed(begin + end)
@@ -61,7 +61,7 @@ def test_weights_are_those_of_the_softmax(
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("highest", [0.0, 5e5, -3e4])
-def test_the_least_weight_is_no_error(stored: torch.dtype, highest: float) -> None:
+def test_the_smallest_weight_does_not_underflow(stored: torch.dtype, highest: float) -> None:
     """Also relative to a score far from 0, whose products are rounded."""
     scores = torch.tensor([[highest, highest - 1e30] + [highest - 2e5] * (KEYS - 2)])
     weights = torch.full((1, KEYS), 7.0, dtype=stored)

@@ -12,7 +12,7 @@ VOCABULARIES = (1, 5, LANES - 1, LANES, 1000, 5000)
 
 
 def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens in the order of the draw, and their shares, as the definitions read."""
+    """Tokens in the order of the draw with their shares, by definition."""
     scaled = logits - logits.max()
     scaled = (scaled.astype(logits.dtype) / logits.dtype.type(terms.temperature)).astype(np.float64)
     order = np.lexsort((np.arange(len(logits)), -scaled))
@@ -32,9 +32,9 @@ def shares(logits: np.ndarray, terms: DrawTerms) -> tuple[np.ndarray, np.ndarray
     return order, weights / weights.sum()
 
 
-def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
-    """Whether `token` is that of the definition, or rounding alone decides against it."""
-    found = False
+def is_explained(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> bool:
+    """Whether `token` matches the definition, up to rounding."""
+    explained = False
     for slack in (0.0, -ROUNDING, ROUNDING):
         # Rounding may also move the border of the nucleus.
         top_p = terms.top_p if terms.top_p >= 1 else min(max(terms.top_p + slack, 1e-9), 1 - 1e-12)
@@ -42,8 +42,8 @@ def explains(token: int, logits: np.ndarray, terms: DrawTerms, draw: float) -> b
         place = np.flatnonzero(order == token)
         if len(place):
             end = share[: place[0] + 1].sum()
-            found |= end - share[place[0]] - ROUNDING <= draw <= end + ROUNDING
-    return found
+            explained |= end - share[place[0]] - ROUNDING <= draw <= end + ROUNDING
+    return explained
 
 
 def exact(logits: np.ndarray, terms: DrawTerms, draw: float) -> int:
@@ -63,7 +63,7 @@ def some_terms(rng: np.random.Generator) -> DrawTerms:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_tokens_are_those_of_the_definition(vocab: int, dtype: type[np.floating]) -> None:
+def test_tokens_match_the_definition(vocab: int, dtype: type[np.floating]) -> None:
     rng = np.random.default_rng(vocab)
     choose, same, count = TokenChooser(Scratch.of(vocab, dtype)), 0, 240
     logits = rng.normal(size=(count, vocab)) * rng.choice([0.01, 1, 4, 20], size=(count, 1))
@@ -76,13 +76,13 @@ def test_tokens_are_those_of_the_definition(vocab: int, dtype: type[np.floating]
     tokens, best = choose(logits, terms, draws)
     assert best == logits.max(1).tolist()
     for row, token in enumerate(tokens):
-        assert explains(token, logits[row], terms[row], draws[row]), (row, terms[row], token)
+        assert is_explained(token, logits[row], terms[row], draws[row]), (row, terms[row], token)
         same += token == exact(logits[row], terms[row], draws[row])
     assert same >= count - 3
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_best_is_the_first_of_equal_ones(dtype: type[np.floating]) -> None:
+def test_ties_go_to_the_first_token(dtype: type[np.floating]) -> None:
     rng = np.random.default_rng(1)
     logits = rng.integers(0, 4, size=(50, 1000)).astype(dtype)
     logits[7] = -np.inf
@@ -91,7 +91,7 @@ def test_the_best_is_the_first_of_equal_ones(dtype: type[np.floating]) -> None:
     assert tokens == logits.argmax(1).tolist()
 
 
-def test_what_is_not_a_number_is_never_chosen() -> None:
+def test_nan_logits_are_never_chosen() -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(90, 700)).astype(np.float32)
     logits[:, ::2] = np.nan

@@ -13,7 +13,7 @@ MakeGroup = Callable[..., EngineGroup]
 
 @pytest.fixture
 def make_group() -> Iterator[MakeGroup]:
-    """Makes workers that are settled, each alone, and gives their memory back."""
+    """Create settled single workers, and free their memory afterwards."""
     made: list[EngineGroup] = []
 
     def make(

@@ -19,14 +19,14 @@ NAMES = ("w0", "w1")
 
 
 def plan(name: str, attempt: int) -> MemberPlan:
-    """A member as it is told of in an attempt: each has nonces of its own."""
+    """A member of an attempt, with nonces of its own."""
     lane = LanePlan(f"local:{name}", f"the nonce of attempt {attempt}")
     return MemberPlan(name, f"{name}-1", 0, 1, lane, lane, f"address of {name}")
 
 
 @dataclass
 class Pair:
-    """Two engines; w0 is the one that connects."""
+    """Two engines; w0 dials."""
 
     now_s: float = 0.0
     activations: LocalNetwork = field(default_factory=lambda: LocalNetwork(FrameCodec(KINDS)))
@@ -35,8 +35,8 @@ class Pair:
     def __post_init__(self) -> None:
         identities = {name: Identity(name, f"{name}-1") for name in NAMES}
         self.lanes = {
-            name: (self.activations.lane(one), self.bulk.lane(one))
-            for name, one in identities.items()
+            name: (self.activations.lane(identity), self.bulk.lane(identity))
+            for name, identity in identities.items()
         }
         self.ends = {
             name: Connections(*lanes, now_s=lambda: self.now_s)
@@ -44,18 +44,18 @@ class Pair:
         }
 
     def open(self, name: str, attempt: int) -> None:
-        """An engine's turn in an attempt."""
+        """Run an engine's turn in an attempt."""
         (other,) = set(NAMES) - {name}
         self.ends[name].open(plan(name, attempt), plan(other, attempt))
 
     def attempt(self, number: int = 1) -> None:
-        """Both engines' turns in an attempt, w0 last, and what comes of them."""
+        """Run both engines' turns in an attempt, w0 last, and deliver the connections."""
         self.open("w1", number)
         self.open("w0", number)
         self.deliver()
 
     def deliver(self) -> int:
-        """Make or refuse connections, and tell; returns how many activation lanes were refused."""
+        """Make or refuse connections; returns the number of refused activation lanes."""
         refused = 0
         self.activations.connect_pending()
         self.bulk.connect_pending()
@@ -84,8 +84,8 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair: Pair) -> None:
-    """Both ends of a lost lane must give up what they do for each other."""
+def test_a_loss_without_an_event_is_found_by_polling(pair: Pair) -> None:
+    """Both ends of a lost lane must abandon their work for each other."""
     pair.attempt()
     for end in pair.ends.values():
         end.detect_lost()
@@ -97,8 +97,8 @@ def test_an_end_that_gets_no_event_finds_its_connection_lost_when_it_looks(pair:
     assert own.lost([plan("w1", 1)]) == ["w1"]
 
 
-def test_a_refused_peer_asks_again_a_while_later(pair: Pair) -> None:
-    """A peer in a long iteration does not know yet which peers to expect; few ask it meanwhile."""
+def test_a_refused_peer_retries_later(pair: Pair) -> None:
+    """A peer in a long iteration does not know yet which peers to expect."""
     refusals = 0
     for _ in range(100):
         pair.open("w0", 1)
@@ -113,7 +113,7 @@ def test_a_refused_peer_asks_again_a_while_later(pair: Pair) -> None:
 
 
 def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor(pair: Pair) -> None:
-    """A dial would replace the one that is under way, and its nonce is spent."""
+    """A dial would replace the one in progress, whose nonce is spent."""
     pair.open("w0", 1)
     own = pair.ends["w0"]
     own.note_activations(PeerLost(Identity("w1", "an older one"), "a newer connection replaced it"))
@@ -125,7 +125,7 @@ def test_the_end_of_an_older_process_does_not_end_the_wait_for_its_successor(pai
 
 
 @pytest.mark.parametrize("aborted", [(), (1,)])
-def test_an_attempt_aborted_before_the_peer_came_is_no_obstacle(
+def test_an_attempt_aborted_before_the_peer_dials_does_not_block_the_next(
     pair: Pair, aborted: tuple[int, ...]
 ) -> None:
     for attempt in aborted:
@@ -145,7 +145,7 @@ def test_a_dial_of_an_aborted_attempt_is_repeated_with_the_new_nonce(pair: Pair)
     assert pair.connected
 
 
-def test_a_peer_that_there_was_no_place_to_expect_is_expected_later(
+def test_a_peer_refused_by_a_full_table_is_expected_later(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
@@ -158,7 +158,7 @@ def test_a_peer_that_there_was_no_place_to_expect_is_expected_later(
 
 @pytest.mark.parametrize("entered", [False, True])
 def test_a_lost_peer_is_missing_until_the_next_configuration(pair: Pair, entered: bool) -> None:
-    """A connection that a preparation has made anew brings back no frame that the old one lost."""
+    """A connection made by a preparation does not recover frames that the old one lost."""
     for attempt in (1, 2):
         pair.attempt(attempt)
         if attempt == 1:
@@ -175,10 +175,8 @@ def test_a_lost_peer_is_missing_until_the_next_configuration(pair: Pair, entered
 
 
 @pytest.mark.parametrize("cut_off", NAMES)
-def test_an_end_that_got_no_event_of_the_loss_connects_again_all_the_same(
-    pair: Pair, cut_off: str
-) -> None:
-    """Else it says that it is ready, and the other one waits for it in vain."""
+def test_a_side_without_a_loss_event_reconnects(pair: Pair, cut_off: str) -> None:
+    """Otherwise it reports ready, and the other side waits in vain."""
     pair.attempt()
     pair.ends[cut_off].end_all(activations=True, bulk=True)
     pair.deliver()

@@ -1,4 +1,4 @@
-"""When a group counts as stuck."""
+"""Conditions under which a group counts as stuck."""
 
 from services.core.changeover.state import DRAINED_TIMEOUT_S
 from services.core.stall_limit import STALLED_FACTOR, STALLED_S
@@ -14,7 +14,7 @@ def test_a_lost_member_is_named_until_the_next_configuration() -> None:
     assert health.trouble(1.0) == ""
 
 
-def test_a_microbatch_that_does_not_come_back_is_noticed() -> None:
+def test_a_lost_microbatch_is_detected() -> None:
     health = GroupHealth()
     health.note_launched(0.0)
     health.note_launched(1.0)
@@ -33,8 +33,8 @@ def test_microbatches_that_are_slow_raise_the_limit() -> None:
     assert health.trouble(3.5 + 3.0 * STALLED_FACTOR) != ""
 
 
-def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
-    """One that is slow for the first time is not discarded for ever."""
+def test_a_repeated_microbatch_has_twice_the_time() -> None:
+    """Otherwise one that is slow once would be discarded forever."""
     health = GroupHealth()
     for limit_s in (STALLED_S, 2 * STALLED_S, 4 * STALLED_S):
         health.note_launched(0.0)
@@ -48,7 +48,7 @@ def test_the_same_microbatch_has_twice_the_time_when_it_runs_again() -> None:
     assert health.trouble(1.1 + max(STALLED_S, STALLED_FACTOR)) != "", "the limit is as before"
 
 
-def test_one_microbatch_that_a_fault_held_up_does_not_blunt_the_alarm_for_good() -> None:
+def test_a_single_delayed_microbatch_raises_the_limit_only_temporarily() -> None:
     health = GroupHealth()
     health.note_launched(0.0)
     health.note_returned(4.0)  # a member stood still for a moment
@@ -61,7 +61,7 @@ def test_one_microbatch_that_a_fault_held_up_does_not_blunt_the_alarm_for_good()
     assert health.trouble(now_s + STALLED_S + 0.1) != ""
 
 
-def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
+def test_an_alarm_ends_when_the_microbatch_returns() -> None:
     health = GroupHealth()
     health.note_launched(0.0)
     assert health.trouble(STALLED_S + 1) != ""
@@ -70,7 +70,7 @@ def test_an_alarm_ends_when_the_microbatch_comes_back_after_all() -> None:
     assert health.trouble(STALLED_S + 3) == ""
 
 
-def test_a_stage_that_does_not_join_is_noticed() -> None:
+def test_a_stage_that_does_not_join_is_detected() -> None:
     health = GroupHealth()
     health.enter(10.0)
     limit_s = DRAINED_TIMEOUT_S + STALLED_S

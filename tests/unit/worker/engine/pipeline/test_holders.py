@@ -59,11 +59,13 @@ def prepare(
     introduced: bool = True,
     limit_s: float = LIMIT_S,
 ) -> str:
-    """Ask a survivor to get ready, and introduce it to the holders that live."""
+    """Ask a survivor to prepare, and introduce it to the living holders."""
     group._attempts += 1
     attempt = f"attempt-{group._attempts}"
     plans = group._plans(target, group.epoch + 1)
-    asked = [one if isinstance(one, MemberPlan) else group._plan_of(one) for one in holders]
+    asked = [
+        holder if isinstance(holder, MemberPlan) else group._plan_of(holder) for holder in holders
+    ]
     (survivor,) = plans[0].members
     for holder in asked if introduced else ():
         if holder.worker_id in group.engines:
@@ -96,7 +98,7 @@ def test_a_survivor_reads_nothing_from_disk(pairs: EngineGroup) -> None:
 
 
 def test_an_engine_waits_while_a_holder_sends(pairs: EngineGroup) -> None:
-    """Turns without frames would only take time from the thread that stores the pieces."""
+    """Turns without frames would only delay the thread that stores the pieces."""
     attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
     survivor = member(pairs, "w0")
     assert not survivor.awaits_transfers, "it connects"
@@ -138,9 +140,9 @@ def test_a_holder_that_dies_is_followed_by_another_source(pairs: EngineGroup, mo
     if moment == "introduced":
         pairs.network.skip(ANSWER_SHARE * LIMIT_S + 0.1)  # type: ignore[attr-defined]
     check_restored(pairs, attempt)
-    found = restored(pairs, "w0")
-    assert found["disk"] + before.get("peer", 0) <= 3 <= sum(found.values())
-    assert found["disk"] > 0
+    sources = restored(pairs, "w0")
+    assert sources["disk"] + before.get("peer", 0) <= 3 <= sum(sources.values())
+    assert sources["disk"] > 0
 
 
 @contextmanager
@@ -194,7 +196,7 @@ def test_a_survivor_waits_once_for_a_holder_that_hangs(pairs: EngineGroup) -> No
 
 
 def test_a_holder_that_drops_its_layers_meanwhile_refuses(pairs: EngineGroup) -> None:
-    """Its group changes in the same moment: what it does not send comes from disk."""
+    """Its group changes at the same time: missing slabs come from disk."""
     turned = [[Stage("w3", 0, 1), Stage("w2", 1, LAYERS)]]
     attempt = prepare(pairs, SURVIVOR, [PAIRS[1][1]])
     pairs.change(turned)
@@ -271,7 +273,7 @@ def test_a_holder_may_become_a_member_of_the_same_group(pairs: EngineGroup) -> N
     check_tokens(pairs)
 
 
-def test_an_introduction_ends(pairs: EngineGroup) -> None:
+def test_an_introduction_expires(pairs: EngineGroup) -> None:
     check_restored(pairs, prepare(pairs, SURVIVOR, [PAIRS[1][1]]))
     lane = member(pairs, "w0").links.lane
     assert lane.has("w3")
@@ -341,7 +343,7 @@ def _slab_requests_have_an_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(links, "_UNFENCED", ())
 
 
-def test_the_digest_of_a_slab_is_needed(
+def test_the_digest_check_of_a_slab_is_needed(
     pairs: EngineGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _digest_is_not_verified(monkeypatch)

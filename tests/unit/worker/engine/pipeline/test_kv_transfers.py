@@ -1,4 +1,4 @@
-"""KV is read from and written to blocks of its own request only, whatever happened meanwhile."""
+"""KV is read from and written to blocks of its own request only."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ SENT = SendBlocks("t", "r", Transfer("w0", "w1", 1, 3), 3)
 
 
 class Place:
-    """A member's part in transfers: `expected` has the blocks for each transfer that is to come."""
+    """The member's side of transfers: `expected` has the blocks of each expected transfer."""
 
     def __init__(self) -> None:
         self.table = StageTable(BlockPool(BLOCKS))
@@ -66,7 +66,7 @@ def place() -> Iterator[Place]:
     place.runner.close()
 
 
-def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: Place) -> None:
+def test_received_kv_is_stored_in_the_blocks_of_the_request(place: Place) -> None:
     other = Place()
     place.table.adopt("x", 2)
     place.table.adopt("r", 3)
@@ -80,15 +80,15 @@ def test_what_is_sent_is_stored_in_the_blocks_that_the_request_has_there(place: 
     for piece in place.pieces:
         other.transfers.store(cast(KvPiece, piece.header), packed(piece))
     for layer in range(3):
-        found = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
+        markers = {i: int(block[0, 0, 0, 0]) for i, block in enumerate(other.blocks(layer))}
         stored = {7: 2, 5: 3, 6: 4} if layer else {}
-        assert {i: one for i, one in found.items() if one} == {
+        assert {i: value for i, value in markers.items() if value} == {
             block: source + 100 * layer for block, source in stored.items()
         }
     other.runner.close()
 
 
-def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
+def test_a_transfer_without_a_place_fails(place: Place) -> None:
     place.table.adopt("r", 3)
     place.full = True
     outcome = place.transfers.send(SENT)
@@ -96,8 +96,8 @@ def test_no_place_for_a_transfer_is_its_failure(place: Place) -> None:
     assert (outcome.transfer_id, outcome.status) == ("t", TransferStatus.FAILED)
 
 
-@pytest.mark.parametrize("gone", ["released", "released and begun anew", "fewer"])
-def test_blocks_that_are_not_the_requests_any_more_are_not_read(place: Place, gone: str) -> None:
+@pytest.mark.parametrize("gone", ["released", "released and restarted", "fewer"])
+def test_blocks_no_longer_owned_are_not_read(place: Place, gone: str) -> None:
     place.table.adopt("r", 3)
     place.transfers.send(SENT)
     first, *rest = place.pieces
@@ -105,13 +105,13 @@ def test_blocks_that_are_not_the_requests_any_more_are_not_read(place: Place, go
     place.table.release("r")
     if gone != "released":
         place.table.adopt("x", 1)
-        place.table.adopt("r", 3 if gone == "released and begun anew" else 1)
+        place.table.adopt("r", 3 if gone == "released and restarted" else 1)
     for piece in rest:
         with pytest.raises(TransferRefused, match="r is gone"):
             packed(piece)
 
 
-def test_blocks_that_are_not_the_requests_any_more_are_not_written(place: Place) -> None:
+def test_blocks_no_longer_owned_are_not_written(place: Place) -> None:
     place.blocks(1)[:] = 9
     payload = torch.zeros(2 * SHAPE.size_bytes, dtype=torch.uint8).numpy()
     piece = KvPiece("t", 1, False, "r", 1, 2, 2)

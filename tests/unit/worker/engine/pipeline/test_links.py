@@ -1,4 +1,4 @@
-"""Frames wait where they must, and none is lost to a full queue."""
+"""Frames wait in order, and none is lost to a full queue."""
 
 import logging
 
@@ -39,13 +39,13 @@ class Ends:
             self.links[sender].send("a", ForeignBlocksFreed(number))
 
     def received(self) -> list[tuple[str, int]]:
-        """What "a" takes in one turn: senders and numbers."""
+        """Senders and numbers of the frames that "a" takes in a turn."""
         self.network.pump()
         taken = self.links["a"].receive()
         return [
-            (one.peer, one.frame.blocks)
-            for one in taken
-            if isinstance(one.frame, ForeignBlocksFreed)
+            (command.peer, command.frame.blocks)
+            for command in taken
+            if isinstance(command.frame, ForeignBlocksFreed)
         ]
 
 
@@ -66,7 +66,7 @@ def test_frames_of_another_epoch_wait_or_are_dropped(ends: Ends) -> None:
     assert ends.received() == [("c", 10), ("c", 11)]
 
 
-def test_a_member_that_is_far_behind_loses_no_frame(
+def test_a_lagging_member_loses_no_frame(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(links_module, "EARLY_MAX", 5)
@@ -77,16 +77,14 @@ def test_a_member_that_is_far_behind_loses_no_frame(
         ends.send("b", range(first, first + 1))
         assert ends.received() == [("b", first)], "the old epoch's frames must not wait"
     assert len(ends.links["a"]._fence.early) <= 5 + 3
-    said = [one.getMessage() for one in caplog.records]
-    assert len(said) == 1 and "frames of c are of a newer epoch than 1 of g" in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and "frames of c are of a newer epoch than 1 of g" in messages[0]
     ends.enter(2, "a")
     taken = ends.received() + ends.received()
     assert taken == [("c", number) for number in range(30)]
 
 
-def test_early_frames_are_bounded_by_their_bytes_too(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_frames_are_bounded_in_bytes(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "EARLY_BYTES_MAX", 3000)
     ends.enter(2, "c")
     for _ in range(5):
@@ -97,7 +95,7 @@ def test_early_frames_are_bounded_by_their_bytes_too(
     assert len(ends.links["a"].receive()) == 5
 
 
-def test_what_a_lane_has_no_room_for_is_sent_later(
+def test_frames_refused_by_a_full_lane_are_sent_later(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 2 * QUEUED_FRAMES_MAX + 10
@@ -111,7 +109,7 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
         ends.network.pump()
         fresh = ends.links["a"].receive()
         assert fresh, "frames are missing"
-        taken += [(one.frame.blocks, one.payload[0]) for one in fresh]  # type: ignore[union-attr]
+        taken += [(command.frame.blocks, command.payload[0]) for command in fresh]  # type: ignore[union-attr]
         ends.links["b"].receive()
     assert taken == [(number, number % 251) for number in range(count)]
     ends.send("b", range(1))
@@ -119,22 +117,22 @@ def test_what_a_lane_has_no_room_for_is_sent_later(
     assert not ends.gates["b"].busy
 
 
-def test_what_waits_for_a_lost_peer_is_dropped_at_once(
+def test_frames_for_a_lost_peer_are_dropped_at_once(
     ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends.send("b", range(QUEUED_FRAMES_MAX + 7))
     ends.network.cut("a")
     caplog.clear()
     ends.links["b"].receive()
-    assert [one.getMessage() for one in caplog.records] == ["a is not connected: 7 frames not sent"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a is not connected: 7 frames not sent"
+    ]
     assert not ends.gates["b"].busy
     ends.send("b", range(1))
     assert "a is not connected: ForeignBlocksFreed not sent" in caplog.text
 
 
-def test_a_peer_that_takes_nothing_is_not_waited_for_without_end(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_peer_times_out(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "UNSENT_MAX", 3)
     ends.send("b", range(QUEUED_FRAMES_MAX + 3))
     with pytest.raises(LaneFull, match="a accepts no frames: 3 are queued for it; see its log"):

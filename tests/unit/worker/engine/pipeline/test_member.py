@@ -1,4 +1,4 @@
-"""What a member does when its group changes, and when members or their KV are lost."""
+"""A member whose group changes, and the loss of members or their KV."""
 
 import random
 from itertools import pairwise
@@ -68,7 +68,7 @@ def test_requests_get_the_same_tokens_however_groups_change(
             for _ in range(rng.randrange(40)):
                 group.turn()
             group.check_invariants()
-        group.abort(rng.choice([name for name, one in group.streams.items() if not one.over]))
+        group.abort(rng.choice([name for name, stream in group.streams.items() if not stream.over]))
         if rng.random() < 0.5:
             group.stop(f"r{8 * round_}", 2)
         group.reconfigure(change)
@@ -78,23 +78,24 @@ def test_requests_get_the_same_tokens_however_groups_change(
 
 
 def check_log(path: Path) -> None:
-    """What the machine decided is decided again, and facts lie beside it."""
+    """A replay repeats the decisions of the state machine, and the facts are logged."""
     entries = list(read_entries(path, WORKER_TYPES))
     again = replay(Changeover.of(read_config(path, MemberConfig)), entries)
     assert again.difference == "" and again.decisions > 50
-    facts = [one.value for one in entries]
-    assert [type(one) for one in facts[:2]] == [EngineStarted, MemoryHeld]
-    switched = [one for one in facts if isinstance(one, EngineSwitched)]
-    assert [one.epoch for one in switched] == sorted({one.epoch for one in switched})
-    held = [one for one in facts if isinstance(one, MemoryHeld)]
+    facts = [entry.value for entry in entries]
+    assert [type(fact) for fact in facts[:2]] == [EngineStarted, MemoryHeld]
+    switched = [fact for fact in facts if isinstance(fact, EngineSwitched)]
+    assert [fact.epoch for fact in switched] == sorted({fact.epoch for fact in switched})
+    held = [fact for fact in facts if isinstance(fact, MemoryHeld)]
     assert held[-1].settled and not held[-1].owners and len(held) > len(switched)
     seen = [
-        (one.epoch, one.settled, one.sequences > 0, one.owners > 0, one.resident) for one in held
+        (entry.epoch, entry.settled, entry.sequences > 0, entry.owners > 0, entry.resident)
+        for entry in held
     ]
-    assert all(one != other for one, other in pairwise(seen))
+    assert all(state != other for state, other in pairwise(seen))
 
 
-def test_a_configuration_that_is_not_newer_changes_nothing(make_group: MakeGroup) -> None:
+def test_a_stale_configuration_is_ignored(make_group: MakeGroup) -> None:
     group = merged_and_started(make_group())
     before = member(group, "w0").configuration
     for plans in (group._plans(MERGED, group.epoch), group._plans(APART, group.epoch - 1)):
@@ -141,19 +142,19 @@ def test_the_table_and_the_memory_change_under_the_lock_and_a_stage_runs_without
     assert {"map_layer_parameters", "pack_kv", "unpack_kv", "unpack_slab"} < set(changed)
 
 
-def test_what_the_planner_is_told_does_not_look_at_the_change(
+def test_planner_events_do_not_read_the_phase_of_a_change(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nearly every event is one of these, and no phase of a change depends on them."""
+    """Nearly all events are planner events, and no phase of a change depends on them."""
     changeover = member(group := merged(make_group()), "w0").changeover
     phase, handle = Changeover.phase.fget, changeover.handle  # type: ignore[attr-defined]
-    told: list[object] = []
+    events: list[object] = []
 
     def unread(_: Changeover) -> Any:
         raise AssertionError("a phase is looked at")
 
-    def heard(event: Any) -> Any:
-        told.append(event)
+    def recorded_handle(event: Any) -> Any:
+        events.append(event)
         before = phase(changeover)
         with monkeypatch.context() as quick:
             if isinstance(event, IterationFinished | IterationDropped | RequeueChecked):
@@ -162,17 +163,17 @@ def test_what_the_planner_is_told_does_not_look_at_the_change(
         assert phase(changeover) is before or not isinstance(event, RequestEvent)
         return commands
 
-    monkeypatch.setattr(changeover, "handle", heard)
+    monkeypatch.setattr(changeover, "handle", recorded_handle)
     started(group)
     group.reconfigure(APART)
     check_tokens(group)
     member(group, "w0").handle(RequeueChecked(0.0))
     start(group, request(9))
     group.abort("r9")
-    assert {type(one) for one in told} >= {IterationFinished, RequeueChecked, RequestArrived}
+    assert {type(event) for event in events} >= {IterationFinished, RequeueChecked, RequestArrived}
 
 
-def test_kv_that_cannot_be_sent_is_computed_again(
+def test_kv_that_cannot_be_sent_is_recomputed(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = merged_and_started(make_group())
@@ -183,19 +184,19 @@ def test_kv_that_cannot_be_sent_is_computed_again(
         changeover = member(group, name).changeover
         handle = changeover.handle
 
-        def heard(event: Any, handle: Any = handle) -> Any:
+        def recorded_handle(event: Any, handle: Any = handle) -> Any:
             if isinstance(event, TransferOutcome) and event.status is TransferStatus.FAILED:
                 failed.append(event)
             return handle(event)
 
-        monkeypatch.setattr(changeover, "handle", heard)
+        monkeypatch.setattr(changeover, "handle", recorded_handle)
         monkeypatch.setattr(member(group, name).mover, "send", failing(MoverFull("later")))
     group.commit(APART)
     check_tokens(group)
     assert failed
 
 
-def test_kv_on_a_connection_that_ends_is_computed_again(make_group: MakeGroup) -> None:
+def test_kv_on_a_closed_connection_is_recomputed(make_group: MakeGroup) -> None:
     group = merged_and_started(make_group())
     group.reconfigure(APART)
     for link in (("w0", "w1"), ("w1", "w0")):
@@ -206,7 +207,7 @@ def test_kv_on_a_connection_that_ends_is_computed_again(make_group: MakeGroup) -
     check_tokens(group)
 
 
-def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
+def test_a_piece_of_an_epoch_that_starts_during_the_check_is_kept(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mover's thread asks, and the engine's thread switches meanwhile."""
@@ -219,8 +220,8 @@ def test_a_piece_of_an_epoch_that_begins_while_it_is_looked_at_is_not_given_up(
     assert standing_of("g", 2) is EpochStatus.CURRENT
 
 
-def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: MakeGroup) -> None:
-    """Both live: they connect again, keep the KV, and run what was in flight once more."""
+def test_an_unreachable_member_is_reported_and_its_group_is_rebuilt(make_group: MakeGroup) -> None:
+    """Both are alive: they reconnect, keep the KV, and repeat work in flight."""
     group = merged_and_started(make_group())
     group.settle()
     group.network.cut("w1")
@@ -228,12 +229,12 @@ def test_a_member_out_of_reach_is_told_and_its_group_is_made_anew(make_group: Ma
     assert member(group, "w0").trouble == "the connection to w1 is lost"
     preempted = member(group, "w0").state.preemptions_total
     group.change(MERGED)
-    assert not any(one.member.trouble for one in group.engines.values())
+    assert not any(engine.member.trouble for engine in group.engines.values())
     assert member(group, "w0").state.preemptions_total <= preempted + 1
     check_tokens(group)
 
 
-def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
+def test_a_silent_stage_is_reported(make_group: MakeGroup) -> None:
     """The leader waits for it and runs nothing, so no microbatch can be missed."""
     group = make_group()
     group.network._activations.hold("w1", "w0")  # type: ignore[attr-defined]
@@ -248,36 +249,36 @@ def test_a_stage_whose_word_never_comes_is_told(make_group: MakeGroup) -> None:
     assert member(group, "w0").trouble == ""
 
 
-def test_a_lost_worker_of_another_group_is_told_once_and_never_ends_this_engine(
+def test_a_lost_worker_of_another_group_is_reported_once(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = merged_and_started(make_group())
     group.change(APART)
-    told: list[object] = []
+    events: list[object] = []
     changeover = member(group, "w0").changeover
     handle = changeover.handle
-    monkeypatch.setattr(changeover, "handle", lambda event: told.append(event) or handle(event))
+    monkeypatch.setattr(changeover, "handle", lambda event: events.append(event) or handle(event))
     group.network.cut("w1")
     for _ in range(100):
         group.turn()
     group.network.skip(31.0)  # type: ignore[attr-defined]
-    lost = [one for one in told if type(one).__name__ == "PeersLost"]
-    assert [one.workers for one in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
+    lost = [event for event in events if type(event).__name__ == "PeersLost"]
+    assert [event.workers for event in lost] == [frozenset({"w1"})]  # type: ignore[attr-defined]
     check_tokens(group)
 
 
 def deserted(group: EngineGroup) -> None:
-    """The follower goes on in a configuration of which the leader does not hear."""
+    """The follower continues in a configuration that its leader never learns."""
     group.epoch += 1
     plans = group._plans([[Stage("w1", 1, LAYERS)]], group.epoch)
     member(group, "w1").apply(ApplyConfiguration(plans))
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_leader_that_its_group_has_left_gives_its_requests_up(
+def test_a_leader_abandoned_by_its_group_ends_its_requests(
     make_group: MakeGroup, cut: bool
 ) -> None:
-    """It is cut off from the records, so that only its former member can tell; or from both."""
+    """It is cut off from etcd, so that only its former member can notify it; or from both."""
     group = merged_and_started(make_group())
     group.settle()
     if cut:
@@ -294,7 +295,7 @@ def test_a_leader_that_its_group_has_left_gives_its_requests_up(
     assert not leader.changeover.isolated, "it is in a group again"
 
 
-def test_a_leader_that_hears_of_its_new_group_in_time_keeps_its_requests(
+def test_a_leader_that_learns_its_new_group_in_time_keeps_its_requests(
     make_group: MakeGroup,
 ) -> None:
     group = merged_and_started(make_group())

@@ -1,4 +1,4 @@
-"""What a member makes ready, and what it does when something is not to be had."""
+"""Preparation of a member, and missing resources."""
 
 import logging
 from dataclasses import replace
@@ -41,15 +41,15 @@ from tests.support.integer_group import (
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
 
 
-def test_an_attempt_that_is_asked_for_again_is_answered_once(
+def test_a_repeated_prepare_is_answered_once(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = make_group()
     answers: list[str] = []
 
     def hear(engine: Engine) -> None:
-        told = engine.member.take_outbox().prepared
-        answers.extend(engine.identity.worker_id + answer.error for answer in told)
+        prepared = engine.member.take_outbox().prepared
+        answers.extend(engine.identity.worker_id + answer.error for answer in prepared)
 
     with monkeypatch.context() as listening:
         listening.setattr(group, "_hear", hear)
@@ -95,7 +95,7 @@ def test_while_one_attempt_is_prepared_another_is_refused(make_group: MakeGroup)
     check_tokens(group)
 
 
-def test_an_aborted_attempt_leaves_nothing_and_may_be_asked_for_anew(
+def test_an_aborted_attempt_leaks_nothing_and_can_be_retried(
     make_group: MakeGroup,
 ) -> None:
     group = make_group()
@@ -114,7 +114,7 @@ def test_an_aborted_attempt_leaves_nothing_and_may_be_asked_for_anew(
 
 
 def test_a_change_ends_the_preparation_of_another_one(make_group: MakeGroup) -> None:
-    """Its answer comes no more; the attempt may be asked for again afterwards."""
+    """No answer follows; the attempt may be repeated afterwards."""
     group = merged(make_group())
     attempt = group.prepare(TURNED)
     group.commit(MERGED)
@@ -138,7 +138,7 @@ def test_a_change_ends_the_preparation_of_another_one(make_group: MakeGroup) -> 
         ("map_kv_of", ArenaExhausted(requested_chunks=7, free_chunks=1)),
     ],
 )
-def test_what_the_memory_cannot_do_ends_the_attempt_and_not_the_engine(
+def test_memory_errors_end_the_attempt_and_not_the_engine(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, method: str, error: Exception
 ) -> None:
     group = merged_and_started(make_group())
@@ -157,7 +157,7 @@ def test_what_the_memory_cannot_do_ends_the_attempt_and_not_the_engine(
     check_tokens(group)
 
 
-def test_blocks_that_cannot_move_end_the_engine_with_a_sentence(
+def test_immovable_blocks_end_the_engine_with_an_error(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The table names the new blocks already: requests would read KV of others."""
@@ -173,9 +173,7 @@ def test_blocks_that_cannot_move_end_the_engine_with_a_sentence(
 
 
 @pytest.mark.parametrize("lane", ["activations", "bulk"])
-def test_a_member_that_no_lane_leads_to_is_named_in_the_refusal(
-    make_group: MakeGroup, lane: str
-) -> None:
+def test_an_unreachable_member_is_named_in_the_refusal(make_group: MakeGroup, lane: str) -> None:
     group = make_group()
     attempt = group.prepare(MERGED)
     address = {"activations": member(group, "w0").links.lane, "bulk": group.engines["w0"].bulk}
@@ -210,10 +208,10 @@ def test_a_lane_that_expects_too_many_peers_already_ends_the_attempt(
 # --- parameters
 
 
-def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
+def test_parameters_missing_at_the_holder_come_from_the_folder(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has others under that name; no place for a transfer; sends what is not whole."""
+    """It has other weights, no place for a transfer, or sends incomplete slabs."""
     caplog.set_level(logging.INFO)
     group = merged_and_started(make_group())
     # w0 asks w1 for the slabs of layers 1 and 2 and of the head, w1 asks w0 for the other two.
@@ -228,17 +226,17 @@ def test_parameters_that_their_holder_cannot_give_come_from_the_folder(
     with caplog.at_level(logging.INFO):
         attempt = group.prepare(APART)
         assert group.await_answers(attempt, APART)
-    said = [one.getMessage() for one in caplog.records]
-    loaded = [text for text in said if "comes from the model folder" in text]
-    assert len(loaded) == 4, said
-    assert len([text for text in said if text.endswith(": it did not arrive")]) == 3
-    assert len([text for text in said if "do not match their digest" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    loaded = [text for text in messages if "comes from the model folder" in text]
+    assert len(loaded) == 4, messages
+    assert len([text for text in messages if text.endswith(": it did not arrive")]) == 3
+    assert len([text for text in messages if "do not match their digest" in text]) == 1
     monkeypatch.undo()
     group.commit(APART)
     check_tokens(group)
 
 
-def test_parameters_that_do_not_come_in_time_are_not_waited_for(
+def test_late_parameters_are_not_waited_for(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = merged(make_group())
@@ -262,7 +260,7 @@ def test_parameters_that_do_not_come_in_time_are_not_waited_for(
 def test_requests_go_on_while_parameters_are_verified(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slab from the folder; one that a member sends is checked piece by piece as it comes."""
+    """A slab from the folder; slabs of members are verified piece by piece."""
     monkeypatch.setattr(restoring, "CHECKED_BYTES_PER_TURN", 100)
     group = merged_and_started(make_group())
     monkeypatch.setattr(memory(group, "w1"), "pack_slab", failing(InvalidStage("not now")))
@@ -282,7 +280,7 @@ def test_requests_go_on_while_parameters_are_verified(
     check_tokens(group)
 
 
-def test_an_attempt_that_ends_while_parameters_come_takes_none_of_them(
+def test_an_attempt_that_ends_during_the_transfer_keeps_no_parameters(
     make_group: MakeGroup,
 ) -> None:
     group = merged_and_started(make_group())
@@ -306,7 +304,7 @@ def test_parameters_come_from_their_copies_in_host_memory(make_group: MakeGroup)
     ]
 
 
-def test_copies_take_no_more_than_their_budget(
+def test_copies_stay_within_their_budget(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other slabs come from the member that has them."""

@@ -1,11 +1,11 @@
-"""Where a request's time goes, told in plain numbers."""
+"""Times of the phases of a request."""
 
 import random
 
 from services.worker.engine.pipeline.serving import PREEMPTION_TIMES_MAX, PRUNE_MARGIN, RequestClock
 
 
-def test_wait_prefill_decode() -> None:
+def test_wait_prefill_and_decode_times_are_measured() -> None:
     clock = RequestClock()
     clock.begin("r", 10.0)
     clock.note_launched(lambda: ["other", "r"], 10.5)
@@ -42,7 +42,7 @@ def test_a_request_from_elsewhere_has_no_prefill_here() -> None:
     assert (times.wait_s, times.prefill_s, times.decode_s) == (0.25, 0.0, 0.75)
 
 
-def test_while_nobody_waits_a_microbatch_is_not_looked_at() -> None:
+def test_microbatches_are_skipped_without_waiting_requests() -> None:
     clock, looked = RequestClock(), []
     clock.begin("r", 0.0)
     clock.note_launched(lambda: ["r"], 0.0)
@@ -50,7 +50,7 @@ def test_while_nobody_waits_a_microbatch_is_not_looked_at() -> None:
     assert looked == []
 
 
-def test_the_parts_are_the_whole_and_nothing_is_kept() -> None:
+def test_phases_sum_to_the_total_and_state_is_released() -> None:
     rng, clock = random.Random(1), RequestClock()
     now_s, known = 0.0, dict[str, float]()
     for number in range(3000):

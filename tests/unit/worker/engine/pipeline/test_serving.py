@@ -1,4 +1,4 @@
-"""What clients are told of their requests, and what is told of iterations."""
+"""Events of requests, and reports of iterations."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from tests.support.integer_group import LONG, check_tokens, member, merged, requ
 from tests.unit.worker.engine.pipeline.conftest import MakeGroup
 
 
-def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
-    """Else each iteration would be looked through for requests that wait for ever."""
+def test_ended_requests_leave_the_clock(make_group: MakeGroup) -> None:
+    """Otherwise each iteration would scan requests that wait forever."""
     group = make_group(1)
     lone = member(group, "w0")
     clock = lone._serving._clock
@@ -29,10 +29,10 @@ def test_what_has_ended_is_out_of_the_clock(make_group: MakeGroup) -> None:
     lone.launch()
     lone.handle(RequestArrived(0.0, request(0)))  # it is here already: refused
     refused = lone.take_outbox().refusals
-    assert [one.request_id for one in refused] == ["r0"]
+    assert [command.request_id for command in refused] == ["r0"]
     asked: list[int] = []
     clock.note_launched(lambda: asked.append(1) or [], 1.0)
-    assert not asked, "somebody waits"
+    assert not asked, "a request waits"
     assert len(clock._entries) == 1
     lone.handle(RequestAborted(0.0, "r0"))
     assert not clock._entries
@@ -46,14 +46,14 @@ def test_the_last_event_of_a_request_has_its_times(make_group: MakeGroup) -> Non
     for group.now_s in (6.0, 8.0):
         assert lone.launch()
     news = lone.take_outbox()
-    assert [one.index for one in news.tokens] == [0, 1] and bool(news)
+    assert [token.index for token in news.tokens] == [0, 1] and bool(news)
     times = news.times["r0"]
     assert (times.wait_s, times.prefill_s, times.decode_s) == (6.0, 0.0, 2.0)
     assert not lone.take_outbox()
     assert not lone.launch()
 
 
-def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None:
+def test_a_discarded_iteration_runs_again(make_group: MakeGroup) -> None:
     group = make_group(1)
     lone = member(group, "w0")
     group.start(request(0))
@@ -71,14 +71,14 @@ def test_an_iteration_that_is_given_up_runs_again(make_group: MakeGroup) -> None
     check_tokens(group)
 
 
-def test_a_request_that_the_planner_never_saw_is_refused(make_group: MakeGroup) -> None:
+def test_a_request_lost_before_the_planner_is_refused(make_group: MakeGroup) -> None:
     lone = member(make_group(1), "w0")
     refusal = RefuseRequest("r9", "no such grammar")
     lone.refuse(refusal)
     assert lone.take_outbox().refusals == [refusal]
 
 
-def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup) -> None:
+def test_a_preempted_request_continues_identically(make_group: MakeGroup) -> None:
     group = make_group(1)
     tokens = BLOCKS * SHAPE.block_size
     start(group, *(request(number, 12, tokens // 3) for number in range(5)))
@@ -86,12 +86,12 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(make_group: MakeGroup
     assert member(group, "w0").state.preemptions_total
 
 
-def test_times_of_stages_and_tokens_of_iterations_are_told(make_group: MakeGroup) -> None:
+def test_stage_times_and_iteration_tokens_are_reported(make_group: MakeGroup) -> None:
     group = merged(make_group())
     ran: list[int] = []
 
     def run() -> None:
-        """It takes a second."""
+        """Run an iteration of one second."""
         ran.append(1)
         group.network.skip(1.0)  # type: ignore[attr-defined]
         group.now_s += 1.0
@@ -101,7 +101,7 @@ def test_times_of_stages_and_tokens_of_iterations_are_told(make_group: MakeGroup
     started(group)
     check_tokens(group)
     leader, last = member(group, "w0"), member(group, "w1")
-    busy_s = [one.pipeline_time.pipeline_busy_s for one in (leader, last)]
+    busy_s = [member.pipeline_time.pipeline_busy_s for member in (leader, last)]
     assert busy_s == pytest.approx([len(ran) / 2] * 2)
     assert leader.pipeline_time.pipeline_bubble_s > 0
     assert leader.iteration_tokens.total == 4 * (9 + LONG - 1)

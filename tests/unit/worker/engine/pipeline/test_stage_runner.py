@@ -1,4 +1,4 @@
-"""What a stage is given to compute, and how long it takes."""
+"""Input of a stage, and the time that it takes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,12 +49,12 @@ def test_a_later_stage_runs_the_chunks_in_its_own_blocks(stages: list[StageRunne
     assert cast(Any, last.runner).sampler.kept == ["other", "r"]
 
 
-def test_without_chunks_nothing_runs(stages: list[StageRunner]) -> None:
+def test_nothing_runs_without_chunks(stages: list[StageRunner]) -> None:
     cast(Any, stages[1].runner).run_stage = None
     assert stages[1].run_next(Activations(3, ("r",), ()), b"") == StageOutput(sampled={})
 
 
-def test_what_is_not_hidden_has_no_bytes() -> None:
+def test_empty_hidden_states_have_no_bytes() -> None:
     assert hidden_bytes(StageOutput(sampled={"r": 1})) == b""
 
 
@@ -66,7 +66,7 @@ def test_an_interrupted_stage_has_no_result(stages: list[StageRunner]) -> None:
 def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
     monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    """One that was given up is not padded: its requests are to go on at once."""
+    """A discarded iteration is not padded, so that its requests continue at once."""
     monkeypatch.setattr(stage_runner, "monotonic_s", lambda: 50.0)
     slept: list[float] = []
     pacer = Pacer(CostModel(0.0, 0.0, 3.0, 0.0), lambda: 50.25, slept.append)
@@ -77,10 +77,10 @@ def test_a_paced_stage_lasts_as_long_as_its_share_of_the_layers(
     stage.runner.close()
 
 
-def test_a_paced_iteration_goes_on_where_it_was_interrupted(
+def test_a_paced_iteration_resumes_where_it_was_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The time that ran counts, and what was computed waits for the rest of it."""
+    """The elapsed time counts, and finished results wait for the remaining time."""
     clock = [50.0]
     monkeypatch.setattr(stage_runner, "monotonic_s", lambda: clock[0])
 
@@ -108,7 +108,7 @@ def test_a_paced_iteration_goes_on_where_it_was_interrupted(
     stage.runner.close()
 
 
-def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
+def test_scored_chunks_stay_scored(stages: list[StageRunner]) -> None:
     """The last stage scores prompts and samples."""
     last, seen = stages[1], []
     last.table.adopt("r", 1)
@@ -121,7 +121,7 @@ def test_chunks_that_are_scored_stay_so(stages: list[StageRunner]) -> None:
 
 
 @pytest.mark.parametrize("preemptible", [False, True])
-def test_other_work_is_done_between_launch_and_result(preemptible: bool) -> None:
+def test_other_work_runs_between_launch_and_result(preemptible: bool) -> None:
     stage = StageRunner(load_fake(FAKE), StageTable(BlockPool(BLOCKS)))
     order: list[str] = []
     run = LaunchedStage(None, lambda: order.append("result") or StageOutput())

@@ -1,4 +1,4 @@
-"""Engines beside the measured one run what it runs, and are gone afterwards."""
+"""Co-running engines execute the measured batches and exit afterwards."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def config(folder: Path, co_runners: int) -> ProfileConfig:
     )
 
 
-def test_one_runs_each_batch_and_is_gone_at_the_end(tmp_path: Path) -> None:
+def test_a_co_runner_runs_each_batch_and_exits_at_the_end(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     with start_co_runners(config(tmp_path, 1)) as co_runners:
         (process,) = set(psutil.Process().children()) - before
@@ -39,6 +39,6 @@ def test_one_runs_each_batch_and_is_gone_at_the_end(tmp_path: Path) -> None:
     assert not process.is_running()
 
 
-def test_none_is_needed(tmp_path: Path) -> None:
+def test_zero_co_runners_are_allowed(tmp_path: Path) -> None:
     with start_co_runners(config(tmp_path, 0)) as co_runners, co_runners.run(BATCH):
         pass

@@ -1,4 +1,4 @@
-"""Idle profiling: when it runs, what it leaves behind."""
+"""Idle profiling: when it runs, and its side effects."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,14 +41,14 @@ TINY = Effort(
 )
 
 
-def nobody() -> bool:
-    """Whether a request is here."""
+def no_request() -> bool:
+    """Report that no request is present."""
     return False
 
 
 @pytest.fixture(autouse=True)
 def any_noise_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests run on busy machines."""
+    """Accept any noise, as tests run on busy machines."""
     monkeypatch.setattr(session, "QUIET_NOISE_MAX", 1e9)
 
 
@@ -110,20 +110,20 @@ def profiler(
     return IdleProfiler(own, measurer, runner, config, 1, path, adopt)
 
 
-def test_it_waits_for_quiet(
+def test_profiling_waits_for_an_idle_engine(
     profiler: IdleProfiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert profiler.step(nobody)
+    assert profiler.step(no_request)
     monkeypatch.setattr(idle, "MIN_IDLE_S", 60.0)
     profiler.note_work()
-    assert not profiler.step(nobody)
+    assert not profiler.step(no_request)
     assert not (tmp_path / "p").exists()
 
 
-def test_it_stores_a_profile_and_keeps_no_block(
+def test_profiling_stores_a_profile_and_frees_its_blocks(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         state.check_invariants()
         assert state.pool.free_count == runner.num_blocks
     profile = load_profile(tmp_path / "p" / "mine.yaml")
@@ -131,13 +131,13 @@ def test_it_stores_a_profile_and_keeps_no_block(
     assert state.config.cost_model == profile.model, "it is used at once"
     assert profile.accuracy is not None
     assert profile.kv_bytes_per_token == runner.kv_bytes_per_token
-    assert not profiler.step(nobody), "it is done"
+    assert not profiler.step(no_request), "it is done"
 
 
-def test_it_gives_way_within_a_batch(
+def test_profiling_yields_within_a_batch(
     profiler: IdleProfiler, state: PlannerState, runner: ModelRunner, tmp_path: Path
 ) -> None:
-    """What was interrupted is not recorded, and keeps no block."""
+    """An interrupted measurement is not recorded and holds no block."""
     asked: list[int] = []
 
     def at_the_second_layer() -> bool:
@@ -151,7 +151,7 @@ def test_it_gives_way_within_a_batch(
     assert not (tmp_path / "p").exists()
 
 
-def test_what_a_busy_machine_measures_is_not_stored(
+def test_measurements_on_a_busy_machine_are_not_stored(
     profiler: IdleProfiler,
     state: PlannerState,
     monkeypatch: pytest.MonkeyPatch,
@@ -159,7 +159,7 @@ def test_what_a_busy_machine_measures_is_not_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(session, "QUIET_NOISE_MAX", -1.0)
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "nothing is stored" in caplog.text
     assert not (tmp_path / "p").exists()
@@ -173,13 +173,13 @@ def test_a_profile_of_a_crowded_machine_is_stored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(session, "CPU_SHARE_MIN", 2.0)
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "had a processor for only" in caplog.text
     assert (tmp_path / "p" / "mine.yaml").exists()
 
 
-def test_the_share_of_a_processor_is_that_of_the_batches(
+def test_the_processor_share_covers_only_the_batches(
     runner: ModelRunner, state: PlannerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = {
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written_is_only_a_warning(
     profiler: IdleProfiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "p").write_text("a file where the folder should be")
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         pass
     assert "cannot be stored" in caplog.text
 
@@ -301,7 +301,7 @@ def test_a_stored_profile_is_not_measured_again(
     own, member = worker_config(model_dir, profile_dir=str(tmp_path)), lone_member(state, runner)
     profiler = idle_profiler(runner, member, own)
     assert profiler is not None
-    while profiler.step(nobody):
+    while profiler.step(no_request):
         member.changeover.check_invariants()
     assert member.cost_origin == "idle" and state.config.cost_model is not None
     assert idle_profiler(runner, member, own) is None

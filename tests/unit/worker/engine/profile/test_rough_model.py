@@ -31,5 +31,5 @@ def test_a_sketch_predicts_that_more_tokens_cost_more(tmp_path: Path) -> None:
     assert 0 < model.chunk_s(0, 1) <= model.chunk_s(0, 64)
 
 
-def test_a_small_room_is_measured_too() -> None:
+def test_a_small_kv_cache_is_measured() -> None:
     assert set(rough_batches(BatchLimits(1, 1, 8, 1, 4))) == {((0, 1),)}

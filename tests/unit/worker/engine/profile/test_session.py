@@ -1,4 +1,4 @@
-"""What a profiling measures and what it concludes."""
+"""Measurements and results of a profiling session."""
 
 from random import Random
 
@@ -55,7 +55,7 @@ def test_points_fit_and_are_distinct(effort: Effort, room: BatchLimits) -> None:
     assert {new == 1 for point in points for _, new in point} == {True, False}
 
 
-def test_held_out_batches_are_what_their_kind_says() -> None:
+def test_held_out_batches_match_their_kind() -> None:
     kinds = held_out_batches(FULL, ROOM, Random(2))
     assert tuple(kinds) == HELD_OUT_KINDS
 
@@ -69,7 +69,7 @@ def test_held_out_batches_are_what_their_kind_says() -> None:
     assert all(len(points) >= 4 for points in kinds.values())
 
 
-def test_every_point_runs_once_a_round_in_another_order() -> None:
+def test_every_point_runs_once_per_round_in_shuffled_order() -> None:
     session = ProfileSession(QUICK, ROOM)
     _, wanted = session.progress
     size = wanted // ROUNDS_MIN
@@ -95,14 +95,14 @@ def test_an_exact_device_is_predicted_exactly() -> None:
     assert outcome.error_max == 0.05
 
 
-def test_a_fast_device_is_measured_more_often_but_not_forever() -> None:
+def test_a_fast_device_is_measured_more_often_within_a_limit() -> None:
     session = ProfileSession(QUICK, ROOM)
     while not session.complete:
         session.record(1e-3)
     assert session.outcome(1.0).rounds == ROUNDS_MAX
 
 
-def test_noise_raises_what_is_allowed() -> None:
+def test_noise_raises_the_tolerance() -> None:
     _, outcome = profiled(FULL, noise=0.3)
     assert outcome.accuracy.noise > 0.05
     assert outcome.error_max == pytest.approx(1.5 * outcome.accuracy.noise)
@@ -116,13 +116,13 @@ def test_a_device_of_another_shape_does_not_pass() -> None:
     assert not session.outcome(1.0).passed
 
 
-def test_a_steady_load_is_noticed_without_noise() -> None:
+def test_a_steady_background_load_is_detected_without_noise() -> None:
     session, outcome = profiled(QUICK, noise=0.0)
     assert outcome.quiet and not outcome.crowded
     crowded = session.outcome(0.5)
     assert crowded.quiet and crowded.crowded
 
 
-def test_repeat_noise() -> None:
+def test_repeat_noise_is_the_spread_of_repeated_batches() -> None:
     assert repeat_noise([[2.0, 1.0, 2.0, 1.0, 2.0]]) == pytest.approx(0.5)
     assert repeat_noise([[1.0] * 5, [2.0] * 5]) == 0

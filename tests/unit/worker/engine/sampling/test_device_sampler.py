@@ -1,4 +1,4 @@
-"""A GPU chooses the tokens that the host chooses, whatever the request asks for."""
+"""A GPU samples the same tokens as the host, for all options."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ def check_random_rows(seed: int, count: int, model_dir: Path, sampler: DeviceSam
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
+def test_rows_with_mixed_options_match_the_host(seed: int, model_dir: Path) -> None:
     sampled = check_random_rows(seed, 64, model_dir, device_sampler(VOCAB))
     # Most rows are not failures, and some of each kind are there.
     assert len(sampled.tokens) > 40
@@ -79,14 +79,14 @@ def test_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
         KernelSizes(span=512, lane=32, chunk=128, room=512, wide_room=512),
     ],
 )
-def test_sizes_of_kernels_do_not_matter(sizes: KernelSizes, model_dir: Path) -> None:
+def test_results_do_not_depend_on_kernel_sizes(sizes: KernelSizes, model_dir: Path) -> None:
     """Windows that overflow, and windows that hold every row."""
     check_random_rows(100, 24, model_dir, device_sampler(VOCAB, rows_max=10, sizes=sizes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1040))
-def test_ten_thousand_rows_with_every_option_mixed(seed: int, model_dir: Path) -> None:
+def test_ten_thousand_rows_with_mixed_options_match_the_host(seed: int, model_dir: Path) -> None:
     check_random_rows(seed, 250, model_dir, device_sampler(VOCAB))
 
 
@@ -105,7 +105,7 @@ def test_top_p_counts_all_that_top_k_keeps_though_min_p_keeps_few() -> None:
 
 
 def test_counts_follow_the_sampled_tokens() -> None:
-    """Through eviction, a discarded token, a preemption and the end of sequences."""
+    """Through eviction, a discarded token, preemption and the end of sequences."""
     rng = np.random.default_rng(5)
     on_device = device_sampler(VOCAB, slots=4)
     here, there = (
@@ -149,7 +149,7 @@ def test_counts_follow_the_sampled_tokens() -> None:
         for name in batch:
             outputs[name].append(host.tokens[name])
         if step == 4:
-            # The iteration is discarded: another token follows, told with the next spec.
+            # The iteration is discarded: the next spec reports another token.
             outputs[batch[0]][-1] = (outputs[batch[0]][-1] + 1) % VOCAB
         if step == 7:
             # Preempted: its terms come again with the whole output.
@@ -160,7 +160,7 @@ def test_counts_follow_the_sampled_tokens() -> None:
     assert any(len(set(output)) < len(output) for output in outputs.values())
 
 
-def test_what_is_not_collected_is_counted_anew() -> None:
+def test_counts_that_were_not_collected_are_rebuilt() -> None:
     on_device = device_sampler(VOCAB)
     here, there = (
         Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float32, each)
@@ -194,7 +194,7 @@ def test_rows_without_numbers_are_greedy_and_masked_rows_fail() -> None:
 
 
 @pytest.mark.parametrize("top", [0, 3, 20, VOCAB])
-def test_scores_of_given_tokens_are_those_of_the_host(top: int) -> None:
+def test_scores_of_prompt_tokens_equal_those_of_the_host(top: int) -> None:
     rng = np.random.default_rng(top)
     logits = torch.from_numpy(rng.normal(0, 3, (21, VOCAB)).round(1).astype(np.float32))
     logits[3] = 0.0

@@ -1,4 +1,4 @@
-"""Sampling parameters that the API accepts keep the logits finite, however extreme they are."""
+"""Sampling parameters that the API accepts keep the logits finite, even at the extremes."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ FIELDS = {
 
 
 def accepted(fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of the fields that a request may have."""
+    """The values that a request accepts for the fields."""
     kept = {}
     for name, value in fields.items():
         try:

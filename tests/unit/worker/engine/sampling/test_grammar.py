@@ -1,4 +1,4 @@
-"""Grammars over real tokenizers: what may follow, where an output may end, what is refused."""
+"""Grammars over real tokenizers: allowed tokens, ends of output, refused grammars."""
 
 import json
 import random
@@ -90,10 +90,10 @@ def test_rows_beyond_the_tokenizer_are_never_chosen(model_dir: Path, grammars: G
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}])
-def test_a_random_model_writes_what_the_schema_says(
+def test_a_random_model_follows_the_schema(
     model_dir: Path, tokenizer: Tokenizer, temperature: float, filters: dict[str, float]
 ) -> None:
-    """Random logits; history told in parts equals history told at once."""
+    """Random logits; incremental history equals whole history."""
     schema = {
         "type": "object",
         "properties": {
@@ -129,7 +129,10 @@ def test_a_random_model_writes_what_the_schema_says(
         written = json.loads(tokenizer.decode(output[:-1]))
         assert list(written) == ["name", "kind", "counts"]
         assert len(written["name"]) <= 5 and written["kind"] in ("x", "yy")
-        assert all(0 <= one <= 99 for one in written["counts"]) and 1 <= len(written["counts"]) <= 3
+        assert (
+            all(0 <= count <= 99 for count in written["counts"])
+            and 1 <= len(written["counts"]) <= 3
+        )
 
 
 def test_the_end_of_a_grammar_comes_before_min_tokens_and_other_rules(
@@ -154,7 +157,7 @@ def test_rules_that_contradict_the_grammar_fail_the_request(
 
 
 @pytest.mark.parametrize(
-    ("grammar", "words"),
+    ("grammar", "message"),
     [
         (regex("a("), "unclosed group"),
         (Grammar(GrammarKind.JSON_SCHEMA, "{"), "grammar"),
@@ -165,10 +168,10 @@ def test_rules_that_contradict_the_grammar_fail_the_request(
         (Grammar(GrammarKind.LARK, "start: missing"), "grammar"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_a_sentence(
-    grammars: Grammars, grammar: Grammar, words: str
+def test_unusable_grammars_are_refused_with_an_error(
+    grammars: Grammars, grammar: Grammar, message: str
 ) -> None:
-    with pytest.raises(GrammarRefused, match=words) as refused:
+    with pytest.raises(GrammarRefused, match=message) as refused:
         grammars.matcher(grammar, STOP)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
     assert grammars.check(grammar) == Unusable(str(refused.value))
@@ -179,16 +182,14 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("text", ["(a+)+", "(a{1,1000}){1,1000}", ".*x.{400}"])
-def test_hard_expressions_are_no_trouble_for_a_linear_matcher(
-    grammars: Grammars, text: str
-) -> None:
+def test_catastrophic_expressions_match_in_linear_time(grammars: Grammars, text: str) -> None:
     assert grammars.check(regex(text)) == Usable()
 
 
 def test_work_that_grows_beyond_bounds_fails_the_request_that_does_it(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work is too much only after some tokens, which no check could tell before."""
+    """The excess occurs only after some tokens and cannot be predicted by a check."""
     limits = LLParserLimits(max_lexer_states=100, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     ids, rng = tokenizer.encode("ab").ids, random.Random(0)
@@ -226,14 +227,14 @@ def test_few_compiled_grammars_are_kept(grammars: Grammars) -> None:
         assert grammars.check(grammar) == Usable()
         grammars.compile(made[0])
     assert grammars.cached_verdict(made[0]) == Usable(), "it is used all the time"
-    assert sum(grammars.cached_verdict(one) is not None for one in made) == COMPILED_MAX
+    assert sum(grammars.cached_verdict(grammar) is not None for grammar in made) == COMPILED_MAX
     assert grammars.cached_verdict(made[1]) is None
 
 
-def test_a_lexer_that_others_have_filled_up_is_built_anew(
+def test_a_lexer_filled_by_other_requests_is_rebuilt(
     model_dir: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request may write never depends on what others wrote before it."""
+    """Allowed output of a request must not depend on earlier requests."""
     limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
     monkeypatch.setattr(grammar_module, "PARSER_LIMITS", limits)
     grammars = Grammars(model_dir, ROWS)

@@ -1,4 +1,4 @@
-"""Log probabilities of raw logits: the token's own, its rank, and the best ones."""
+"""Log probabilities of raw logits: of the token, its rank, and the best ones."""
 
 from collections.abc import Sequence
 
@@ -16,40 +16,44 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def scored(logits: torch.Tensor, tokens: Sequence[int], top: int) -> LogprobRows:
-    """What a sampler says of `tokens[i]` after row i."""
+    """The sampler's scores of `tokens[i]` after row i."""
     vocab = logits.shape[1]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return Sampler(vocab, Grammars(NO_FOLDER, vocab), dtype).score(logits, tokens, top)
 
 
 def oracle(row: list[float], token: int, top: int) -> tuple[float, int, list[tuple[int, float]]]:
-    """As the definitions read."""
+    """The result by definition."""
     logprobs = torch.log_softmax(torch.tensor(row, dtype=torch.float64), -1).tolist()
-    order = sorted(range(len(row)), key=lambda one: (-row[one], one))
+    order = sorted(range(len(row)), key=lambda candidate: (-row[candidate], candidate))
     rank = 1 + sum(other > row[token] for other in row)
-    return logprobs[token], rank, [(one, logprobs[one]) for one in order[:top]]
+    return logprobs[token], rank, [(token_id, logprobs[token_id]) for token_id in order[:top]]
 
 
-def check(found: TokenLogprobs, row: list[float], token: int, top: int) -> None:
+def check(actual: TokenLogprobs, row: list[float], token: int, top: int) -> None:
     logprob, rank, best = oracle(row, token, top)
-    assert found.rank == rank
-    assert found.logprob == pytest.approx(logprob, abs=1e-5)
-    assert [one for one, _ in found.top] == [one for one, _ in best]
-    assert [one for _, one in found.top] == pytest.approx([one for _, one in best], abs=1e-5)
+    assert actual.rank == rank
+    assert actual.logprob == pytest.approx(logprob, abs=1e-5)
+    assert [token_id for token_id, _ in actual.top] == [token_id for token_id, _ in best]
+    assert [logprob for _, logprob in actual.top] == pytest.approx(
+        [logprob for _, logprob in best], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top", [0, 1, 5, 20, 299, 300])
-def test_rows_are_those_of_the_definition(dtype: torch.dtype, top: int) -> None:
+def test_rows_match_the_definition(dtype: torch.dtype, top: int) -> None:
     logits = (4 * torch.randn(7, 300, generator=torch.Generator().manual_seed(top))).to(dtype)
     tokens = [0, 299, 5, int(logits[3].argmax()), 8, 9, 10]
-    found = scored(logits, tokens, top)
-    assert len(found) == 7
-    for one, row, token in zip(found.unpacked(), logits.double().tolist(), tokens, strict=True):
-        check(one, row, token, top)
+    actual = scored(logits, tokens, top)
+    assert len(actual) == 7
+    for row_logprobs, row, token in zip(
+        actual.unpacked(), logits.double().tolist(), tokens, strict=True
+    ):
+        check(row_logprobs, row, token, top)
 
 
-def test_of_equal_ones_the_smaller_id_comes_first() -> None:
+def test_ties_are_ordered_by_token_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0], [0.0] * 6])
     first, second = scored(logits, (4, 5), 4).unpacked()
     assert [token for token, _ in first.top] == [1, 3, 0, 2]
@@ -57,7 +61,7 @@ def test_of_equal_ones_the_smaller_id_comes_first() -> None:
     assert (first.rank, second.rank) == (3, 1)
 
 
-def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
+def test_log_probabilities_precede_all_logit_processing() -> None:
     logits = 2 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     best = int(logits[1].argmax())
     terms = [
@@ -68,14 +72,14 @@ def test_they_are_raw_whatever_is_done_to_the_logits() -> None:
         ),
     ]
     made = choose(logits, terms)
-    for row, one in enumerate(terms):
-        (found,) = made.logprobs[str(row)].unpacked()
-        assert one.top_logprobs is not None
-        check(found, logits[row].tolist(), made.tokens[str(row)], one.top_logprobs)
+    for row, term in enumerate(terms):
+        (actual,) = made.logprobs[str(row)].unpacked()
+        assert term.top_logprobs is not None
+        check(actual, logits[row].tolist(), made.tokens[str(row)], term.top_logprobs)
     assert made.logprobs["1"].unpacked()[0].top[0][0] == best != made.tokens["1"]
 
 
-def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
+def test_log_probabilities_are_returned_only_on_request() -> None:
     logits = torch.randn(3, 50)
     made = choose(
         logits,
@@ -89,7 +93,7 @@ def test_log_probabilities_are_told_only_where_they_are_asked_for() -> None:
     assert [rows.top for rows in made.logprobs.values()] == [0, 2]
 
 
-def test_rows_are_cut_and_joined() -> None:
+def test_rows_are_sliced_and_concatenated() -> None:
     logits = torch.randn(9, 50)
     rows = scored(logits, range(9), 3)
     assert joined([rows.rows(0, 4), rows.rows(4)]) == rows == rows.rows(0, 2) + rows.rows(2)

@@ -1,4 +1,4 @@
-"""Penalties, bias, bad words and allowed tokens, as `transformers` and the formulas have them."""
+"""Penalties, bias, bad words and allowed tokens, compared with `transformers` and the formulas."""
 
 import random
 from collections import Counter
@@ -64,7 +64,7 @@ def changed(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
-def test_the_repetition_penalty_is_that_of_transformers(dtype: torch.dtype, penalty: float) -> None:
+def test_repetition_penalty_equals_that_of_transformers(dtype: torch.dtype, penalty: float) -> None:
     reference = RepetitionPenaltyLogitsProcessor(penalty)
     for seed, (prompt, output) in enumerate(histories(20)):
         logits = row(seed, dtype)
@@ -92,24 +92,24 @@ def test_presence_and_frequency_follow_the_formula(
             frequency_penalty=frequency,
             repetition_penalty=repetition,
         )
-        found = changed(logits, sampling, prompt, output)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual = changed(logits, sampling, prompt, output)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_bias_is_that_of_transformers() -> None:
+def test_logit_bias_equals_that_of_transformers() -> None:
     pairs = ((3, -100.0), (5, 2.5), (39, 100.0))
     reference = SequenceBiasLogitsProcessor([[[token], bias] for token, bias in pairs])
     for seed, (prompt, output) in enumerate(histories(5)):
         logits = row(seed)
         expected = reference(torch.tensor([prompt + output]), logits)
-        found = changed(logits, replace(GREEDY, logit_bias=pairs), prompt, output)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual = changed(logits, replace(GREEDY, logit_bias=pairs), prompt, output)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_bad_words_are_those_of_transformers() -> None:
+def test_bad_words_equal_those_of_transformers() -> None:
     """They may begin in the prompt; single tokens are never chosen."""
-    words = ((7,), (1, 2), (1, 3), (4, 5, 6), (5, 5, 5), (8, 8))
-    reference = NoBadWordsLogitsProcessor([list(word) for word in words])
+    bad_words = ((7,), (1, 2), (1, 3), (4, 5, 6), (5, 5, 5), (8, 8))
+    reference = NoBadWordsLogitsProcessor([list(word) for word in bad_words])
     banned: Counter[int] = Counter()
     rng = random.Random(0)
     for seed in range(300):
@@ -118,9 +118,9 @@ def test_bad_words_are_those_of_transformers() -> None:
         logits = row(seed)
         expected = reference(torch.tensor([tokens]), logits)
         prompt, output = tuple(tokens[:split]), tuple(tokens[split:])
-        found = changed(logits, replace(GREEDY, bad_words=words), prompt, output)
-        assert torch.equal(found, expected)
-        banned.update((found[0] == -torch.inf).nonzero().flatten().tolist())
+        actual = changed(logits, replace(GREEDY, bad_words=bad_words), prompt, output)
+        assert torch.equal(actual, expected)
+        banned.update((actual[0] == -torch.inf).nonzero().flatten().tolist())
     assert set(banned) == {2, 3, 5, 6, 7, 8}
 
 
@@ -148,15 +148,15 @@ def test_bad_words_forbid_the_tokens_of_the_word_alone() -> None:
     )
 
 
-def test_only_allowed_tokens_are_left() -> None:
+def test_only_allowed_tokens_remain() -> None:
     allowed = (3, 5, 31)
-    found = changed(row(0), replace(GREEDY, allowed_token_ids=allowed), (1,), ())
-    assert torch.equal(found[0, list(allowed)], row(0)[0, list(allowed)])
-    assert (found > -torch.inf).sum() == len(allowed)
+    actual = changed(row(0), replace(GREEDY, allowed_token_ids=allowed), (1,), ())
+    assert torch.equal(actual[0, list(allowed)], row(0)[0, list(allowed)])
+    assert (actual > -torch.inf).sum() == len(allowed)
 
 
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 0.999])
-def test_min_p_is_that_of_transformers(min_p: float) -> None:
+def test_min_p_equals_that_of_transformers(min_p: float) -> None:
     choose_token, draws = TokenChooser(Scratch.of(VOCAB, np.float64)), np.arange(1000) / 1000
     for seed in range(20):
         logits = row(seed)
@@ -170,7 +170,7 @@ def test_min_p_is_that_of_transformers(min_p: float) -> None:
         assert {token for token in kept.tolist() if weights[token] > 2e-3} <= set(tokens)
 
 
-def test_history_told_in_parts_equals_history_told_at_once() -> None:
+def test_incremental_history_equals_whole_history() -> None:
     sampling = Sampling(
         0.8,
         seed=5,
@@ -214,8 +214,8 @@ def test_rows_with_rules_do_not_depend_on_their_batch() -> None:
         terms.append(SampleTerms(sampling, prompt, output, stops, rng.choice([0, 50]), top))
     logits = torch.cat([row(number, torch.float32) for number in range(24)])
     together = choose(logits, terms)
-    for number, one in enumerate(terms):
-        alone = choose(logits[number : number + 1], [one])
+    for number, term in enumerate(terms):
+        alone = choose(logits[number : number + 1], [term])
         assert together.tokens[str(number)] == alone.tokens["0"]
         assert together.logprobs.get(str(number)) == alone.logprobs.get("0")
 
@@ -234,7 +234,7 @@ def test_contradicting_rules_fail_the_request_alone() -> None:
     assert made.tokens == {"0": int(logits[0].argmax()), "3": 4}
 
 
-def test_a_request_without_terms_is_a_defect() -> None:
+def test_a_request_without_terms_is_an_error() -> None:
     sampler = Sampler(VOCAB, Grammars(NO_FOLDER, VOCAB), torch.float64)
     with pytest.raises(InvalidBatch, match="never received"):
         sampler.sample(row(0), [("a", SampleSpec(None, 1))], Sampled())
@@ -250,7 +250,7 @@ def test_a_request_without_blocks_is_forgotten() -> None:
 
 
 def test_a_long_history_costs_no_more_for_each_token() -> None:
-    """Counts grow by doubling; nothing is built again."""
+    """Counts grow by doubling and are never rebuilt."""
     terms = SampleTerms(replace(GREEDY, frequency_penalty=0.1))
     rules = SamplingRules(terms, VOCAB, Grammars(NO_FOLDER, VOCAB))
     assert rules.counts is not None

@@ -12,7 +12,7 @@ GREEDY = SampleTerms(Sampling(temperature=0.0))
 
 
 def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Probabilities after temperature, top-k, top-p, min-p, written as the definitions read."""
+    """Probabilities after temperature, top-k, top-p and min-p, by definition."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -24,7 +24,7 @@ def oracle_distribution(logits: list[float], sampling: Sampling) -> dict[int, fl
         mass += probability
         if mass >= sampling.top_p:
             break
-    kept = [(token, one) for token, one in kept if one >= sampling.min_p * kept[0][1]]
+    kept = [(token, weight) for token, weight in kept if weight >= sampling.min_p * kept[0][1]]
     mass = sum(probability for _, probability in kept)
     return {token: probability / mass for token, probability in kept}
 
@@ -34,7 +34,7 @@ def draws(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
     return tokens_of(logits.expand(count, -1), terms, range(count))
 
 
-def test_greedy_takes_the_best_and_the_lower_id_of_equals() -> None:
+def test_greedy_takes_the_best_token_and_the_lower_id_of_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 1.0, 1.0]])
     assert tokens_of(logits, [GREEDY] * 2) == [1, 0]
 
@@ -87,8 +87,8 @@ def test_frequencies_match_the_definition(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])
-def test_a_large_vocabulary_with_wide_nuclei(spread: float) -> None:
-    """The nucleus may have more tokens than the first look takes in."""
+def test_wide_nuclei_of_a_large_vocabulary_are_sampled(spread: float) -> None:
+    """The nucleus may exceed the first window of candidates."""
     logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(2))
     for sampling in (
         Sampling(temperature=1.0, top_p=0.9),
@@ -106,7 +106,7 @@ def test_equal_logits_at_the_edge_of_top_k_go_to_lower_ids() -> None:
     assert set(draws(logits, Sampling(temperature=1.0, top_k=3), 300)) == {0, 1, 2}
 
 
-def test_top_k_of_one_is_greedy() -> None:
+def test_top_k_of_1_is_greedy() -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(3))
     assert set(draws(logits, Sampling(temperature=2.0, top_k=1), 20)) == {int(logits.argmax())}
 
@@ -121,7 +121,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, top_p: float, top
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 5)])
-def test_logits_that_are_not_finite_give_some_token(value: float, top_p: float, top_k: int) -> None:
+def test_non_finite_logits_yield_a_token(value: float, top_p: float, top_k: int) -> None:
     terms = [SampleTerms(Sampling(0.7, top_p, top_k, seed=1))]
     (token,) = tokens_of(torch.full((1, 300), value), terms)
     assert 0 <= token < 300

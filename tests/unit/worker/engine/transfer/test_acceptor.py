@@ -1,4 +1,4 @@
-"""A lane's listener while the engine has no descriptor left."""
+"""A lane's listener while no file descriptor is left."""
 
 import select
 import socket
@@ -12,7 +12,7 @@ from tests.support.exhausted import no_free_descriptor
 WAIT_S = 30.0
 
 
-def test_without_descriptors_the_listener_is_tried_every_second_and_logged_once(
+def test_exhausted_descriptors_are_retried_every_second_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with listen("127.0.0.1", 0, 8) as listener, select.epoll() as poll:

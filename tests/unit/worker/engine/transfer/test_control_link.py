@@ -1,4 +1,4 @@
-"""Control messages over a real socket: cut into parts, too large, malformed, and not read."""
+"""Control messages over a real socket: split, too large, malformed, and unread."""
 
 import select
 import socket
@@ -40,13 +40,13 @@ def on_wire(message: Control) -> bytes:
 
 
 def received(link: ControlLink) -> list[Control]:
-    """What the link makes of the bytes that come next."""
+    """The messages that the link parses from the next bytes."""
     ready, _, _ = select.select([link], [], [], DEADLINE_S)
     assert ready, "nothing came"
     return link.receive()
 
 
-def test_several_messages_may_come_at_once_and_one_in_parts(ends: Ends) -> None:
+def test_messages_may_arrive_joined_or_split(ends: Ends) -> None:
     link, other = ends
     assert link.receive() == []
     last = on_wire(Bye("done"))
@@ -79,7 +79,7 @@ def test_messages_arrive_as_they_were_sent(ends: Ends) -> None:
         (struct.pack("<I", 6) + msgspec.msgpack.encode(["a", "b"]) + b"\0", "is malformed"),
     ],
 )
-def test_what_is_no_message_is_an_error(ends: Ends, data: bytes, reason: str) -> None:
+def test_an_invalid_message_is_an_error(ends: Ends, data: bytes, reason: str) -> None:
     link, other = ends
     other.sendall(data)
     with pytest.raises(FrameError, match=reason):
@@ -94,7 +94,7 @@ def test_the_end_of_the_peer_is_an_error(ends: Ends) -> None:
         received(link)
 
 
-def test_what_waits_for_a_peer_that_does_not_read_is_bounded(ends: Ends) -> None:
+def test_output_for_a_stalled_peer_is_bounded(ends: Ends) -> None:
     link, _ = ends
     with pytest.raises(ConnectionError, match="does not read"):
         for _ in range(10_000):

@@ -24,7 +24,7 @@ numbers = st.integers(0, 2**64 - 1)
 
 
 @given(names, numbers, names, names, numbers, st.text(max_size=500), st.binary(max_size=2000))
-def test_a_frame_comes_back_as_it_was(
+def test_a_frame_round_trips(
     group: str, epoch: int, sender: str, incarnation: str, sequence: int, text: str, payload: bytes
 ) -> None:
     frame = Frame(group, epoch, Note(text), payload).stamped(sender, incarnation, sequence)
@@ -70,12 +70,12 @@ def test_a_payload_is_aligned_within_the_frame() -> None:
 
 
 @pytest.mark.parametrize("payload", [np.zeros(3), np.zeros((4, 4), np.uint8)[:, ::2]])
-def test_a_payload_that_is_no_run_of_bytes_is_refused(payload: np.ndarray) -> None:
+def test_a_non_contiguous_payload_is_refused(payload: np.ndarray) -> None:
     with pytest.raises(ValueError, match="contiguous uint8"):
         as_bytes(payload)
 
 
-def test_what_cannot_be_expressed_is_refused() -> None:
+def test_unencodable_values_are_refused() -> None:
     class Stranger(msgspec.Struct, tag=99):
         pass
 
@@ -103,12 +103,12 @@ def test_a_kind_that_only_the_sender_knows_is_refused() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_no_frame(garbage: bytes) -> None:
+def test_garbage_is_refused(garbage: bytes) -> None:
     with pytest.raises(FrameError):
         CODEC.decode(np.frombuffer(garbage, np.uint8))
 
 
-def test_every_flipped_bit_is_found() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     whole = CODEC.encode(Frame("group", 3, Note("header"), b"payload").stamped("w", "i", 5))
     for position in range(whole.size * 8):
         damaged = whole.copy()

@@ -3,7 +3,7 @@ import numpy as np
 from services.worker.engine.transfer.frame import KEPT_S, LARGE_BYTES, FrameMemory
 
 
-def test_memory_that_came_back_is_used_again() -> None:
+def test_returned_memory_is_reused() -> None:
     memory = FrameMemory(4 * LARGE_BYTES)
     first = memory.take(2 * LARGE_BYTES)
     second = memory.take(2 * LARGE_BYTES)
@@ -15,7 +15,7 @@ def test_memory_that_came_back_is_used_again() -> None:
     assert np.shares_memory(memory.take(2 * LARGE_BYTES), first)
 
 
-def test_memory_of_another_size_is_not_used() -> None:
+def test_memory_of_another_size_is_not_reused() -> None:
     memory = FrameMemory(4 * LARGE_BYTES)
     kept = memory.take(2 * LARGE_BYTES)
     memory.give_back(kept)
@@ -23,7 +23,7 @@ def test_memory_of_another_size_is_not_used() -> None:
     assert not np.shares_memory(memory.take(LARGE_BYTES), kept)
 
 
-def test_little_is_kept_and_nothing_small() -> None:
+def test_little_memory_is_pooled_and_no_small_buffers() -> None:
     memory = FrameMemory(3 * LARGE_BYTES)
     old, new = (memory.take(2 * LARGE_BYTES) for _ in range(2))
     memory.give_back(old)
@@ -35,7 +35,7 @@ def test_little_is_kept_and_nothing_small() -> None:
     assert not np.shares_memory(memory.take(LARGE_BYTES - 1), small)
 
 
-def test_memory_that_is_not_needed_is_freed() -> None:
+def test_unused_memory_is_freed() -> None:
     memory = FrameMemory(16 * LARGE_BYTES)
     often, once, large = (memory.take(size * LARGE_BYTES) for size in (1, 1, 3))
     for buffer in (large, once, often):

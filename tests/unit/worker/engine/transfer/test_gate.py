@@ -8,7 +8,7 @@ from tests.support.local_lane import QUEUED_FRAMES_MAX, LocalNetwork
 from tests.support.transfer import CODEC, NONCE, Note
 
 
-def test_it_is_busy_while_anybody_is_inside() -> None:
+def test_the_gate_is_busy_while_entered() -> None:
     gate = ActivationGate()
     clears: list[bool] = []
     gate.on_clear(lambda: clears.append(gate.busy))
@@ -25,7 +25,7 @@ def test_leaving_the_gate_without_entering_it_is_an_error() -> None:
         ActivationGate().leave()
 
 
-def test_it_is_busy_until_the_lane_has_sent_the_frame() -> None:
+def test_the_gate_is_busy_until_the_frame_is_sent() -> None:
     network, gate = LocalNetwork(CODEC), ActivationGate()
     ours, theirs = network.lane(Identity("a", "1")), network.lane(Identity("b", "1"))
     frame = Frame("g", 1, Note("x"))
@@ -46,7 +46,7 @@ def test_it_is_busy_until_the_lane_has_sent_the_frame() -> None:
     assert not gate.busy
 
 
-def test_a_frame_that_is_done_already_calls_back_at_once() -> None:
+def test_a_completed_frame_calls_back_at_once() -> None:
     error, calls = PeerUnknown("gone"), []
     sent = Sent()
     sent.when_done(lambda: calls.append("waited"))

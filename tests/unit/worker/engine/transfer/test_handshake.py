@@ -20,7 +20,7 @@ A = Identity("a", "1")
 HELLO = Hello(FACTS, proof_of(Hello, FACTS, NONCE))
 
 
-def test_a_nonce_lets_its_peer_in_once() -> None:
+def test_a_nonce_authenticates_its_peer_once() -> None:
     expected = ExpectedPeers()
     expected.expect(A, NONCE, 0.0, 10.0)
     assert expected.redeem(HELLO, 1.0) == NONCE
@@ -37,7 +37,7 @@ def test_a_nonce_lets_its_peer_in_once() -> None:
         Facts("a", "1", b"endpoint", 8, PROTOCOL_VERSION),
     ],
 )
-def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -> None:
+def test_a_proof_covers_all_fields_and_a_wrong_proof_consumes_nothing(facts: Facts) -> None:
     expected = ExpectedPeers()
     expected.expect(A, NONCE, 0.0, 10.0)
     with pytest.raises(FrameError):
@@ -45,8 +45,8 @@ def test_a_proof_is_of_all_facts_and_a_wrong_one_uses_nothing_up(facts: Facts) -
     assert expected.redeem(HELLO, 1.0) == NONCE
 
 
-def test_another_version_is_told_apart_from_an_unauthenticated_peer_and_uses_nothing_up() -> None:
-    """A message of a release without a version has a field less, a later one perhaps one more."""
+def test_a_version_mismatch_differs_from_failed_authentication() -> None:
+    """Messages of releases without a version have a field less, later ones may have more."""
     earlier = msgspec.convert(["a", "1", b"endpoint", 7], Facts)
     later = msgspec.convert(["a", "1", b"endpoint", 7, PROTOCOL_VERSION + 1, "news"], Facts)
     expected = ExpectedPeers()
@@ -57,7 +57,7 @@ def test_another_version_is_told_apart_from_an_unauthenticated_peer_and_uses_not
     assert expected.redeem(HELLO, 1.0) == NONCE
 
 
-def test_an_echo_is_no_answer() -> None:
+def test_an_echoed_proof_is_refused() -> None:
     assert not is_proven(Welcome(FACTS, HELLO.proof), NONCE)
     assert not is_proven(HELLO, NONCE[::-1])
 
@@ -74,7 +74,7 @@ def test_a_short_nonce_is_refused() -> None:
         ExpectedPeers().expect(A, b"short", 0.0, 1.0)
 
 
-def test_expectations_are_bounded_and_old_ones_make_room() -> None:
+def test_expectations_are_bounded_and_the_oldest_are_evicted() -> None:
     expected = ExpectedPeers()
     for number in range(EXPECTED_MAX):
         expected.expect(Identity(f"w{number}", "1"), NONCE, 0.0, 10.0)

@@ -1,4 +1,4 @@
-"""Where lanes listen, and what they tell peers to dial."""
+"""Listening addresses of lanes, and the addresses that they advertise."""
 
 import select
 import socket
@@ -38,13 +38,13 @@ def opened(config: LanesConfig) -> Iterator[Lanes]:
 
 def free_ports(count: int) -> list[int]:
     held = [listen("127.0.0.1", 0, 1) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
+    ports = [int(listener.getsockname()[1]) for listener in held]
+    for bound in held:
+        bound.close()
     return ports
 
 
-def test_lanes_listen_on_the_ports_they_are_given_and_tell_another_host() -> None:
+def test_lanes_listen_on_configured_ports_and_advertise_another_host() -> None:
     first, second = free_ports(2)
     config = LanesConfig("0.0.0.0", "worker-7", first, second, UcxConfig("tcp", "lo"))
     with opened(config) as lanes:
@@ -91,7 +91,7 @@ def test_without_ucx_there_are_lanes_that_reach_no_peer(monkeypatch: pytest.Monk
         lane.close()
 
 
-def test_a_port_in_use_is_one_sentence() -> None:
+def test_a_port_in_use_is_a_short_error() -> None:
     with listen("127.0.0.1", 0, 1) as held:
         port = held.getsockname()[1]
         config = LanesConfig("127.0.0.1", "127.0.0.1", port, 0, UcxConfig("tcp", "lo"))
@@ -99,13 +99,13 @@ def test_a_port_in_use_is_one_sentence() -> None:
             pass
 
 
-def test_ucx_is_told_its_ports_and_devices_only_if_there_are_any() -> None:
+def test_ucx_ports_and_devices_are_set_only_if_configured() -> None:
     options = UcxConfig("tcp", "eth0", "50063-50066").options()
     assert (options["NET_DEVICES"], options["TCP_PORT_RANGE"]) == ("eth0", "50063-50066")
     assert not {"NET_DEVICES", "TCP_PORT_RANGE"} & UcxConfig("tcp", "").options().keys()
 
 
 def test_the_largest_pieces_under_way_fit_into_the_segments_of_a_lane() -> None:
-    """Else their sender is awake, and does nothing, until the receiver's process has run."""
+    """Otherwise their sender spins until the receiver's process has run."""
     under_way_bytes = PIECES_MIN * FAST_LINK_TIMES * CHUNK_BYTES_MAX
     assert UCX_SEGMENTS * int(UcxConfig().options()["SYSV_SEG_SIZE"]) >= under_way_bytes

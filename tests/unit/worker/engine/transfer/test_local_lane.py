@@ -35,9 +35,9 @@ def texts(lane: LocalLane) -> list[str]:
 def test_frames_go_both_ways_in_order() -> None:
     network, a, b = pair()
     sent = [a.send("b", note(str(number), bytes_of(number))) for number in range(5)]
-    assert not any(one.done for one in sent)
+    assert not any(frame.done for frame in sent)
     network.pump()
-    assert all(one.done and one.error is None for one in sent)
+    assert all(frame.done and frame.error is None for frame in sent)
     assert (a.events(), b.events()) == ([PeerConnected(B)], [PeerConnected(A)])
     received = b.receive()
     assert [(peer, frame.sequence) for peer, frame in received] == [("a", n) for n in range(5)]
@@ -75,7 +75,7 @@ def test_a_held_link_keeps_its_frames() -> None:
     assert texts(b) == ["late"]
 
 
-def test_what_waits_is_bounded() -> None:
+def test_queued_frames_are_bounded() -> None:
     network, a, b = pair()
     network.pump()
     for _ in range(QUEUED_FRAMES_MAX):
@@ -103,7 +103,7 @@ def test_a_peer_without_the_nonce_is_refused(nonce: bytes | None) -> None:
         a.send("b", note(""))
 
 
-def test_a_cut_peer_is_lost_with_what_was_on_its_way() -> None:
+def test_a_cut_peer_loses_frames_in_flight() -> None:
     network, a, b = pair()
     network.pump()
     sent = b.send("a", note("lost"))

@@ -45,7 +45,7 @@ class Engine:
         self.memory = memory
         self.gate = ActivationGate()
         self.mover = Mover(lane, self.gate, config, memory.standing, memory.unpack)
-        self.told: list[MoverEvent] = []
+        self.published: list[MoverEvent] = []
 
     def send_slab(self, peer: str, transfer_id: str = "t", epoch: int = 1) -> None:
         cut = self.memory.slab_cut(transfer_id)
@@ -62,16 +62,16 @@ class Engine:
 
     def step(self, now_s: float) -> float:
         wake_s = self.mover.step(now_s)
-        self.told += self.mover.events()
+        self.published += self.mover.events()
         return wake_s
 
     @property
     def ends(self) -> list[TransferOutcome]:
-        return [e for e in self.told if isinstance(e, TransferOutcome)]
+        return [e for e in self.published if isinstance(e, TransferOutcome)]
 
 
 class Pair:
-    """Two engines, a sends to b. Time passes only when the test says so."""
+    """Two engines; a sends to b. Time is advanced by the test."""
 
     def __init__(self, config: MoverConfig = CONFIG) -> None:
         source = filled(SIZE_BYTES)
@@ -85,7 +85,7 @@ class Pair:
         self.network.pump()
 
     def round(self) -> bool:
-        """Step both, deliver everything; whether anything was to be done at once."""
+        """Step both and deliver everything; returns whether there was work."""
         wakes = [engine.step(self.now_s) for engine in (self.a, self.b)]
         return bool(self.network.pump()) or min(wakes) <= self.now_s
 
@@ -127,7 +127,7 @@ def received_from_a(size_bytes: int) -> TransferOutcome:
 
 
 def failed(transfer_id: str, peer: str, events: list[TransferOutcome]) -> str:
-    """The reason of the one failure among `events`."""
+    """The reason of the single failure among `events`."""
     (event,) = events
     assert event.status is TransferStatus.FAILED
     assert (event.transfer_id, event.peer) == (transfer_id, peer)
@@ -154,7 +154,7 @@ def test_kv_arrives_whole_in_pieces_of_whole_blocks(pair: Pair) -> None:
     assert pair.b.memory.writes == 3 * 7  # 512 bytes a block, 1000 a chunk
 
 
-def test_both_ways_at_once(pair: Pair) -> None:
+def test_transfers_run_in_both_directions(pair: Pair) -> None:
     pair.a.send_slab("b", "there")
     pair.b.send_kv("a", "back")
     pair.b.memory.kv[:] = 7
@@ -175,12 +175,12 @@ def test_pieces_become_larger_over_a_fast_link(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [0, -1, (1 << 20) + 1])
-def test_a_chunk_has_a_sane_size(size_bytes: int) -> None:
+def test_chunk_size_is_validated(size_bytes: int) -> None:
     with pytest.raises(ValueError, match="chunk_bytes must be"):
         Pair(MoverConfig(chunk_bytes=size_bytes))
 
 
-def test_few_pieces_are_under_way_and_packed_only_then(pair: Pair) -> None:
+def test_pieces_in_flight_are_bounded_and_packed_late(pair: Pair) -> None:
     pair.network.hold("a", "b")
     pair.send_slab("b")
     assert pair.a.memory.reads == PIECES_MIN
@@ -205,7 +205,7 @@ def test_transfers_take_turns() -> None:
     assert order[-1] == "z" and "z" not in order[:40]
 
 
-def test_a_transfer_that_is_given_up_leaves_its_room_to_others(pair: Pair) -> None:
+def test_a_cancelled_transfer_frees_its_window(pair: Pair) -> None:
     pair.network.hold("b", "a")
     for name in ("x", "y"):
         pair.a.send_slab("b", name)
@@ -250,7 +250,7 @@ def test_more_pieces_of_a_future_epoch_than_memory_are_refused(
     assert pair.b.memory.writes == 2
 
 
-def test_bulk_stands_aside_for_activations_but_not_for_ever(pair: Pair) -> None:
+def test_bulk_transfers_yield_to_activations_for_a_limited_time(pair: Pair) -> None:
     pair.settle()
     pair.a.gate.enter()
     pair.send_slab("b")
@@ -262,7 +262,7 @@ def test_bulk_stands_aside_for_activations_but_not_for_ever(pair: Pair) -> None:
     assert pair.b.ends == [received_from_a(SIZE_BYTES)]
 
 
-def test_activations_wake_a_mover_only_if_it_stands_aside_for_them(pair: Pair) -> None:
+def test_activations_wake_only_a_yielding_mover(pair: Pair) -> None:
     pair.settle()
     bell = pair.a.mover._in_bell
     bell.clear()
@@ -276,7 +276,7 @@ def test_activations_wake_a_mover_only_if_it_stands_aside_for_them(pair: Pair) -
     assert select.select([bell], [], [], 0)[0] == [bell]
 
 
-def test_the_receiver_stands_aside_too(pair: Pair) -> None:
+def test_the_receiver_yields_too(pair: Pair) -> None:
     pair.b.gate.enter()
     pair.send_slab("b")
     assert pair.b.memory.writes == 0
@@ -285,7 +285,7 @@ def test_the_receiver_stands_aside_too(pair: Pair) -> None:
     assert pair.b.memory.writes == 10
 
 
-def test_without_coordination_nothing_waits() -> None:
+def test_nothing_waits_without_coordination() -> None:
     pair = Pair(replace(CONFIG, coordinated=False))
     pair.a.gate.enter()
     pair.b.gate.enter()
@@ -363,7 +363,7 @@ def test_pieces_of_a_future_epoch_wait_for_it(pair: Pair) -> None:
     assert pair.b.ends == [received_from_a(SIZE_BYTES)]
 
 
-def test_a_future_epoch_that_never_comes_is_not_waited_for(pair: Pair) -> None:
+def test_pieces_of_a_future_epoch_time_out(pair: Pair) -> None:
     pair.send_slab("b", epoch=2)
     pair.later(CONFIG.future_wait_s)
     assert "did not begin" in failed("t", "a", pair.b.ends)
@@ -405,9 +405,7 @@ def test_repeated_pieces_are_answered_and_ignored(pair: Pair) -> None:
         [(2, False), (1, True)],
     ],
 )
-def test_pieces_that_make_no_transfer_are_refused(
-    pair: Pair, pieces: list[tuple[int, bool]]
-) -> None:
+def test_inconsistent_pieces_are_refused(pair: Pair, pieces: list[tuple[int, bool]]) -> None:
     pair.settle()
     for number, last in pieces:
         header = ParameterPiece("t", number, last, "layer 0", 0, 10)
@@ -418,7 +416,7 @@ def test_pieces_that_make_no_transfer_are_refused(
     assert "it has" in failed("t", "a", pair.b.ends)
 
 
-def test_pieces_of_one_transfer_are_of_one_epoch(pair: Pair) -> None:
+def test_pieces_of_a_transfer_have_the_same_epoch(pair: Pair) -> None:
     pair.settle()
     for group in "gh":
         pair.b.memory.epochs[group] = 1
@@ -448,7 +446,7 @@ def test_memory_that_cannot_be_read_ends_the_transfer(pair: Pair) -> None:
 
 
 class ReadEarly:
-    """A piece whose copy has begun."""
+    """A piece whose copy has started."""
 
     def __init__(self, memory: Memory, offset_bytes: int, size_bytes: int) -> None:
         self.content = memory.slab[offset_bytes : offset_bytes + size_bytes].copy()
@@ -463,9 +461,8 @@ class ReadEarly:
 
 
 def read_early(pair: Pair, refused: Collection[int] = ()) -> tuple[list[ReadEarly], list[int]]:
-    """Send the slab of a by pieces that are read before they are due, but for those `refused`.
-
-    Returns these pieces, and where the others are.
+    """Send the slab of a by pieces that are read before they are due, except `refused` ones.
+    Returns these pieces and their places.
     """
     reads: list[ReadEarly] = []
     packed: list[int] = []
@@ -492,7 +489,7 @@ def test_pieces_may_be_read_before_they_are_due(pair: Pair) -> None:
     pair.settle()
     assert pair.a.ends[0].status is TransferStatus.SENT
     assert np.array_equal(pair.b.memory.slab, pair.a.memory.slab)
-    assert [one.ends for one in reads] == [["finished"]] * 4
+    assert [read.ends for read in reads] == [["finished"]] * 4
     # The first is due at once, and one that cannot be read early may be read when it is due.
     assert packed[:2] == [0, 2000]
     assert len(packed) + len(reads) == SIZE_BYTES // 1000
@@ -502,11 +499,11 @@ def test_a_piece_that_was_read_early_is_discarded_with_its_transfer(pair: Pair) 
     pair.settle()
     reads, _ = read_early(pair)
     pair.a.step(0.0)
-    assert [one.ends for one in reads] == [[]]
+    assert [read.ends for read in reads] == [[]]
     pair.a.mover.cancel("t")
     pair.settle()
     assert "cancelled" in failed("t", "b", pair.a.ends)
-    assert [one.ends for one in reads] == [["discarded"]]
+    assert [read.ends for read in reads] == [["discarded"]]
 
 
 def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:
@@ -517,7 +514,7 @@ def test_a_series_without_a_last_piece_fails(pair: Pair) -> None:
     assert "without a last piece" in failed("t", "b", pair.a.ends)
 
 
-def test_a_peer_that_never_answers_is_not_waited_for(pair: Pair) -> None:
+def test_a_silent_receiver_times_out(pair: Pair) -> None:
     pair.settle()
     pair.network.hold("b", "a")
     pair.send_slab("b")
@@ -527,7 +524,7 @@ def test_a_peer_that_never_answers_is_not_waited_for(pair: Pair) -> None:
     assert "abandoned by its sender" in failed("t", "a", pair.b.ends)
 
 
-def test_a_sender_that_stops_is_not_waited_for(pair: Pair) -> None:
+def test_a_silent_sender_times_out(pair: Pair) -> None:
     pair.settle()
     pair.a.send_slab("b")
     for _ in range(3):
@@ -555,7 +552,7 @@ def test_an_unknown_peer_fails_the_transfer(pair: Pair) -> None:
     assert "no connection" in failed("t", "c", pair.a.ends)
 
 
-def test_transfers_are_bounded_and_ids_are_their_own() -> None:
+def test_transfers_are_bounded_and_ids_unique() -> None:
     pair = Pair(replace(CONFIG, transfers_max=2))
     pair.a.send_slab("b", "x")
     with pytest.raises(ValueError, match="in progress"):
@@ -569,7 +566,7 @@ def test_transfers_are_bounded_and_ids_are_their_own() -> None:
 
 
 def disturb(pair: Pair, engine: Engine, sent: list[str], rng: random.Random) -> None:
-    """One thing that may happen at any time."""
+    """A random event."""
     waiting = pair.network.waiting()
     match rng.randrange(8):
         case 0 if sent and rng.random() < 0.1:
@@ -608,7 +605,7 @@ def test_any_order_of_events_ends_every_transfer_once_on_both_sides(seed: int) -
 
 
 def check_ends(pair: Pair, names: list[str]) -> None:
-    """Each transfer ended once on each side; if it was sent, it was received, and whole."""
+    """Each transfer ended once on each side; a completed one was received whole."""
     for sender, receiver, letter in ((pair.a, pair.b, "a"), (pair.b, pair.a, "b")):
         mine = [name for name in names if name[0] == letter]
         out = [e for e in sender.ends if e.transfer_id in mine]

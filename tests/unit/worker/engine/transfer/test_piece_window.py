@@ -1,4 +1,4 @@
-"""How much is on its way: what fills a link, and no more; and how large pieces are."""
+"""The window of bytes in flight that fills a link, and the size of pieces."""
 
 from collections import deque
 from dataclasses import replace
@@ -19,9 +19,8 @@ GROWING = replace(BOUNDS, piece_bytes_max=4 * PIECE_BYTES)
 
 
 def rate_over(window: PieceWindow, delay_s: float, bytes_per_s: float, pieces: int = 2000) -> float:
-    """Send pieces over a link of that bandwidth, which answers `delay_s` later.
-
-    Returns how much of the link the last half of the pieces used.
+    """Send pieces over a link of this bandwidth with acknowledgements `delay_s` later. Returns the
+    used share of the link for the last half of the pieces.
     """
     under_way: deque[tuple[float, PieceSent]] = deque()
     now_s = free_s = half_s = busy_s = 0.0
@@ -39,19 +38,19 @@ def rate_over(window: PieceWindow, delay_s: float, bytes_per_s: float, pieces: i
 
 
 @pytest.mark.parametrize("delay_pieces", [0.1, 1.0, 4.0, 25.0])
-def test_a_link_is_full_whatever_its_delay(delay_pieces: float) -> None:
+def test_the_window_fills_a_link_of_any_delay(delay_pieces: float) -> None:
     window = PieceWindow(BOUNDS)
     assert rate_over(window, delay_pieces * 1e-4, 1e4 * PIECE_BYTES) > 0.9
     assert window.limit_bytes <= (2 + 1.5 * (1 + delay_pieces)) * PIECE_BYTES
 
 
-def test_where_more_would_only_queue_there_are_few() -> None:
+def test_the_window_stays_small_if_pieces_would_queue() -> None:
     window = PieceWindow(BOUNDS)
     rate_over(window, 0.0, 1e3 * PIECE_BYTES)
     assert window.limit_bytes == PIECES_MIN * PIECE_BYTES
 
 
-def test_it_is_bounded() -> None:
+def test_the_window_is_bounded() -> None:
     window = PieceWindow(replace(BOUNDS, bytes_max=8 * PIECE_BYTES))
     rate_over(window, 1.0, 1e4 * PIECE_BYTES)
     assert window.limit_bytes == 8 * PIECE_BYTES
@@ -65,7 +64,7 @@ def test_it_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(("pieces", "carried"), [(1, 0.5), (1, 1.0), (2.5, 2.5), (4, 100.0)])
-def test_a_piece_is_what_the_link_carries_in_a_moment(pieces: float, carried: float) -> None:
+def test_piece_size_follows_the_bandwidth(pieces: float, carried: float) -> None:
     """But no smaller than over a slow link, and not larger than the bound."""
     window = PieceWindow(GROWING)
     used = rate_over(window, 0.0, carried * PIECE_BYTES / PIECE_S)
@@ -73,7 +72,7 @@ def test_a_piece_is_what_the_link_carries_in_a_moment(pieces: float, carried: fl
     assert window.piece_bytes == pytest.approx(pieces * PIECE_BYTES, rel=0.01)
 
 
-def test_pieces_grow_beside_answers_that_take_long() -> None:
+def test_pieces_grow_with_slow_acknowledgements() -> None:
     window = PieceWindow(GROWING)
     assert rate_over(window, 2e-3, 4 * PIECE_BYTES / PIECE_S) > 0.9
     assert window.piece_bytes == pytest.approx(4 * PIECE_BYTES, rel=0.1)

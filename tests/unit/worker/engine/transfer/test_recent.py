@@ -1,11 +1,11 @@
-"""What is remembered for a while is bounded by time and by number."""
+"""Recent entries are bounded by time and by number."""
 
 import random
 
 from services.worker.engine.transfer.recent import Recent
 
 
-def test_an_entry_stays_for_its_time_and_goes_by_twice_that() -> None:
+def test_an_entry_expires_between_one_and_two_lifetimes() -> None:
     for offset_s in (0.0, 1.0, 9.9):
         recent = Recent[str, bool](10.0, 100)
         recent.expire(0.0)
@@ -19,7 +19,7 @@ def test_an_entry_stays_for_its_time_and_goes_by_twice_that() -> None:
         assert "a" not in recent and recent.get("a") is None and len(recent) == 0
 
 
-def test_a_repeated_entry_has_its_last_value_and_counts_from_then_on() -> None:
+def test_a_repeated_entry_is_updated_and_renewed() -> None:
     recent = Recent[str, int](10.0, 100)
     recent.expire(0.0)
     recent.add("a", 1)
@@ -30,7 +30,7 @@ def test_a_repeated_entry_has_its_last_value_and_counts_from_then_on() -> None:
     assert recent.get("a") == 2
 
 
-def test_the_newest_half_is_always_remembered_and_never_more_than_the_maximum() -> None:
+def test_the_newest_half_is_kept_within_the_maximum() -> None:
     rng = random.Random(5)
     recent, added = Recent[int, int](10.0, 20), list[int]()
     now_s = 0.0

@@ -32,7 +32,7 @@ Open = Callable[..., LaneEnd]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Makes ends that can reach each other."""
+    """Create ends that can reach each other."""
     peers: dict[bytes, MemoryTransport] = {}
     ends: list[LaneEnd] = []
 
@@ -53,7 +53,7 @@ def pair(opened: Open, **settings: Any) -> tuple[LaneEnd, LaneEnd]:
 
 
 def join(ours: LaneEnd, theirs: LaneEnd) -> None:
-    """Connect them, and forget that this was news."""
+    """Connect them and discard the events."""
     theirs.connections.expect(ours.identity, NONCE)
     ours.connect(theirs, NONCE)
     step_until(lambda: ours.news and theirs.news, ours, theirs)
@@ -85,14 +85,14 @@ def texts(frames: list[Frame]) -> list[str]:
 # --- connections
 
 
-def test_frames_flow_once_both_have_proven_themselves(opened: Open) -> None:
+def test_frames_flow_after_mutual_authentication(opened: Open) -> None:
     ours, theirs = pair(opened)
     sent = [queue(ours, note(text)) for text in "ab"]
     queue(theirs, note("c"), to="ours")
     step_until(lambda: len(theirs.frames) == 2 and ours.frames, ours, theirs)
     assert texts(theirs.frames) == ["a", "b"]
     assert texts(ours.frames) == ["c"]
-    assert all(one.done and one.error is None for one in sent)
+    assert all(frame.done and frame.error is None for frame in sent)
 
 
 def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
@@ -105,10 +105,10 @@ def test_frames_may_be_queued_before_the_handshake(opened: Open) -> None:
     assert texts(theirs.frames) == ["early"]
 
 
-def test_a_peer_counts_as_connected_once_something_of_it_came_through_the_transport(
+def test_a_peer_is_connected_once_its_data_arrives_through_the_transport(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A packet filter may let the handshake through, and nothing else."""
+    """A packet filter may pass the handshake and block the transport."""
     caplog.set_level("WARNING", logger=connection_table.__name__)
     ours, theirs = opened("ours"), opened("theirs")
     theirs.transport.deaf = True
@@ -124,7 +124,7 @@ def test_a_peer_counts_as_connected_once_something_of_it_came_through_the_transp
     assert "can reach each other" in caplog.text
 
 
-def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
+def test_frames_before_the_welcome_are_queued(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     ours.connect(theirs, NONCE)
@@ -137,8 +137,8 @@ def test_what_comes_before_the_welcome_waits_for_it(opened: Open) -> None:
     assert ours.news == [PeerConnected(theirs.identity)] and texts(ours.frames) == ["early"]
 
 
-def test_an_end_that_cannot_reach_the_peer_that_came_says_so(opened: Open) -> None:
-    """It expects the peer again then."""
+def test_a_dialling_peer_that_cannot_be_reached_is_lost(opened: Open) -> None:
+    """The listening side then expects the peer again."""
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     greet = ours.connections.dial("theirs", theirs.address, NONCE)
@@ -152,14 +152,14 @@ def test_an_end_that_cannot_reach_the_peer_that_came_says_so(opened: Open) -> No
 def test_the_log_names_the_lane_and_the_peer(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker has two lanes to each peer, which are lost one by one."""
+    """A worker has two lanes to each peer, which are lost separately."""
     caplog.set_level("INFO", logger=connection_table.__name__)
     ours, _ = pair(opened, name="bulk lane")
     connection = connection_of(ours)
     ours.connections.lose(connection, "the network is gone")
-    said = [record.getMessage() for record in caplog.records]
-    assert "the bulk lane to worker theirs uses test/memory" in said
-    assert said[-1] == "the bulk lane to worker theirs is lost: the network is gone"
+    messages = [record.getMessage() for record in caplog.records]
+    assert "the bulk lane to worker theirs uses test/memory" in messages
+    assert messages[-1] == "the bulk lane to worker theirs is lost: the network is gone"
 
 
 @pytest.mark.parametrize("expected", [True, False])
@@ -176,7 +176,7 @@ def test_a_peer_without_the_nonce_is_refused(opened: Open, expected: bool) -> No
     assert theirs.news == [] and not theirs.connections.by_descriptor
 
 
-def test_a_peer_of_another_version_is_told_so(
+def test_a_version_mismatch_is_reported_to_the_peer(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = opened("ours"), opened("theirs")
@@ -242,7 +242,7 @@ def test_a_lost_connection_lingers_while_its_memory_is_in_use(opened: Open) -> N
     assert "the test says so" in str(sent.error)
 
 
-def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
+def test_out_of_order_messages_end_the_connection(opened: Open) -> None:
     ours, theirs = pair(opened)
     connection = connection_of(ours)
     connection.link.send(connection_table.Hello(connection.facts, b""))
@@ -253,8 +253,8 @@ def test_what_is_out_of_turn_ends_the_connection(opened: Open) -> None:
 def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
     ours = opened("ours")
     sockets = [socket.socketpair() for _ in range(UNPROVEN_MAX + 1)]
-    for one, _ in sockets:
-        ours.connections.accept(connection_table.ControlLink(Tcp(one)))
+    for connection, _ in sockets:
+        ours.connections.accept(connection_table.ControlLink(Tcp(connection)))
     assert len(ours.connections.by_descriptor) == UNPROVEN_MAX
     assert sockets[-1][1].recv(1) == b""
     for _, other in sockets:
@@ -262,10 +262,10 @@ def test_connections_without_a_handshake_are_bounded(opened: Open) -> None:
 
 
 class Tcp(socket.socket):
-    """One of a socket pair; it has none of the options of TCP."""
+    """A socket of a pair, without the options of TCP."""
 
-    def __init__(self, one: socket.socket) -> None:
-        super().__init__(fileno=one.detach())
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(fileno=connection.detach())
 
     def setsockopt(self, *arguments: Any) -> None:
         """Ignored."""
@@ -313,7 +313,7 @@ def test_a_sender_refused_for_want_of_room_is_woken_when_there_is_some(opened: O
     step_until(lambda: len(theirs.frames) == 2, theirs)
 
 
-def test_room_that_is_made_while_frames_are_reaped_is_noticed(opened: Open) -> None:
+def test_room_freed_while_reaping_is_noticed(opened: Open) -> None:
     ours, theirs = pair(opened, received_bytes_max=3000)
     for text in "abc":
         queue(ours, note(text, 2000))
@@ -322,13 +322,13 @@ def test_room_that_is_made_while_frames_are_reaped_is_noticed(opened: Open) -> N
     theirs.traffic.drive(until_s)  # has room for two of them
     assert len(theirs.transport.inbox) == 1
     taken, waits = theirs.traffic.take(())
-    assert len(taken) == 2 and waits, "a lane that is not told would sleep now"
+    assert len(taken) == 2 and waits, "a lane that is not notified would sleep now"
     theirs.traffic.drive(until_s)
     ((_, frame),), waits = theirs.traffic.take(())
     assert (frame.header.text, waits) == ("c", False)
 
 
-def test_a_take_between_the_probe_and_the_end_of_a_drive_is_told_of_messages_that_wait(
+def test_a_take_during_a_drive_is_notified_of_pending_messages(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = pair(opened, received_bytes_max=3000)
@@ -339,15 +339,15 @@ def test_a_take_between_the_probe_and_the_end_of_a_drive_is_told_of_messages_tha
     for text in "bc":
         queue(ours, note(text, 2000))
     ours.step()
-    reap, told = theirs.traffic.reap, []
+    reap, notified = theirs.traffic.reap, []
 
     def take_first() -> bool:
-        told.append(theirs.traffic.take(())[1])
+        notified.append(theirs.traffic.take(())[1])
         return reap()
 
     monkeypatch.setattr(theirs.traffic, "reap", take_first)
     theirs.traffic.drive(until_s)
-    assert len(theirs.transport.inbox) == 1 and told == [True]
+    assert len(theirs.transport.inbox) == 1 and notified == [True]
 
 
 def test_frames_without_a_connection_are_discarded(opened: Open) -> None:
@@ -372,7 +372,7 @@ def test_a_frame_that_is_too_large_loses_its_sender(opened: Open) -> None:
     assert "is too large" in lost.reason
 
 
-def test_nothing_more_is_received_while_the_engine_takes_nothing(opened: Open) -> None:
+def test_receiving_stops_while_the_engine_takes_nothing(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs", received_bytes_max=2500)
     join(ours, theirs)
     theirs.takes = False
@@ -405,20 +405,20 @@ def test_frames_of_a_peer_can_be_left_for_later(opened: Open) -> None:
 
 
 def checked(end: LaneEnd, *others: LaneEnd) -> bool:
-    """Whether an end finds that it receives."""
+    """Whether an end detects that it receives."""
     end.check.begin()
     step_until(lambda: not end.check.under_way or end.check.has_failed, end, *others)
     return not end.check.has_failed
 
 
-def test_a_message_to_itself_tells_an_end_whether_it_receives(opened: Open) -> None:
+def test_a_loopback_message_checks_receiving(opened: Open) -> None:
     ours, theirs = pair(opened)
     assert checked(ours, theirs)
     ours.transport.deaf = True
     assert not checked(ours, theirs)
 
 
-def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> None:
+def test_an_older_loopback_message_proves_nothing(opened: Open) -> None:
     ours = opened("ours")
     ours.check.begin()
     ours.check.begin()
@@ -430,7 +430,7 @@ def test_an_older_message_tells_nothing_about_what_came_since(opened: Open) -> N
     assert not ours.check.under_way
 
 
-def test_losses_one_after_the_other_do_not_put_the_verdict_off(opened: Open) -> None:
+def test_successive_losses_do_not_delay_the_verdict(opened: Open) -> None:
     ours = opened("ours")
     ours.transport.deaf = True
     end_s = monotonic_s() + 60.0
@@ -441,7 +441,7 @@ def test_losses_one_after_the_other_do_not_put_the_verdict_off(opened: Open) -> 
 
 
 @pytest.mark.parametrize("problem", ["it is not sent", "no sender", "no memory"])
-def test_a_check_that_cannot_be_made_is_told_and_harms_nobody(
+def test_a_failed_receive_check_is_logged_and_harmless(
     opened: Open, problem: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, _ = pair(opened)
@@ -459,7 +459,7 @@ def test_a_check_that_cannot_be_made_is_told_and_harms_nobody(
     assert ours.connections.find("theirs") is not None
 
 
-def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -> None:
+def test_a_full_side_does_not_doubt_its_receiver(opened: Open) -> None:
     ours, theirs = pair(opened, received_bytes_max=1000)
     theirs.takes = False
     for _ in range(2):
@@ -473,7 +473,7 @@ def test_an_end_that_has_no_room_does_not_doubt_that_it_receives(opened: Open) -
     step_until(lambda: not theirs.check.under_way, ours, theirs)
 
 
-def test_a_peer_that_is_dialled_while_ucx_begins_anew_gets_the_new_address(opened: Open) -> None:
+def test_a_peer_dialled_during_a_ucx_restart_gets_the_new_address(opened: Open) -> None:
     ours, theirs = opened("ours"), opened("theirs")
     theirs.connections.expect(ours.identity, NONCE)
     greet = ours.connections.dial("theirs", theirs.address, NONCE)
@@ -498,7 +498,7 @@ def test_a_lost_peer_is_suspected_if_it_shared_memory(opened: Open, route: str) 
 # --- heartbeats
 
 
-def test_a_peer_that_says_nothing_is_lost(opened: Open) -> None:
+def test_a_silent_peer_is_lost(opened: Open) -> None:
     ours, theirs = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
     now_s = monotonic_s()
     for passed_s in range(1, 10):
@@ -509,13 +509,13 @@ def test_a_peer_that_says_nothing_is_lost(opened: Open) -> None:
     assert lost == PeerLost(theirs.identity, "the peer sent no heartbeat for 10 s")
 
 
-def test_a_process_that_stood_still_does_not_blame_its_peers(opened: Open) -> None:
+def test_a_process_that_was_stopped_does_not_drop_its_peers(opened: Open) -> None:
     ours, _ = pair(opened, heartbeat_s=1.0, silence_timeout_s=10.0)
     ours.heartbeats.tick(monotonic_s() + 1000)
     assert ours.connections.events() == []
 
 
-def test_beats_go_out_at_their_interval(opened: Open) -> None:
+def test_heartbeats_are_sent_at_their_interval(opened: Open) -> None:
     ours, theirs = pair(opened, heartbeat_s=1.0)
     connection = connection_of(theirs, "ours")
     connection.heard_s = 0.0
@@ -526,7 +526,7 @@ def test_beats_go_out_at_their_interval(opened: Open) -> None:
     step_until(lambda: connection.heard_s > 0.0, theirs)
 
 
-def test_a_sender_hears_that_its_frames_were_taken(opened: Open) -> None:
+def test_a_sender_is_notified_when_its_frames_are_taken(opened: Open) -> None:
     ours, theirs = pair(opened, frames_in_flight_max=8)
     connection = connection_of(theirs, "ours")
     queue(ours, note("x"))

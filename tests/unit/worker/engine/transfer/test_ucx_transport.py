@@ -7,13 +7,13 @@ from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.engine.transfer.ucx_transport import UcxTransport, load_ucxx
 
 
-def test_without_ucx_there_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ucx_is_a_short_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libucx", None)
     with pytest.raises(UcxUnavailable, match="serves alone and cannot merge"):
         load_ucxx()
 
 
-def test_a_transport_that_does_not_exist_is_one_clear_sentence() -> None:
+def test_an_unknown_transport_is_a_short_error() -> None:
     try:
         load_ucxx()
     except UcxUnavailable as error:
@@ -22,24 +22,24 @@ def test_a_transport_that_does_not_exist_is_one_clear_sentence() -> None:
         UcxTransport(UcxConfig("no_such_transport", "no_such_device"))
 
 
-def test_an_endpoint_tells_its_routes() -> None:
+def test_an_endpoint_reports_its_routes() -> None:
     try:
-        one, other = UcxTransport(UcxConfig("tcp", "lo")), UcxTransport(UcxConfig("tcp", "lo"))
+        first, second = UcxTransport(UcxConfig("tcp", "lo")), UcxTransport(UcxConfig("tcp", "lo"))
     except UcxUnavailable as error:
         pytest.skip(str(error))
-    assert set(one.open(other.address).routes) == {"tcp/lo"}
+    assert set(first.open(second.address).routes) == {"tcp/lo"}
 
 
 def test_two_workers_of_one_machine_share_memory() -> None:
     try:
-        one, other = UcxTransport(UcxConfig()), UcxTransport(UcxConfig())
+        first, second = UcxTransport(UcxConfig()), UcxTransport(UcxConfig())
     except UcxUnavailable as error:
         pytest.skip(str(error))
-    routes = one.open(other.address).routes
+    routes = first.open(second.address).routes
     assert any(route.endswith("/memory") for route in routes), routes
 
 
-def test_the_address_can_be_asked_for_while_ucx_begins_anew(
+def test_the_address_is_available_during_a_ucx_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine dials meanwhile, on another thread."""
