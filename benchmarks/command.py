@@ -70,12 +70,13 @@ Systems = Annotated[
         "static-pipeline, migrate (overload policies), a scheduling (fcfs, priority, eager, "
         "prefill-first, round-robin, bros, conserve, waiting-time, slo, slo-quarter, slo-half, "
         "slo-full, reserved, online-only), vllm, vllm-priority, name=URL. Suffixes disable "
-        "a mechanism: -exchange, -lookahead, -restore, -chunking, -ample (the memory limit, "
-        "also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
+        "a mechanism: -exchange, -lookahead, -restore, -moves, -chunking, -ample (the memory "
+        "limit, also of vllm). After a scheduling, -256 limits the tokens of an iteration, "
         "-preempting lets online requests interrupt batch work, -patient does not, with -idle it "
-        "runs while no online request does, -host copies KV to host memory and back, -save lets "
-        "nothing else run while it is copied back, -packing, -slots, -victims "
-        "and -sharing enable parts of BROS, -block64 sets KV blocks of 64 tokens, -groups "
+        "runs while no online request does, -host copies KV to host memory and back, -all also "
+        "that of running online requests, -save lets nothing else run while it is copied back, "
+        "-packing, -slots, -victims and -sharing enable parts of BROS, -block64 sets KV blocks of "
+        "64 tokens, -groups "
         "sets a deadline for each token instead of each group, -api sends batch work as files "
         "to /v1/batches. -float32 or -bfloat16 sets the dtype.",
         show_default="the scenario's",

@@ -1,4 +1,4 @@
-"""Time the copies of the mover's thread beside decodes of 64 on a GPU, and check what they copy.
+"""Time the copies of the mover's thread during decodes of 64 on a GPU, and check their content.
 
     python -m benchmarks.gpu_copies FILE [--size 14B] [--layers 24] [--memory-gib 40]
 
@@ -115,7 +115,7 @@ class CopyTrial:
         self._part: Bytes = self._target[: min(self.piece_bytes, slab_bytes)]
 
     def check(self) -> None:
-        """Write a piece, read it back, and compare it with what the memory has."""
+        """Write a piece, read it back, and compare it with the memory's content."""
         memory = self._runner.stage_memory
         payload = np.random.default_rng(0).integers(0, 256, self.piece_bytes, dtype=np.uint8)
         read = np.empty_like(payload)
@@ -183,7 +183,7 @@ class CopyTrial:
 
 
 class Repeated:
-    """Repeats `act`, which returns bytes, in a thread of its own."""
+    """Repeats `act`, which returns bytes, in a thread."""
 
     def __init__(self, act: Callable[[], int]) -> None:
         self.failure = ""

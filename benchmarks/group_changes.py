@@ -38,7 +38,7 @@ def change_groups(url: str, path: str, timeout_s: float) -> int:
 
 
 def move_requests(url: str, source: str, target: str, requests_max: int) -> None:
-    """Move at most `requests_max` running requests of a worker to another; returns afterwards.
+    """Move at most `requests_max` running requests of a worker to another, and wait for the end.
 
     Raises:
         ChangeFailed: if the cluster at the admin port `url` refuses, or does not answer.

@@ -1,5 +1,4 @@
-"""Measures KV in host memory as a second level of the prefix cache, beside the same device memory
-without it.
+"""Measures KV in host memory as a second level of the prefix cache, and the same device without it.
 
 Conversations take turns at random; their prompts are four times what the device holds, and host
 memory holds four times as much as the device. An independent two-level LRU (`prefix_count.py`)
@@ -27,7 +26,7 @@ DEVICE_TOKENS = 4096
 """KV capacity of the device, unless the model leaves less."""
 OPENING, QUESTION, ANSWER_TOKENS = (256, 640), (16, 64), 8
 CONVERSATION_TOKENS = 512
-"""Approximate mean length of a conversation; it begins anew at twice as much."""
+"""Approximate mean length of a conversation, which restarts at twice this length."""
 VISITS, QUICK_VISITS = 4, 2
 """Measured requests per conversation, on average."""
 FRESH, QUICK_FRESH, FRESH_TOKENS = 40, 24, 256
@@ -60,19 +59,19 @@ class Conversation:
     client: OneByOne
     seed: int
     counts: Mapping[str, CountedCache] = field(default_factory=dict)
-    _said: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _histories: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def turn(self, number: int, visit: int) -> TurnAnswer:
         """Take a turn of conversation `number`; `visit` numbers all turns."""
         rng = Random(f"turn {self.seed} {visit}")
-        said = self._said.get(number, ())
-        if not said or len(said) > 2 * CONVERSATION_TOKENS:
-            said = prompt_ids(rng.randint(*OPENING), f"opening {self.seed} {number} {visit}")
-        prompt = (*said, *prompt_ids(rng.randint(*QUESTION), f"question {self.seed} {visit}"))
+        history = self._histories.get(number, ())
+        if not history or len(history) > 2 * CONVERSATION_TOKENS:
+            history = prompt_ids(rng.randint(*OPENING), f"opening {self.seed} {number} {visit}")
+        prompt = (*history, *prompt_ids(rng.randint(*QUESTION), f"question {self.seed} {visit}"))
         answer = self.client.ask(prompt, ANSWER_TOKENS)
         for count in self.counts.values():
             count.request(prompt, answer.output_ids)
-        self._said[number] = (*prompt, *answer.output_ids)
+        self._histories[number] = (*prompt, *answer.output_ids)
         return answer
 
 
@@ -116,7 +115,7 @@ def talk_all(
         name: Conversation(client, seed, counts if name == WITH else {})
         for name, client in clients.items()
     }
-    for visit, which in enumerate(order):
+    for visit, conversation in enumerate(order):
         progress(f"host memory: request {visit + 1} of {len(order)}")
         measured = visit >= number
         if visit == number:
@@ -124,7 +123,7 @@ def talk_all(
                 count.hits = 0
         # The systems share the processors, so send to only one at a time.
         for name in sorted(talks, reverse=bool(visit % 2)):
-            answer = talks[name].turn(which, visit)
+            answer = talks[name].turn(conversation, visit)
             if measured:
                 record.hits[name] += answer.cached_tokens
                 record.ttfts_s[name].append(answer.ttft_s)

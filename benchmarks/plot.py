@@ -41,10 +41,10 @@ def draw(title: str, cases: Mapping[str, Rounds], path: Path) -> None:
         first = 12 * index + 1
         _draw_demand(figure.add_subplot(rows, 6, (first, first + 2)), case, rounds, colours)
         _draw_ttft(figure.add_subplot(rows, 6, (first + 3, first + 5)), case, rounds, colours)
-        for number, what in enumerate(LATENCIES):
+        for number, latency in enumerate(LATENCIES):
             start = first + 6 + 2 * number
             axes = figure.add_subplot(rows, 6, (start, start + 1))
-            _draw_distribution(axes, case, rounds, colours, what)
+            _draw_distribution(axes, case, rounds, colours, latency)
     # A shared legend outside the panels, where it hides no curves.
     lines = [Line2D([], [], color=colour) for colour in colours.values()]
     figure.legend(lines, list(colours), loc="outside lower center", ncols=min(4, len(colours)))
@@ -103,9 +103,9 @@ def _draw_ttft(axes: Any, case: str, rounds: Rounds, colours: Colours) -> None:
 
 
 def _draw_distribution(
-    axes: Any, case: str, rounds: Rounds, colours: Colours, what: tuple[str, str]
+    axes: Any, case: str, rounds: Rounds, colours: Colours, latency: tuple[str, str]
 ) -> None:
-    metric, label = what
+    metric, label = latency
     pooled: list[float] = []
     for name, measured in rounds.items():
         values = sorted(v for round_ in measured for v in latencies(round_.records, metric))

@@ -77,7 +77,7 @@ def _random_terms(
         grammar = Grammar(GrammarKind.REGEX, str(rng.choice(grammars)))
         # Most grammars begin here; others have an output that they do not allow.
         output = () if maybe(0.9) else output
-    words = [tokens(1) or (3,) for _ in range(3)] + [(*output[-1:], *tokens(1)) or (4,)]
+    bad_words = [tokens(1) or (3,) for _ in range(3)] + [(*output[-1:], *tokens(1)) or (4,)]
     biases = tuple((token, number(-100, -0.3, 5, 100)) for token in tokens(8))
     penalized = maybe(0.5)
     sampling = Sampling(
@@ -90,7 +90,7 @@ def _random_terms(
         frequency_penalty=number(0, 0.1, 2) if penalized else 0.0,
         repetition_penalty=number(1, 1.05, 0.5, 2) if penalized else 1.0,
         logit_bias=biases if maybe(0.3) else (),
-        bad_words=tuple(words) if maybe(0.2) else (),
+        bad_words=tuple(bad_words) if maybe(0.2) else (),
         allowed_token_ids=tokens(50) if maybe(0.15) else (),
         grammar=grammar,
     )

@@ -87,6 +87,7 @@ def figures(
     """A system's figures, pooled over its rounds, with the spread between rounds."""
     pooled = _core([list(round_.records) for round_ in rounds], targets, best_p50_s)
     pooled["preemptions"] = _sum([round_.preemptions for round_ in rounds])
+    pooled["recomputed_tokens"] = _sum([round_.recomputed_tokens for round_ in rounds])
     pooled["busy_s"] = _sum([round_.busy_s for round_ in rounds])
     pooled["bubble_s"] = _sum([round_.bubble_s for round_ in rounds])
     pooled["cost_scale"] = {phase: cost_scale(rounds, phase) for phase in PHASES}

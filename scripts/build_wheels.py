@@ -30,7 +30,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.so")
 
 
 class BuildFailed(Exception):
-    """A distribution could not be built; the message gives the cause."""
+    """A distribution could not be built; the message names the cause."""
 
 
 def version() -> str:

@@ -6,7 +6,9 @@ Exit status: 0; 1 if a check failed; 77 if no check failed but a tool is missing
 
 import argparse
 import json
+import re
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +42,15 @@ CHART = DEPLOY / "helm" / "tideserve"
 EXAMPLES = tuple(DEPLOY / "helm" / name for name in ("example-values.yaml", "example-models.yaml"))
 EXAMPLE_VERSION = "1.2.3"
 ROLES = CHART / "values-roles.yaml"  # the kustomization has no Deployment per role
+MODELS = DEPLOY / "helm" / "example-models.yaml"
+NAME, OTHER_NAME = "tideserve", "another-release"
+# The names of Secrets are values, too.
+RENAMED = {
+    "fullnameOverride": OTHER_NAME,
+    "apiKeys": {"secret": f"{OTHER_NAME}-api-keys"},
+    "batches": {"secret": f"{OTHER_NAME}-batches"},
+    "gateway": {"apiKeySecret": f"{OTHER_NAME}-api-key"},
+}
 NOT_POSSIBLE = 77
 EVERYTHING = frozenset(FEATURES)
 # Variants with a values file, and variants that combine several.
@@ -138,6 +149,41 @@ def chart_equality() -> Iterator[str]:
                 yield f"{variant.name}: {name} differs between chart and kustomization"
 
 
+def chart_names() -> Iterator[str]:
+    """With `fullnameOverride`, the objects are the same but for the beginning of all names."""
+    with tempfile.TemporaryDirectory() as folder:
+        renamed = Path(folder, "values.yaml")
+        renamed.write_text(yaml.safe_dump(RENAMED))
+        sets = {variant.name: values_files(variant) for variant in SETS}
+        sets |= {path.name: [path] for path in (ROLES, MODELS)}
+        for name, files in sets.items():
+            objects = _rendered([*files, renamed])
+            own_etcd = any(obj["kind"] == "StatefulSet" for obj in objects)
+            for obj in objects:
+                if not obj["metadata"]["name"].startswith(OTHER_NAME):
+                    yield f"{name}: {identity(obj)} keeps its name"
+                for text in _names(obj):
+                    # The address of another etcd is the user's.
+                    if own_etcd or not text.endswith("-etcd:2379"):
+                        yield f"{name}: {identity(obj)} still has {text}"
+            back = json.loads(json.dumps(objects).replace(OTHER_NAME, NAME))
+            if back != json.loads(json.dumps(_rendered(files))):
+                yield f"{name}: objects differ by more than their names"
+
+
+def _names(node: Any) -> Iterator[str]:
+    """The texts in an object that begin with the default name, but for images and alerts."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key not in ("image", "groups"):
+                yield from _names(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _names(item)
+    elif isinstance(node, str) and re.match(rf"(https?://)?{NAME}(-|$)", node):
+        yield node
+
+
 CHECKS: dict[str, Callable[[], Any]] = {
     "compose files against the code": compose_files,
     "values of the chart": chart_values,
@@ -145,6 +191,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "chart against the code": code_and_chart,
     f"manifests against the schemas of Kubernetes {KUBERNETES}": strict_schemas,
     "chart against manifests": chart_equality,
+    "names of the chart": chart_names,
 }
 
 

@@ -1,13 +1,13 @@
 #!/bin/sh
-# The container engine for tests: the one that answers, else a private one where that is allowed.
-#   container_engine.sh start   print the environment to use it (eval it); starts a private one
-#   container_engine.sh base    have the images' base at hand on a private engine
-#   container_engine.sh stop    end the private one and leave the machine as it was before
+# The container engine for tests: a running engine, else a private one if allowed.
+#   container_engine.sh start   print its environment for eval; may start a private engine
+#   container_engine.sh base    create the images' base image on a private engine
+#   container_engine.sh stop    stop the private engine and restore the machine's state
 #
 # A private engine needs PRIVATE_ENGINE=1, root, Debian, and a machine without another dockerd or
-# docker0. It is made of packages of Debian's next release, which are unpacked and not installed;
-# only runc, iptables and debootstrap are, where they are missing. Everything is in ENGINE_FOLDER,
-# a folder of the cache unless told otherwise. Exit code 77: no engine, and a sentence says why.
+# docker0. Its packages of Debian's next release are unpacked, not installed; only missing runc,
+# iptables and debootstrap are installed. All files are in ENGINE_FOLDER, by default in the cache.
+# Exit code 77: no engine; the message names the reason.
 set -eu
 cd "$(dirname "$0")/.."
 BASE_IMAGE=python:3.11-slim-bookworm
@@ -27,7 +27,7 @@ environment() {
         "PATH=$FOLDER/unpacked/usr/sbin:$FOLDER/unpacked/usr/bin:$PATH PRIVATE_ENGINE_FOLDER=$FOLDER"
 }
 
-# A zombie, which only its parent can remove, runs no program.
+# A zombie, which only its parent can reap, does not count as running.
 runs() { [ -e "/proc/$1/exe" ]; }
 
 ours_runs() { [ -s "$PID" ] && runs "$(cat "$PID")"; }
@@ -99,7 +99,7 @@ save_network() {
     done >"$FOLDER/before/switches"
 }
 
-# Interfaces that have come, rules and switches. Tables that were not there before are emptied.
+# New interfaces, rules and switches. Tables that did not exist before are flushed.
 restore_network() {
     [ -s "$FOLDER/before/interfaces" ] || return 0
     for interface in /sys/class/net/*; do
@@ -137,7 +137,7 @@ start() {
         mkdir -p "$FOLDER"
         fetch
         install_tools
-        # What a start that was cut short has left is put in order first.
+        # Clean up after an interrupted start first.
         restore_network
         mkdir -p "$FOLDER/run"
         rm -f "$PID" "$FOLDER/run/docker.sock"
@@ -157,7 +157,7 @@ start() {
     environment
 }
 
-# Containers of a test that was killed would start again with the engine. All in it are of tests.
+# Containers of a killed test would restart with the engine, which runs only tests' containers.
 clear_out() {
     left=$(docker ps --all --quiet)
     # shellcheck disable=SC2086
@@ -166,7 +166,7 @@ clear_out() {
     docker volume prune --all --force
 }
 
-# No registry is asked: the same system from Debian's own packages, under the name that builds use.
+# Without a registry: the same system from Debian's packages, tagged with the name that builds use.
 base() {
     eval "$(environment)"
     ours_runs || return 0

@@ -2,9 +2,9 @@
 # Unpack Debian packages below a folder, on a Debian machine, without installing anything.
 #   debian_tools.sh FOLDER PACKAGE[/RELEASE]...
 # A package comes from this machine's release, or from RELEASE at the same mirror. Dependencies are
-# not followed: name what is needed. Binaries are then in FOLDER/usr/bin. A second run with the same
-# packages does nothing. Changes neither apt's lists nor its settings. Exit status 77: not possible
-# here; the reason is on stderr.
+# not resolved: name all packages. Binaries are then in FOLDER/usr/bin. A second run with the same
+# packages has no effect. Changes neither apt's lists nor its settings. Exit status 77: not possible
+# on this machine; the reason is on stderr.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -29,14 +29,14 @@ mkdir -p "$apt/sources" "$apt/lists/partial" "$apt/cache/archives/partial" "$apt
 etc=${APT_FOLDER:-/etc/apt}
 sources=$etc/sources.list.d/debian.sources
 [ -r "$sources" ] || [ -r "$etc/sources.list" ] || cannot "no sources of Debian packages in $etc"
-# The lists of this machine's own release, only if a package comes from it.
+# Lists of this machine's release, only if a package comes from it.
 for package in "$@"; do
     case $package in */*) continue ;; esac
     [ ! -r "$sources" ] || cp "$sources" "$apt/sources/"
     [ -r "$sources" ] || cp "$etc/sources.list" "$apt/sources/here.list"
 done
 
-# The source of a release at the mirror of Debian itself, without its updates.
+# The source of a release at Debian's mirror, without updates.
 source_of() {
     if [ -r "$sources" ]; then
         awk -v RS= 'NR == 1 { first = $0 }

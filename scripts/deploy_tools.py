@@ -59,13 +59,13 @@ def fetch() -> list[str]:
             *target,
         ]
     missing = []
-    for what, command in commands.items():
+    for tool, command in commands.items():
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S
         )
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["no error output"])[-1]
-            missing.append(f"{what} cannot be fetched: {reason}")
+            missing.append(f"{tool} cannot be fetched: {reason}")
         elif "pip" in command:
             # Write the stamp only after success, so that an interrupted fetch is repeated.
             stamp.write_bytes(SCHEMAS.read_bytes())

@@ -124,12 +124,12 @@ def _power(number: int) -> str:
     return f"{number}"
 
 
-def _bounded(kind: str, schema: Mapping[str, Any], what: str, unit: str) -> str:
-    low, high = schema.get(f"min{what}"), schema.get(f"max{what}")
+def _bounded(kind: str, schema: Mapping[str, Any], keyword: str, unit: str) -> str:
+    low, high = schema.get(f"min{keyword}"), schema.get(f"max{keyword}")
     if "pattern" in schema:
         return f"{kind} like `{schema['pattern']}`"
     if high is None:
-        return kind if not low or what == "Length" else f"{kind}, at least {low}"
+        return kind if not low or keyword == "Length" else f"{kind}, at least {low}"
     return f"{kind}, {low or 0} to {high} {unit}"
 
 

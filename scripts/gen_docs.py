@@ -97,7 +97,7 @@ def grpc() -> str:
 
 
 def supported() -> str:
-    """The page of what is supported."""
+    """The page of supported engines, models and APIs."""
     sections = (
         ("Engines", ("engine", "device", "dtypes", "models", "state"), support.engines()),
         (
@@ -127,13 +127,13 @@ def _fill_generated(page: str, *made: str) -> str:
     return first + "".join(f"{BEGIN}{new}{END}{old}" for new, old in zip(made, rest, strict=True))
 
 
-def alerts() -> str:
+def alerts(name: str = "tideserve") -> str:
     """The Prometheus rules as an object for its operator, which reads no files."""
-    labels = {"app.kubernetes.io/name": "tideserve", "app.kubernetes.io/part-of": "tideserve"}
+    labels = {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": name}
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
-        "metadata": {"name": "tideserve", "labels": labels},
+        "metadata": {"name": name, "labels": labels},
         "spec": {"groups": yaml.safe_load((ROOT / RULES).read_text())["groups"]},
     }
     notice = f"# Made by `make gen` from {RULES}; do not edit.\n"
@@ -142,7 +142,9 @@ def alerts() -> str:
 
 def alerts_template() -> str:
     """The template of the rules in the chart, with the braces of Prometheus' templates escaped."""
-    escaped = alerts().replace("{{", '{{ "{{" }}')
+    name = "NAME_OF_THE_RELEASE"
+    escaped = alerts(name).replace("{{", '{{ "{{" }}')
+    escaped = escaped.replace(name, '{{ include "tideserve.fullname" . | quote }}')
     return f"{{{{- if .Values.monitoring.enabled }}}}\n---\n{escaped}{{{{- end }}}}\n"
 
 
@@ -196,8 +198,8 @@ def _up_table() -> str:
 
 def _passed_on(option: Setting) -> str:
     services, key = option.metadata.get("passed_to", ((), ""))
-    who = "all" if len(services) == len(CONFIGS) else ", ".join(services)
-    return f"`{key}` ({who})" if services else ""
+    readers = "all" if len(services) == len(CONFIGS) else ", ".join(services)
+    return f"`{key}` ({readers})" if services else ""
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

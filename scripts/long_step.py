@@ -30,7 +30,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class StepFailed(Exception):
-    """A step failed; the message gives cause and remedy."""
+    """A step failed; the message names cause and remedy."""
 
 
 def end_with_parent(parent_pid: int) -> None:

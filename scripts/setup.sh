@@ -1,5 +1,5 @@
 #!/bin/sh
-# Find a Python that is new enough and hand over to setup.py, which does the work.
+# Find a recent enough Python and run setup.py with it.
 # Usage: scripts/setup.sh serve|test|clean [options of setup.py]
 
 # Another project's environment must not leak into ours.

@@ -222,14 +222,14 @@ def _cut_off_notes(named: Named) -> Iterator[str]:
 
 def _target_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
     """Notes on `coserve` targets that deviate from the P99 of `online-only`."""
-    for what, target_s, value in (
+    for metric, target_s, value in (
         ("first token", targets.ttft_s, TTFT_P99),
         ("gap between tokens", targets.tpot_s, GAP_P99),
     ):
         measured_s = _value(named, "online-only", value)
         if measured_s and abs(target_s / measured_s - 1) > TARGET_TOLERANCE:
             yield (
-                f"the target of a {what} is {target_s * 1e3:,.0f} ms, but the P99 of online-only,"
+                f"the target of a {metric} is {target_s * 1e3:,.0f} ms, but the P99 of online-only,"
                 f" which it should equal, was {measured_s * 1e3:,.0f} ms"
             )
 
@@ -256,15 +256,15 @@ def _rival_notes(named: Named, targets: OnlineTargets) -> Iterator[str]:
     for rival in (_best_chunk(named, NORMALIZED), "bros"):
         if rival is not None and {rival, "slo"} <= named.keys():
             ratios = [
-                (what, _ratio(named, "slo", rival, value))
-                for what, value in (
+                (metric, _ratio(named, "slo", rival, value))
+                for metric, value in (
                     ("attainment of first tokens", TTFT_MET),
                     ("of times per token", TPOT_MET),
                     ("normalized latency", NORMALIZED),
                     ("batch requests a second", BATCH_RATE),
                 )
             ]
-            shown = [f"{what} {'–' if x is None else f'{x:.2f} ×'}" for what, x in ratios]
+            shown = [f"{metric} {'–' if x is None else f'{x:.2f} ×'}" for metric, x in ratios]
             yield f"slo against {rival}: {', '.join(shown)}"
 
 
@@ -366,9 +366,9 @@ PHASES = Rules(
         Rule("recomputed share of tokens", "bros", RECOMPUTED, 0.01, load=True, optional=True),
     ),
     paced=tuple(
-        Rule(what, f"{name}-host", value, most=most, over=name, optional=True)
+        Rule(metric, f"{name}-host", value, most=most, over=name, optional=True)
         for name in ("conserve", "bros")
-        for what, value, most in (
+        for metric, value, most in (
             ("recomputed share / that without host memory", RECOMPUTED, 0.1),
             ("P99 TTFT / that without", TTFT_P99, 1.1),
             ("P99 gap between tokens / that without", GAP_P99, 1.1),

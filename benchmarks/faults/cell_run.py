@@ -23,7 +23,14 @@ from benchmarks.faults.cluster import (
 )
 from benchmarks.faults.judge import CellSeen, CellVerdict, judge_cell
 from benchmarks.faults.load import Streams, stream_requests, undisturbed_answers
-from benchmarks.faults.matrix import FAULTS, MOVE, MOVED_AT_ONCE, PHASES, FaultCell
+from benchmarks.faults.matrix import (
+    CALM_AT_ONCE,
+    FAULTS,
+    MOVE,
+    MOVED_AT_ONCE,
+    PHASES,
+    FaultCell,
+)
 from benchmarks.faults.outcomes import Undisturbed
 from benchmarks.group_changes import (
     MERGE_PATH,
@@ -81,7 +88,8 @@ def run_cell(
     Raises:
         SystemUnavailable: if the cluster does not start, or fails without a fault.
     """
-    options = {**BY_HAND, **(CLASSES if PHASES[cell.phase].batch else {})}
+    phase = PHASES[cell.phase]
+    options = {**BY_HAND, **(CLASSES if phase.batch else {}), **phase.options}
     say(f"{cell.name}: starting a cluster")
     with running_cluster(
         deployment, cell.size, options, lambda _: None, failpoints=[cell.armed]
@@ -112,7 +120,8 @@ class CellRun:
         if seed not in undisturbed:
             self._say("an undisturbed run")
             online = stream_requests(STREAMS, seed)  # batch work would be interrupted or parked
-            undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online)
+            at_once = CALM_AT_ONCE if phase.crowded else None
+            undisturbed[seed] = undisturbed_answers(cluster.url, cluster.model, online, at_once)
         if phase.merged:
             cluster.merge()
         self._say("starting the streams")
@@ -131,8 +140,8 @@ class CellRun:
         self._say("auditing the event logs")
         audited = cluster.audit(self._killed, self._stopped_until_s())
         seen.broken, seen.violations = audited.problems, audited.violations
-        if phase.change == MOVE and not audited.findings.checks["I15"]:
-            seen.broken = [*seen.broken, "no log entry checks I15"]
+        if phase.checks and not audited.findings.checks[phase.checks]:
+            seen.broken = [*seen.broken, f"no log entry checks {phase.checks}"]
         return seen
 
     def _follow(

@@ -107,7 +107,8 @@ def judge_cell(seen: CellSeen) -> CellVerdict:
             if ending[0] != COMPLETED:
                 problems.append(ending_problem(name, ending, outcome, len(wanted.token_ids)))
     # Batch work yields to online requests, so only the latter have a limit of silence.
-    online = seen.outcomes[PHASES[seen.cell.phase].batch :]
+    phase = PHASES[seen.cell.phase]
+    online = () if phase.crowded else seen.outcomes[phase.batch :]
     silence_s = max(
         (
             outcome.silence_s(hit_s)

@@ -6,7 +6,8 @@ there instead of at an approximate time.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.errors import BenchError
 from services.common.failpoint import (
@@ -34,6 +35,14 @@ SHIP_FAULTS = (
     *("kill-worker", "kill-engine", "kill-servicer", "stop-3", "stop-12", "cut", "cut-bulk"),
     *("gateway-kill", "scheduler-kill", "memmgr-kill"),
 )
+RECALL_FAULTS = ("kill-worker", "kill-engine", "stop-3", "stop-12", "stop-engine-12")
+CALM_AT_ONCE = 8
+CROWDED: Mapping[str, Any] = {
+    "memory": "120MiB",
+    "host_memory": "64MiB",
+    "worker": {"save": "all", "save_from": 0.0},
+}
+"""Options of workers with KV for half of their streams, whose KV waits in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,9 @@ class FaultPhase:
     load, "merge", "split", "move" (requests of a worker to another), or "" for none. batch: number
     of batch streams, which start first, yield to online requests and are interrupted for them.
     roles, sizes, faults: those with a cell in this phase; None: all. description: for the help.
+    options: more options of the cluster. crowded: whether streams wait for KV memory, so that their
+    silence has no limit; the undisturbed run then has `CALM_AT_ONCE` at a time and does not pass
+    the failpoint. checks: the invariant that an audit must have checked.
     """
 
     description: str
@@ -55,6 +67,9 @@ class FaultPhase:
     roles: Sequence[str] = ROLES
     sizes: Sequence[int] = SIZES
     faults: Sequence[str] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    crowded: bool = False
+    checks: str = ""
 
     def has(self, size: int, fault: str) -> bool:
         """Whether cells of this size and fault exist."""
@@ -71,6 +86,7 @@ def _shipping(description: str, point: str, nth: int) -> FaultPhase:
         roles=(SOURCE, TARGET),
         sizes=SIZES[:1],
         faults=SHIP_FAULTS,
+        checks="I15",
     )
 
 
@@ -130,6 +146,17 @@ PHASES: Mapping[str, FaultPhase] = {
         roles=ROLES[:1],
         sizes=SIZES[:1],
         faults=("kill-worker",),
+    ),
+    "host_recall": FaultPhase(
+        "KV of a preempted request is about to be copied back from host memory",
+        "engine.host.recall.leader",
+        nth=20,
+        roles=ROLES[:1],
+        sizes=SIZES[:1],
+        faults=RECALL_FAULTS,
+        options=CROWDED,
+        crowded=True,
+        checks="I12",
     ),
     "ship_parts": _shipping(
         "KV of a running request is about to be packed or stored", "engine.ship.part.{}", nth=150

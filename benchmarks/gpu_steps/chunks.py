@@ -266,8 +266,8 @@ class ImportTrial:
         size = self._memory.chunk_bytes
         return self._mapping.tensor[place * size : (place + 1) * size]
 
-    def _ask(self, what: str, chunk: int, **more: int) -> dict[str, Any]:
-        send(self._link, {"do": what, "chunk": chunk, **more})
+    def _ask(self, action: str, chunk: int, **more: int) -> dict[str, Any]:
+        send(self._link, {"do": action, "chunk": chunk, **more})
         return receive(self._link)
 
 

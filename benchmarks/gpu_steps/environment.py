@@ -30,7 +30,7 @@ SMI = "name,driver_version,memory.total,clocks.sm,clocks.mem,power.limit,pcie.li
 
 
 def main() -> None:
-    """Look and write the file."""
+    """Collect the facts and write the file."""
     chosen = step_parser(__doc__).parse_args()
     figures = Figures(chosen.file)
     figures.measure("versions", versions)

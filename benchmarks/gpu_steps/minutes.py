@@ -79,7 +79,7 @@ class Minutes:
         return result["ended"] == 0
 
     def _child(self, step: GpuStep, part: Path, log: Any, allowed_s: float) -> int | str:
-        """The exit status of the step's process, or that its time was up."""
+        """Run the step's process; returns its exit status, or a note that its time was up."""
         python = step.python or sys.executable
         command = [python, "-m", f"{__package__}.{step.module}", str(part), *step.arguments]
         if step.serves and self._tokenizer is not None:
@@ -122,7 +122,7 @@ class Minutes:
         written.replace(self._folder / "figures.json")
 
     def table(self) -> str:
-        """How each step ended, and its numbers."""
+        """A table of the steps' outcomes and numbers."""
         lines = []
         for name, result in self.results.items():
             lines.append(f"{name:16} {result['ended']!s:>20} {result.get('took_s', 0):7.1f} s")
@@ -132,7 +132,7 @@ class Minutes:
 
 
 LEFT_OUT = ("took_s", "worker_logs", "capacity", "moved", "packages")
-"""Figures that are in the file only."""
+"""Figures that the table leaves out."""
 
 
 def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
-"""Sampling on a GPU: its tokens beside the host's, and its time, alone and beside decodes.
+"""Sampling on a GPU: tokens compared with the host's, and durations alone and during decodes.
 
-Weights are random; logits are made up, so that a few tokens have almost all of the probability.
+Weights are random; logits are synthetic, with almost all of the probability on a few tokens.
 Without a GPU, the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
 """
 
@@ -97,7 +97,7 @@ def equality(
 
 
 def sampled(rows: Rows, on_device: DeviceSampler | None, device: torch.device) -> Sampled:
-    """What a new sampler makes of `rows`."""
+    """Sample `rows` with a new sampler."""
     vocab_size = rows.logits.shape[1]
     grammars = Grammars(NO_MODEL, vocab_size)
     sampler, made = Sampler(vocab_size, grammars, torch.float32, on_device), Sampled()

@@ -19,7 +19,7 @@ from benchmarks.gpu_steps.loop_load import (
 )
 
 MEMORY_SHARE = 0.5
-"""Of a GPU, which is about what `FULL` gives to the other engine on a GPU of 141 GB."""
+"""Share of GPU memory: about that of `FULL` for the other engine on a GPU with 141 GB."""
 MAX_MODEL_LEN, MAX_BATCH_TOKENS, MAX_RUNNING = 4096, 2048, 256
 
 

@@ -57,9 +57,11 @@ class ConstantSource:
 def main() -> None:
     """Parse the arguments, measure and print the result."""
     parser = argparse.ArgumentParser(prog="tideserve-profile-drop")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model-dir", type=Path, help="a model folder, loaded as in a worker")
-    what.add_argument("--layout", type=float, metavar="GIB", help="a 48-layer layout of this size")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--model-dir", type=Path, help="a model folder, loaded as in a worker")
+    subject.add_argument(
+        "--layout", type=float, metavar="GIB", help="a 48-layer layout of this size"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--memory-gib", type=float, default=1.0, help="budget for --model-dir")
     parser.add_argument("--rounds", type=int, default=3)

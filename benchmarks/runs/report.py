@@ -91,6 +91,7 @@ def _groups(systems: Mapping[str, Figures]) -> Iterator[Sequence[Row]]:
     counts = ("sent", "completed", "rejected", "failed", "preemptions")
     yield [
         *((name, at(name), _plain) for name in counts),
+        ("recomputed tokens", at("recomputed_tokens"), _plain),
         ("late sends", at("late_sends"), _plain),
         *(
             [("shorter than asked for", at("short_answers"), _plain)]
@@ -163,7 +164,7 @@ def _ratios(section: Mapping[str, Any]) -> Iterator[str]:
             yield f"{pair}: {', '.join(shown)}"
 
 
-def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
+def _steps_table(label: str, steps: Sequence[Figures]) -> Table:
     """The figures of each step, with their ratios to the previous step."""
     columns: Mapping[str, tuple[str, Text]] = {
         "TTFT P99 [ms]": ("ttft_p99_s", _milliseconds),
@@ -182,7 +183,7 @@ def _steps_table(what: str, steps: Sequence[Figures]) -> Table:
         )
         for step in steps
     ]
-    return _table(f"steps, {what}: figure (× the step before)", list(columns), iter([rows]))
+    return _table(f"steps, {label}: figure (× the step before)", list(columns), iter([rows]))
 
 
 def _pairs_table(name: str, pair: Figures) -> Table:

@@ -277,6 +277,7 @@ class Runner:
         return Round(
             records=records,
             preemptions=_increase(after.preemptions, before.preemptions),
+            recomputed_tokens=_increase(after.recomputed, before.recomputed),
             capacity_tokens=after.capacity_tokens,
             capacity_samples=tuple(
                 (time_s, now.capacity_now_tokens)

@@ -1,4 +1,4 @@
-"""`batch`: the load of llm-d's batch gateway beside a running batch of /v1/batches.
+"""`batch`: the load of llm-d's batch gateway during a batch of /v1/batches.
 
 Online requests have 512 prompt tokens and log-normal outputs of 500 ± 400 tokens, cut at 1,400.
 They arrive by a Poisson process in phases of 15 and of 1 per second; --rate sets the mean of both.
@@ -44,12 +44,12 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
     """An open loop beside a batch."""
     load = load_for(choice)
     busy, calm = (rate * load.rate_per_s / LOAD.rate_per_s for rate in (BUSY_PER_S, CALM_PER_S))
-    what = (
+    statement = (
         f"phases of {busy:.3g} and {calm:.3g} online requests per second of {PROMPT} prompt and"
         f" {OUTPUT.mean:g} ± {OUTPUT.mean * OUTPUT.cv:g} output tokens,"
     )
     online = partial(_online, choice.seed, load, busy, calm)
-    return (coserve.co_served(NAME, what, load, online, coserve.backlog_for(choice)),)
+    return (coserve.co_served(NAME, statement, load, online, coserve.backlog_for(choice)),)
 
 
 def _online(

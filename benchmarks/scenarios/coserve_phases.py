@@ -1,11 +1,12 @@
 """`coserve --phases`: ConServe's mechanisms one by one under phases of online requests (Figure 4).
 
-Online requests arrive at twice the rate of `coserve` for half of each phase, and not at all for the
-other half. The KV cache is full of batch requests, which lose their KV in every busy half. The
-steps add: iterations within deadlines (`budget`), batch work in their slack (`fill`), interruption
-of batch iterations (`preempt`), copies of KV in host memory (`save`), and their return while other
-requests run (`prefetch`). `conserve` and `bros`, as their papers describe them, run with and
-without host memory.
+Online requests arrive at the rate of `coserve` for half of each phase, the highest at which they
+meet their target of the first token alone, and not at all for the other half. In busy halves they
+need most of the KV cache, so batch requests lose their KV. The steps add: iterations within
+deadlines (`budget`), batch work in their slack (`fill`), interruption of batch iterations
+(`preempt`), copies of KV in host memory (`save`), and their return while other requests run
+(`prefetch`). `conserve` and `bros`, as their papers describe them, run with and without host
+memory.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ STEPS = {
 PAPERS = ("conserve", "conserve-host", "bros", "bros-host")
 PHASE_S = 10.0
 """Duration of a phase at the pace of the device, half of it with online requests."""
-PHASES_QUICK, PHASES_FULL = 2, 6
+PHASES_QUICK, PHASES_FULL = 3, 6
 
 
 def load_for(choice: LoadChoice) -> OnlineLoad:
@@ -46,7 +47,7 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
     load = load_for(choice)
     phases = PHASES_QUICK if choice.quick else PHASES_FULL
     what = (
-        f"{phases} phases, half of each with {2 * load.rate_per_s:.3g} online requests per second"
+        f"{phases} phases, half of each with {load.rate_per_s:.3g} online requests per second"
         f" of {coserve.ONLINE_PROMPT} prompt and {coserve.ONLINE_OUTPUT} output tokens,"
     )
     online = partial(_online, choice.seed, load, phases)
@@ -58,7 +59,7 @@ def _online(seed: int, load: OnlineLoad, phases: int, turn: int) -> Sequence[Pla
     half_s = load.window_s / phases / 2
     spans = [
         (load.window_from_s, load.rate_per_s),
-        *[(half_s, 2 * load.rate_per_s), (half_s, 0.0)] * phases,
+        *[(half_s, load.rate_per_s), (half_s, 0.0)] * phases,
     ]
     name = f"{PHASES} {seed} {turn}"
     rng = Random(name)
@@ -72,8 +73,8 @@ SCENARIO = Scenario(
     systems=(*STEPS.values(), *PAPERS),
     memory="1GiB",
     paced_systems=(*STEPS.values(), *PAPERS),
-    # Room for the KV of about twenty batch requests.
-    paced_memory="24MiB",
+    # 26,000 tokens of KV per worker: 13 batch requests, or 36 online requests.
+    paced_memory="32MiB",
     cases=cases,
     rounds=(1, 3),
     steps=STEPS,

@@ -1,4 +1,4 @@
-"""`drain`: all workers are replaced one after the other under 64 streams, with `move` and `wait`.
+"""`drain`: all workers are replaced in turn under 64 streams, with `move` and `wait`.
 
 Each worker gets SIGTERM while it runs its share of the streams; `tideserve up` starts its
 successor, and the next worker follows once that serves. Figures per value of the workers' option
@@ -77,7 +77,7 @@ class RepeatedStreams(Load):
         self.outcomes[number] = await self._outcome(server, request, answer)
 
     def _uncached(self, request: PlannedRequest, number: int) -> PlannedRequest:
-        """The request with a salt of its own, so that no repetition finds its KV in a cache."""
+        """The request with a unique salt, so that repetitions have no cache hits."""
         return replace(request, cache_salt=f"{request.cache_salt}/{number}")
 
 
@@ -89,7 +89,7 @@ class Rollout:
     gone_s: list[float] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)  # streams that continued at another worker
     silences_s: list[float] = field(default_factory=list)  # the longest of each stream
-    replacing_s: tuple[float, float] = (0.0, 0.0)  # from the first signal until all serve again
+    replacing_s: tuple[float, float] = (0.0, 0.0)  # from the first signal until all workers serve
     gaps_s: list[float] = field(default_factory=list)  # between two tokens of a stream meanwhile
     tally: Tally = field(default_factory=Tally)
 
@@ -232,9 +232,9 @@ def judge(
         problems.append("move: a worker ended without returning a stream")
     figures["problems"] = problems
     rows = [
-        (f"{mode}: {what}", text)
+        (f"{mode}: {row}", text)
         for mode, part in by_mode.items()
-        for what, text in (
+        for row, text in (
             *request_rows(part["requests"]),
             ("requests of the workers", ", ".join(map(str, part["running"]))),
             ("workers ended after", ", ".join(f"{gone_s:.1f} s" for gone_s in part["gone_s"])),

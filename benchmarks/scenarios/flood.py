@@ -64,9 +64,9 @@ def cases(choice: LoadChoice) -> Sequence[Case]:
     load = load_for(choice)
     flood = burst.flood(choice, 0, _flood_of(choice))
     pause_s = (load.last_s - load.window_from_s - flood.requests[-1].arrival_s) / AFTER
-    what = f"{flood.statement}; after it {AFTER} requests, {pause_s:g} s apart;"
+    statement = f"{flood.statement}; after it {AFTER} requests, {pause_s:g} s apart;"
     backlog = partial(_backlog, CLIENTS_PER_WORKER * choice.workers, choice.seed)
-    return (co_served("flood", what, load, partial(_online, choice, load), backlog),)
+    return (co_served("flood", statement, load, partial(_online, choice, load), backlog),)
 
 
 def _flood_of(choice: LoadChoice) -> burst.TraceSlice:

@@ -1,16 +1,21 @@
 """`models`: two models behind one gateway, and behind a gateway each.
 
 Both models have a paced worker, in the cluster of both and in a cluster of their own; block sizes
-differ, and every gateway loads the tokenizers of its models. All clusters run throughout. In turns:
+and tokenizers differ, and every gateway loads the tokenizers of its models. All clusters run
+throughout. In turns:
 
 * a closed loop on both models at once: output tokens per second, one gateway over two;
-* arrivals at the second model behind the shared gateway, while the first is idle and while a
-  closed loop keeps requests queued for it: P99 TTFT, flooded over alone.
+* arrivals at the second model, while the first is idle and while a closed loop keeps requests
+  queued for it: P99 TTFT, flooded over alone, behind the shared gateway. Behind two gateways, the
+  same ratio shows what the flood costs a model that shares only the machine.
 
-Then the resident memory of the gateways with all their child processes is read. Paced engines
-sleep most of the time, so that the models hardly share cores, as on devices.
+Workers and clients of the first model run on one half of the cores, those of the second on the
+other; gateways and the control plane run on all. Paced engines sleep most of the time. At the end,
+the memory of the gateways with all their child processes is read: the resident memory, and for
+comparison the private memory, without the pages that processes of a machine share.
 """
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +34,7 @@ from benchmarks.client_process import run_answered
 from benchmarks.scenarios.scenario import LoadChoice, Scenario, TrialVerdict
 from benchmarks.stats import percentiles
 from benchmarks.systems.cluster_status import read_status
+from benchmarks.systems.cores import child_cores, halves, pin
 from benchmarks.systems.system import Deployment, Say
 from benchmarks.systems.tideserve import Tideserve
 from tideserve.cli.errors import SystemUnavailable
@@ -38,6 +44,7 @@ from tideserve.load.workload import PlannedRequest, prompt_ids
 
 NAMES = ("first", "second")
 BLOCK_SIZES = {"first": 16, "second": 32}
+CORES = dict(zip(NAMES, halves(), strict=True))
 ONE, TWO = "one gateway", "two gateways"
 PACE = "A100-40G-7B:4"
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -76,9 +83,11 @@ class ModelRecord:
     """What the rounds measured."""
 
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {ONE: [], TWO: []})
-    alone_s: list[list[float]] = field(default_factory=list)
-    flooded_s: list[list[float]] = field(default_factory=list)
-    gateway_bytes: dict[str, int] = field(default_factory=dict)
+    # TTFTs by system.
+    alone_s: dict[str, list[list[float]]] = field(default_factory=lambda: {ONE: [], TWO: []})
+    flooded_s: dict[str, list[list[float]]] = field(default_factory=lambda: {ONE: [], TWO: []})
+    resident: dict[str, int] = field(default_factory=dict)
+    private: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +101,49 @@ class Clusters:
         """The gateway of a model."""
         return (self.shared if system == ONE else self.alone[model]).urls[0]
 
-    def gateway_bytes(self) -> dict[str, int]:
-        """Resident memory of the gateways."""
-        one = resident_bytes(self.shared)
-        return {ONE: one, TWO: sum(map(resident_bytes, self.alone.values()))}
+    def separate(self) -> None:
+        """Run the workers of each model on cores of their own. Raises SystemUnavailable."""
+        for system in (self.shared, *self.alone.values()):
+            for row in read_status(system.admin_url)["workers"]:
+                pin(row["pids"], CORES[row["model"]])
+
+    def note_memory(self, record: ModelRecord) -> None:
+        """Read the memory of the gateways, in bytes. Raises SystemUnavailable."""
+        one = gateway_memory(self.shared)
+        alone = [gateway_memory(system) for system in self.alone.values()]
+        record.resident = {ONE: one[0], TWO: sum(resident for resident, _ in alone)}
+        record.private = {ONE: one[1], TWO: sum(private for _, private in alone)}
 
 
-def resident_bytes(system: Tideserve) -> int:
-    """Resident memory of a gateway and its child processes. Raises SystemUnavailable."""
+def gateway_memory(system: Tideserve) -> tuple[int, int]:
+    """Resident and private bytes of a gateway and its child processes. Raises SystemUnavailable."""
     services = read_status(system.admin_url).get("services", ())
     pids = [int(row["pid"]) for row in services if row["name"] == "gateway"]
     if len(pids) != 1:
         raise SystemUnavailable(f"{system.admin_url} does not report its gateway's process")
-    gateway, total = psutil.Process(pids[0]), 0
+    gateway, resident, private = psutil.Process(pids[0]), 0, 0
     for process in (gateway, *gateway.children(recursive=True)):
         # A check of a grammar may end meanwhile.
         with suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+            memory = process.memory_full_info()
+            resident, private = resident + memory.rss, private + memory.uss
+    return resident, private
+
+
+def write_other_tokenizer(model_dir: Path) -> None:
+    """Give the tokens of a folder's tokenizer.json other ids.
+
+    The tokenizer takes the same memory, but shares no file and no ids with the first. Added tokens
+    keep their ids, which the configuration names.
+    """
+    path = model_dir / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    kept = {token["content"] for token in added}
+    tokens = [token for token in vocabulary if token not in kept]
+    ids = sorted((vocabulary[token] for token in tokens), reverse=True)
+    vocabulary |= dict(zip(sorted(tokens, key=vocabulary.__getitem__), ids, strict=True))
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def start(deployment: Deployment, folder: Path, say: Say, stack: ExitStack) -> Clusters:
@@ -117,6 +151,7 @@ def start(deployment: Deployment, folder: Path, say: Say, stack: ExitStack) -> C
     folders = {name: folder / name for name in NAMES}
     for model_dir in folders.values():
         shutil.copytree(deployment.model_dir, model_dir)
+    write_other_tokenizer(folders[NAMES[1]])
     listed = folder / "models.yaml"
     entries = [
         {"model": str(folders[name]), "name": name, "block_size": BLOCK_SIZES[name]}
@@ -141,7 +176,9 @@ def start(deployment: Deployment, folder: Path, say: Say, stack: ExitStack) -> C
     for system in (shared, *alone.values()):
         stack.callback(system.stop)
         system.start(say)
-    return Clusters(shared, alone)
+    clusters = Clusters(shared, alone)
+    clusters.separate()
+    return clusters
 
 
 def closed_loop(model: str, count: int, seed: str) -> tuple[PlannedRequest, ...]:
@@ -176,7 +213,8 @@ def send(
     url: str, model: str, requests: tuple[PlannedRequest, ...], clients: int | None
 ) -> tuple[SentRequest, ...]:
     """The records of a load. Raises SystemUnavailable if a request fails."""
-    return run_answered(Job((url,), model, requests, ROUND_TIMEOUT_S, clients))
+    with child_cores(CORES[model]):
+        return run_answered(Job((url,), model, requests, ROUND_TIMEOUT_S, clients))
 
 
 def together(loads: Sequence[Load]) -> list[tuple[SentRequest, ...]]:
@@ -215,15 +253,16 @@ def measure_throughput(clusters: Clusters, system: str, count: int, seed: str) -
     )
 
 
-def measure_ttfts(clusters: Clusters, seconds: float, seed: str, *, flooded: bool) -> list[float]:
+def measure_ttfts(
+    clusters: Clusters, system: str, seconds: float, seed: str, *, flooded: bool
+) -> list[float]:
     """TTFTs of the arrivals at the second model; `flooded`: with a flood at the first."""
-    url = clusters.url_of(ONE, NAMES[1])
+    first_url, second_url = (clusters.url_of(system, name) for name in NAMES)
     ending = threading.Event()
-    loads: list[Load] = []
 
     def measured() -> tuple[SentRequest, ...]:
         try:
-            return send(url, NAMES[1], arrivals(seconds, seed), None)
+            return send(second_url, NAMES[1], arrivals(seconds, seed), None)
         finally:
             ending.set()
 
@@ -231,18 +270,18 @@ def measure_ttfts(clusters: Clusters, seconds: float, seed: str, *, flooded: boo
         number = 0
         while not ending.is_set():
             requests = closed_loop(NAMES[0], 2 * FLOOD_CLIENTS, f"flood {seed} {number}")
-            send(url, NAMES[0], requests, FLOOD_CLIENTS)
+            send(first_url, NAMES[0], requests, FLOOD_CLIENTS)
             number += 1
         return ()
 
-    loads = [measured, flood] if flooded else [measured]
+    loads: list[Load] = [measured, flood] if flooded else [measured]
     return [record.ttft_s for record in together(loads)[0]]
 
 
 def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> TrialVerdict:
     """Start the clusters and measure."""
     deployment = replace(deployment, paced=deployment.paced or PACE, max_running=FLOOD_RUNNING_MAX)
-    rounds = QUICK_ROUNDS if choice.quick else ROUNDS
+    rounds = choice.rounds or (QUICK_ROUNDS if choice.quick else ROUNDS)
     count = QUICK_LOOP_REQUESTS if choice.quick else LOOP_REQUESTS
     seconds = QUICK_ARRIVALS_S if choice.quick else ARRIVALS_S
     record = ModelRecord()
@@ -261,9 +300,10 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
                 record.tokens_per_s[system].append(speed)
             progress(f"round {turn + 1} of {rounds}: arrivals, alone and beside a flood")
             for flooded in sorted((False, True), reverse=bool(turn % 2)):
-                ttfts = measure_ttfts(clusters, seconds, seed, flooded=flooded)
-                (record.flooded_s if flooded else record.alone_s).append(ttfts)
-        record.gateway_bytes = clusters.gateway_bytes()
+                for system in sorted((ONE, TWO), reverse=bool(turn % 2)):
+                    ttfts = measure_ttfts(clusters, system, seconds, seed, flooded=flooded)
+                    (record.flooded_s if flooded else record.alone_s)[system].append(ttfts)
+        clusters.note_memory(record)
     return judge(record, str(deployment.paced))
 
 
@@ -273,36 +313,49 @@ def _p99(values: Sequence[float]) -> float:
     return value
 
 
+def _pooled(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    return percentiles([value for values in rounds for value in values])
+
+
 def judge(record: ModelRecord, paced: str) -> TrialVerdict:
     """Figures, and a problem for every missed bar. Ratios are medians of the rounds' ratios."""
-    speeds, held = record.tokens_per_s, record.gateway_bytes
+    speeds, resident, private = record.tokens_per_s, record.resident, record.private
     speed_ratios = [one / two for one, two in zip(speeds[ONE], speeds[TWO], strict=True)]
-    pairs = zip(record.flooded_s, record.alone_s, strict=True)
-    ttft_ratios = [_p99(flooded) / _p99(alone) for flooded, alone in pairs]
-    rss, speed, ttft = held[ONE] / held[TWO], median(speed_ratios), median(ttft_ratios)
+    ttft_ratios = {
+        system: [
+            _p99(flooded) / _p99(alone)
+            for flooded, alone in zip(rounds, record.alone_s[system], strict=True)
+        ]
+        for system, rounds in record.flooded_s.items()
+    }
+    ttfts = {system: median(ratios) for system, ratios in ttft_ratios.items()}
+    rss, speed = resident[ONE] / resident[TWO], median(speed_ratios)
     figures = {
         "paced": paced,
         "block_sizes": BLOCK_SIZES,
-        "gateway_rss_bytes": held,
+        "gateway_rss_bytes": resident,
         "gateway_rss_ratio": rss,
+        "gateway_private_bytes": private,
+        "gateway_private_ratio": private[ONE] / private[TWO],
         "tokens_per_s": speeds,
         "throughput_ratios": speed_ratios,
         "throughput_ratio": speed,
         "ttft_s": {
-            name: percentiles([ttft_s for ttfts in rounds for ttft_s in ttfts])
-            for name, rounds in (("alone", record.alone_s), ("flooded", record.flooded_s))
+            system: {"alone": _pooled(record.alone_s[system]), "flooded": _pooled(rounds)}
+            for system, rounds in record.flooded_s.items()
         },
-        "requests": sum(map(len, record.alone_s)),
+        "requests": sum(map(len, record.alone_s[ONE])),
         "flooded_ttft_p99_ratios": ttft_ratios,
-        "flooded_ttft_p99_ratio": ttft,
+        "flooded_ttft_p99_ratio": ttfts,
     }
     least, most = "at least", "at most"
     bars = (
         ("memory of the gateways, one over two", rss, most, RSS_RATIO_MAX),
         ("tokens per second, one over two", speed, least, THROUGHPUT_RATIO_MIN),
-        ("P99 TTFT, flooded over alone", ttft, most, FLOODED_RATIO_MAX),
+        ("P99 TTFT, flooded over alone", ttfts[ONE], most, FLOODED_RATIO_MAX),
     )
     rows = [(what, f"{value:.2f}") for what, value, _, _ in bars]
+    rows.append(("the same behind two gateways", f"{ttfts[TWO]:.2f}"))
     problems = [
         f"{what} is {value:.2f}, but must be {side} {bar:g}"
         for what, value, side, bar in bars
@@ -316,7 +369,7 @@ SCENARIO = Scenario(
     memory="82MiB",
     paced_memory="82MiB",
     run=run,
-    options=frozenset({"paced"}),
+    options=frozenset({"paced", "rounds"}),
     tiny_model={"num_hidden_layers": 4, "max_position_embeddings": 4096},
     # Workers of a single group cannot merge.
     up_options={"overload_policy": "recompute"},

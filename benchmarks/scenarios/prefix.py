@@ -126,12 +126,12 @@ def run(deployment: Deployment, choice: LoadChoice, say: Say, progress: Say) -> 
 
 def chat(client: OneByOne, seed: str) -> list[TurnAnswer]:
     """Run all turns of a chat."""
-    said: tuple[int, ...] = ()
+    history: tuple[int, ...] = ()
     answers = []
     for turn in range(TURNS):
-        said += prompt_ids(QUESTION_TOKENS, f"chat {seed} {turn}")
-        answers.append(client.ask(said, ANSWER_TOKENS))
-        said += answers[-1].output_ids
+        history += prompt_ids(QUESTION_TOKENS, f"chat {seed} {turn}")
+        answers.append(client.ask(history, ANSWER_TOKENS))
+        history += answers[-1].output_ids
     return answers
 
 
@@ -144,7 +144,7 @@ def count_hits(
     """
     rng = Random(f"counted {seed}")
     counted = CountedCache(record.capacity_blocks, BLOCK_TOKENS)
-    said: dict[int, tuple[int, ...]] = {}
+    histories: dict[int, tuple[int, ...]] = {}
     filler = record.capacity_blocks * BLOCK_TOKENS
     place = 0
     # Fill both caches with unrelated prompts, so that they start in the same state.
@@ -155,15 +155,15 @@ def count_hits(
     counted.queries = counted.hits = 0
     for number in range(requests):
         progress(f"counted request {number + 1} of {requests}")
-        which = rng.randrange(COUNTED_CHATS)
+        chat = rng.randrange(COUNTED_CHATS)
         question = prompt_ids(rng.randint(*COUNTED_QUESTION), f"counted {seed} {number}")
-        prompt = (*said.get(which, ()), *question)
+        prompt = (*histories.get(chat, ()), *question)
         # Restart a chat before it dominates the cache.
         if len(prompt) > record.capacity_blocks * BLOCK_TOKENS // 3:
             prompt = question
         answer = client.ask(prompt, COUNTED_ANSWER)
         counted.request(prompt, answer.output_ids)
-        said[which] = (*prompt, *answer.output_ids)
+        histories[chat] = (*prompt, *answer.output_ids)
         record.queries += answer.prompt_tokens
         record.hits += answer.cached_tokens
     record.counted_hits = counted.hits

@@ -1,4 +1,4 @@
-"""`rebalance`: all requests run at one of two workers, whose KV cache they outgrow: do they move?
+"""`rebalance`: moves of requests away from a worker whose KV cache they outgrow.
 
 Streams start at both workers; then all of the second move to the first, as if the second had just
 started. Figures per value of the option `rebalance` without merges (`recompute`): preemptions,

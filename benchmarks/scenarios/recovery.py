@@ -1,6 +1,6 @@
-"""`recovery`: after a burst has merged all workers, steady streams continue: when do groups split?
+"""`recovery`: how soon groups split after a burst has merged all workers, under steady streams.
 
-Clients with a request each at a time keep 45 % of the unmerged KV in use. A burst merges all
+Clients with a single request each keep 45 % of the unmerged KV in use. A burst merges all
 workers into a single group. Two figures are judged: the time from the end of the burst until no
 group has more than half of the workers (at most the dwell time plus 15 s), and the time per output
 token (TPOT) after that, over that of workers that never merge (`recompute`) under the same streams.

@@ -95,9 +95,9 @@ def judge(parts: Mapping[str, Loss | Outage], audited: Audited) -> TrialVerdict:
     problems += audited.problems
     figures: dict[str, Any] = {name: part.figures() for name, part in parts.items()}
     rows = [
-        (f"{part}: {what}", text)
+        (f"{part}: {row}", text)
         for part, part_figures in figures.items()
-        for what, text in _part_rows(part_figures)
+        for row, text in _part_rows(part_figures)
     ]
     figures |= audited.figures | {"problems": problems}
     return TrialVerdict(figures, [*rows, *audited.rows], problems)

@@ -45,7 +45,7 @@ def ensure_client(name: str, cache: Path, say: Say, *, torch: bool = False) -> P
     return python
 
 
-def install(python: Path, arguments: Sequence[str], what: str) -> None:
+def install(python: Path, arguments: Sequence[str], subject: str) -> None:
     """Install `what` with the pip of `python`. Raises SystemUnavailable."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
     try:
@@ -58,8 +58,8 @@ def install(python: Path, arguments: Sequence[str], what: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise SystemUnavailable(
-            f"pip did not install {what} within {INSTALL_TIMEOUT_S} s; try again"
+            f"pip did not install {subject} within {INSTALL_TIMEOUT_S} s; try again"
         ) from error
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
-        raise SystemUnavailable(f"pip could not install {what}: {last}")
+        raise SystemUnavailable(f"pip could not install {subject}: {last}")

@@ -73,17 +73,19 @@ SUFFIXES: Mapping[str, Options] = {
     "idle": {"harvest": 0.0},
     "host": {"host_memory": HOST_MEMORY},
     "save": {"host_memory": HOST_MEMORY, "worker": {"prefetch": False}},
+    "all": {"worker": {"save": "all"}},
     "packing": {"worker": {"packing": True}},
     "slots": {"worker": {"adaptive_slots": True}},
     "victims": {"worker": {"victims": "slack"}},
     "sharing": {"worker": {"block_sharing": True}},
-    "block64": {"worker": {"block_size": 64}},
+    "block64": {"block_size": 64},
     "groups": {"gateway": {"classes": {"interactive": {"token_group": 1}}}},
     API: {},
 }
 """Options of suffixes. `-preempting` lets online requests interrupt iterations with only batch
 work, `-patient` does not; with `-idle`, batch work runs only while no online request does; `-host`
-copies KV to host memory and back, `-save` lets nothing else run while it is copied back;
+copies KV to host memory and back, with `-all` also that of running online requests, `-save` lets
+nothing else run while it is copied back;
 `-packing`, `-slots`, `-victims` and `-sharing` enable parts of BROS that are off by default;
 `-block64` sets KV blocks of 64 tokens; `-groups` sets a deadline per token instead of per group of
 tokens; `-api` gets batch requests as files."""

@@ -62,6 +62,10 @@ MECHANISMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "restore off: merged groups stay merged",
         {"memmgr": {"split_dwell_s": RESTORE_OFF_S}},
     ),
+    "moves": (
+        "moves off: workers merge without trying to move requests first",
+        {"memmgr": {"rebalance": "off"}},
+    ),
     "chunking": (
         "chunked prefill off: a prompt of up to 2,048 tokens runs in one iteration",
         {"worker": {"max_batch_tokens": 2048}},

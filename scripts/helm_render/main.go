@@ -1,6 +1,6 @@
 // Renders a Helm chart with the libraries that Helm renders with: text/template, sprig and
 // sigs.k8s.io/yaml. It takes a folder and any number of values files, and writes the objects to
-// standard output. Not Helm: no hooks, no dependencies, no look at values.schema.json.
+// standard output. Unlike Helm, it ignores hooks, dependencies and values.schema.json.
 package main
 
 import (
@@ -66,7 +66,7 @@ func render(chart string, valueFiles []string) (string, error) {
 	return output.String(), nil
 }
 
-// context is what a template sees as its dot.
+// context is the dot of a template.
 func context(chart string, valueFiles []string) (tree, error) {
 	values, err := read(filepath.Join(chart, "values.yaml"))
 	if err != nil {
@@ -106,7 +106,7 @@ func read(path string) (tree, error) {
 	return values, nil
 }
 
-// merge lays over the values of a chart what a user gives: null takes a value away.
+// merge overlays a user's values on those of a chart; null removes a value.
 func merge(into, from tree) tree {
 	for key, value := range from {
 		more, isTree := value.(tree)
@@ -123,8 +123,8 @@ func merge(into, from tree) tree {
 	return into
 }
 
-// functions are sprig's without those that read the environment, as in Helm, and the few of Helm's
-// own that our templates use.
+// functions are sprig's, without those that read the environment (as in Helm), and Helm's functions
+// that our templates use.
 func functions(root *template.Template) template.FuncMap {
 	known := sprig.TxtFuncMap()
 	delete(known, "env")

@@ -31,6 +31,8 @@ GENERATE = "generate"
 """Capability of a worker: it generates tokens."""
 CAN_DROP = "parameter_drop"
 """Capability of a worker: it can run part of the layers, as a member of a merged group."""
+HAND_OVER = "hand_over"
+"""Capability of a worker: after a prompt it can hand the request over, and take such requests."""
 PACED = "paced:"
 """Prefix of a capability, before a device profile: iterations are padded to that device's times."""
 ENGINE = "engine:"
@@ -188,13 +190,17 @@ def to_role_number(role: Role) -> "record_pb2.WorkerRole.ValueType":
 
 
 def capabilities_of(
-    can_drop: bool, paced: str | None, engine: str = EngineKind.TIDESERVE
+    can_drop: bool,
+    paced: str | None,
+    engine: str = EngineKind.TIDESERVE,
+    hands_over: bool = False,
 ) -> tuple[str, ...]:
     """The capabilities of a worker; `paced`: the device whose times it simulates, if any."""
     drop = (CAN_DROP,) if can_drop else ()
+    hand_over = (HAND_OVER,) if hands_over else ()
     pace = () if paced is None else (f"{PACED}{paced}",)
     other = () if engine == EngineKind.TIDESERVE else (f"{ENGINE}{engine}",)
-    return (GENERATE, *drop, *pace, *other)
+    return (GENERATE, *drop, *hand_over, *pace, *other)
 
 
 def paced_of(record: record_pb2.WorkerRecord) -> str | None:
@@ -253,6 +259,7 @@ def to_facts(record: record_pb2.WorkerRecord) -> WorkerFacts | None:
         settings=settings_of(record),
         chunk_bytes=max(1, record.chunk_bytes),
         role=to_role(record) or Role.MIXED,
+        hands_over=HAND_OVER in record.capabilities,
         cost_model=to_cost_model(record),
         max_batch_tokens=max(1, record.max_batch_tokens),
     )

@@ -48,7 +48,9 @@ class Load:
     iteration continued at its layer. `discarded_tokens_total` counts the tokens of interrupted
     iterations that had to run again from the first layer. `sequences_max`: most sequences that may
     run and wait at once; 0: no limit but KV blocks. `host_blocks_total`: KV blocks that host memory
-    has room for so far.
+    has room for so far. `shared_tails_total` counts the last blocks of batch sequences that online
+    sequences have shared (`planner/shared_tails.py`), `lost_tail_tokens_total` the tokens in those
+    that the batch sequences lost, which had to run again.
     """
 
     running: int
@@ -70,6 +72,8 @@ class Load:
     discarded_tokens_total: int = 0
     sequences_max: int = 0
     host_blocks_total: int = 0
+    shared_tails_total: int = 0
+    lost_tail_tokens_total: int = 0
     tokens: ClassTokens = field(default_factory=ClassTokens)
     adapter_use: AdapterUse = NO_ADAPTERS
 

@@ -15,6 +15,7 @@ from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
+from services.core.scheduler.admission import WAITING_MODELS_MAX
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import UNKNOWN_WORKERS, SchedulerConfig
@@ -46,8 +47,8 @@ async def serve(config: SchedulerConfig, stop: asyncio.Event) -> None:
 async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> None:
     settings = state_config(config)
     state = settings.state()
-    # A joining group may cause assignments of a full queue at once, all to the same gateway.
-    outbox_limit = 2 * config.state.queue_limit + 1024
+    # A gateway that reconnects repeats its asks for all models, and gets a ticket for each.
+    outbox_limit = 2 * WAITING_MODELS_MAX * config.state.queue_limit + 1024
     event_log = open_event_log(config.event_log, NAME, settings)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = ServingGroups(

@@ -46,6 +46,11 @@ class AdapterSettings:
             ConfigError: if they contradict each other or the engine.
         """
         if not self.adapter_slots:
+            if self.adapter_roots:
+                raise ConfigError(
+                    "'adapter_roots' has no effect without 'adapter_slots'; remove it, or set"
+                    " 'adapter_slots' with `engine: vllm`"
+                )
             return
         if engine != EngineKind.VLLM:
             raise ConfigError(

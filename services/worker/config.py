@@ -333,8 +333,23 @@ class WorkerConfig(ServiceConfig):
         else:
             self._refuse_vllm_options()
         self._check_upstream()
+        self._check_role()
         self.host_copies.check(prefix_caching=self.planner.prefix_caching)
         self.adapters.check(self.engine)
+
+    def _check_role(self) -> None:
+        """Reject a role that the worker could never get."""
+        if self.role is Role.MIXED:
+            return
+        reason = ""
+        if self.engine != EngineKind.TIDESERVE:
+            reason = f"engine {self.engine} hands over no requests"
+        elif not self.planner.prefix_caching:
+            reason = "requests are handed over only with 'prefix_caching'"
+        if reason:
+            raise ConfigError(
+                f"'role' is {self.role}, but {reason}; correct that, or set 'role' to mixed"
+            )
 
     def _check_slo_options(self) -> None:
         """Reject options that only `scheduling: slo` uses, since they would have no effect."""

@@ -130,7 +130,12 @@ def worker_record(
         location=config.location_parts,
         role=to_role_number(config.role),
         kv_blocks_total=facts.kv_blocks_total,
-        capabilities=capabilities_of(can_drop(facts), config.paced, config.engine),
+        capabilities=capabilities_of(
+            can_drop(facts),
+            config.paced,
+            config.engine,
+            hands_over=can_drop(facts) and config.planner.prefix_caching,
+        ),
         shape=to_shape_record(facts.shape),
         arena_bytes=facts.arena_bytes,
         chunk_bytes=facts.chunk_bytes,

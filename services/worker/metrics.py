@@ -136,6 +136,16 @@ HOST_COPIES = {
     ),
 }
 """Counters of KV in host memory."""
+SHARED_TAILS = {
+    "shared_tails_total": (
+        "shared_tails",
+        "Last KV blocks of batch requests that online requests have shared, with `block_sharing`.",
+    ),
+    "lost_tail_tokens_total": (
+        "lost_tail_tokens",
+        "Tokens of batch requests in shared blocks that they lost, and that ran again.",
+    ),
+}
 ADAPTER_LOADS = {
     "adapter_loads": "LoRA adapters that were loaded into a slot.",
     "adapter_load_seconds": "Time to load LoRA adapters, in which the engine computes nothing.",
@@ -293,6 +303,7 @@ class WorkerCollector(Collector):
         yield from self._counters(MOVED_REQUESTS, asdict(report.shipments))
         yield from self._counters(HOST_COPIES, asdict(report.host))
         counts = asdict(engine.report.load)
+        yield from self._counters(SHARED_TAILS, counts)
         for name, text in INTERRUPTIONS.items():
             counter = CounterMetricFamily(f"tideserve_worker_{name}", text, labels=_LABELS)
             counter.add_metric((self._worker_id, self._model_name), counts[f"{name}_total"])

@@ -13,7 +13,7 @@ from agents import Agent, ModelSettings, Runner, function_tool
 agents.set_tracing_disabled(True)
 CHAT: Any = agents.OpenAIChatCompletionsModel
 RESPONSES: Any = agents.OpenAIResponsesModel
-# A response that max_tokens cuts is an error to it, as OpenAI's own is; a word ends these.
+# The client treats responses truncated by max_tokens as errors, so a stop word ends these.
 ENDED: Any = {"max_tokens": s.ANSWER_TOKENS, "extra_body": {"stop": [" is", " the", ",", "."]}}
 LONG: Any = {"max_tokens": s.LONG_TOKENS, "extra_body": {"ignore_eos": True}}
 both = pytest.mark.parametrize("api", [CHAT, RESPONSES], ids=["chat", "responses"])
@@ -29,22 +29,22 @@ class City(pydantic.BaseModel):
 def get_weather(
     city: Literal["Paris", "London", "Rome"], unit: Literal["celsius", "fahrenheit"]
 ) -> str:
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
     calls.append((city, unit))
     return s.TOOL_RESULT
 
 
 def agent(api: Any, name: str = s.MODEL, settings: Any = None, **more: Any) -> Any:
-    """A greedy agent; a client of its own, since each test has an event loop of its own."""
+    """A greedy agent with a new client, since each test has its own event loop."""
     client = openai.AsyncOpenAI(base_url=f"{s.URL}/v1", api_key=s.API_KEY, max_retries=0)
     chosen = {"temperature": 0, "max_tokens": s.TOKENS, "store": False, **(settings or {})}
     model = api(model=name, openai_client=client)
     return Agent(name="agent", model=model, model_settings=ModelSettings(**chosen), **more)
 
 
-async def run(one: Any, question: str = s.QUESTION) -> Any:
+async def run(agent: Any, question: str = s.QUESTION) -> Any:
     """The agent's final answer."""
-    return (await Runner.run(one, question, max_turns=4)).final_output
+    return (await Runner.run(agent, question, max_turns=4)).final_output
 
 
 @both
@@ -127,10 +127,12 @@ async def test_a_named_tool(api: Any) -> None:
 @both
 async def test_a_required_tool_and_its_result_streamed(api: Any) -> None:
     calls.clear()
-    # Without the second setting so small a model calls until it is cut.
+    # Without the second setting a model this small calls until it is truncated.
     required = {"tool_choice": "required", "parallel_tool_calls": False}
-    one = agent(api, settings={"max_tokens": s.ANSWER_TOKENS, **required}, tools=[get_weather])
-    result = Runner.run_streamed(one, s.TOOL_QUESTION, max_turns=4)
+    tool_agent = agent(
+        api, settings={"max_tokens": s.ANSWER_TOKENS, **required}, tools=[get_weather]
+    )
+    result = Runner.run_streamed(tool_agent, s.TOOL_QUESTION, max_turns=4)
     async for _event in result.stream_events():
         pass
     assert calls and isinstance(result.final_output, str)

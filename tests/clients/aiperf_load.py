@@ -13,7 +13,7 @@ import support as s
 REQUESTS = 3
 RUN_TIMEOUT_S = 200
 FOLDER = Path("artifacts")
-# It does not find a tokenizer's folder without a hub.
+# It cannot load a tokenizer's folder without a hub.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
 FIXED = (
     *("aiperf", "profile", "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"),
@@ -31,7 +31,7 @@ def run(
     max_tokens: int = s.TOKENS,
     **more: Any,
 ) -> list[Any]:
-    """The record of each request, whose text is `text` or synthetic; `more` goes into its body."""
+    """Run requests with `text` or synthetic text; returns their records. `more` extends bodies."""
     limit = "max_output_tokens" if kind == "responses" else "max_tokens"
     extra = {"temperature": 0, limit: max_tokens, **more}
     command = [*FIXED, "--endpoint-type", kind, "--model", model, *options]
@@ -52,11 +52,11 @@ def rows_of(name: str) -> list[Any]:
 
 
 def texts_of(records: list[Any], wanted: int = REQUESTS) -> list[str]:
-    """The answers of the last run, none of whose `wanted` requests failed."""
+    """The outputs of the last run, in which all `wanted` requests must have succeeded."""
     assert not [record["error"] for record in records if record.get("error")]
     assert len(records) == wanted
     outputs = json.loads((FOLDER / "outputs.json").read_text())["data"]
-    return [one["response_text"] for one in outputs]
+    return [output["response_text"] for output in outputs]
 
 
 @pytest.mark.parametrize("options", [("--streaming",), ()], ids=["stream", "unary"])

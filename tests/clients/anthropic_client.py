@@ -1,6 +1,6 @@
 """Anthropic's official client, which speaks the Messages API.
 
-From version 2 on it has no `temperature` of its own, so that greedy calls send it in the body.
+Since version 2 it lacks `temperature`, so greedy calls send it as an extra body field.
 """
 
 import asyncio
@@ -147,7 +147,7 @@ def test_a_named_tool_and_its_result() -> None:
 
 
 def test_any_tool_streamed() -> None:
-    # Without the second field so small a model calls until it is cut.
+    # Without the second field a model this small calls until it is truncated.
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     with client.messages.stream(**TOOLS, tool_choice=choice) as stream:
         tool_use(stream.get_final_message())

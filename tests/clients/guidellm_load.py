@@ -14,7 +14,7 @@ import support as s
 
 REQUESTS = 3
 RUN_TIMEOUT_S = 300
-# It would start ten processes for each step of a run, and each of them loads torch.
+# By default it starts ten processes per step, each of which loads torch.
 ENVIRONMENT = {**os.environ, "GUIDELLM__MAX_WORKER_PROCESSES": "2"}
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GREEDY: Any = {"temperature": 0}
@@ -32,9 +32,9 @@ def steps(
     seconds: int = 0,
     **backend: Any,
 ) -> list[Any]:
-    """The requests of each step of a run, by how they ended: successful, errored, incomplete.
+    """The requests of each step of a run by outcome: successful, errored, incomplete.
 
-    `data` are rows or what guidellm makes; `body` is added to each request. A run ends after
+    `data`: rows or guidellm's synthetic data; `body` is added to each request. A run ends after
     `count` requests or after `seconds`.
     """
     if not isinstance(data, dict):
@@ -57,15 +57,15 @@ def steps(
     with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True) as process:
         try:
             process.wait(RUN_TIMEOUT_S)
-        finally:  # with its end all of its processes end
+        finally:  # its exit ends all of its processes
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return [one["requests"] for one in json.loads(RESULT.read_text())["benchmarks"]]
+    return [load["requests"] for load in json.loads(RESULT.read_text())["benchmarks"]]
 
 
 def good(requests: Any, wanted: int = REQUESTS) -> Any:
     """The successful requests: `wanted`, and none failed."""
-    assert not [one["info"].get("error") for one in requests["errored"] or ()]
+    assert not [request["info"].get("error") for request in requests["errored"] or ()]
     assert len(requests["successful"]) == wanted
     return requests["successful"]
 
@@ -77,13 +77,13 @@ def test_text(route: str, more: Any) -> None:
     if route == TEXT:
         asked, wanted = s.PROMPT, s.completion_text()
     (requests,) = steps(route, [{"prompt": asked}] * REQUESTS, **more)
-    assert [one["output"] for one in good(requests)] == [wanted] * REQUESTS
+    assert [request["output"] for request in good(requests)] == [wanted] * REQUESTS
 
 
 def test_four_at_once() -> None:
     (requests,) = steps(CHAT, profile={"kind": "concurrent", "streams": 4}, count=12)
-    for one in good(requests, 12):
-        assert one["output_metrics"]["text_tokens"] == SYNTHETIC["output_tokens"]
+    for request in good(requests, 12):
+        assert request["output_metrics"]["text_tokens"] == SYNTHETIC["output_tokens"]
 
 
 def test_conversations_of_two_turns() -> None:
@@ -97,9 +97,9 @@ def test_throughput_of_completions() -> None:
 
 
 def test_sweep() -> None:
-    found = steps(CHAT, profile={"kind": "sweep", "sweep_size": 4}, count=6)
-    assert len(found) == 4
-    for requests in found:
+    results = steps(CHAT, profile={"kind": "sweep", "sweep_size": 4}, count=6)
+    assert len(results) == 4
+    for requests in results:
         good(requests, 6)
 
 
@@ -113,7 +113,7 @@ def test_requests_in_flight_at_the_end_are_cancelled() -> None:
 
 def test_unknown_model() -> None:
     (requests,) = steps(CHAT, [{"prompt": s.QUESTION}] * REQUESTS, model=s.UNKNOWN_MODEL)
-    errors = [one["info"]["error"] for one in requests["errored"]]
+    errors = [request["info"]["error"] for request in requests["errored"]]
     assert len(errors) == REQUESTS and "404" in errors[0]
 
 
@@ -121,12 +121,12 @@ def test_schema() -> None:
     rows = [{"prompt": s.CITY_QUESTION}] * REQUESTS
     body = {"temperature": 0, "response_format": s.CITY_FORM}
     (requests,) = steps(CHAT, rows, body, max_tokens=s.ANSWER_TOKENS)
-    for one in good(requests):
-        s.check_city(one["output"])
+    for request in good(requests):
+        s.check_city(request["output"])
 
 
-# guidellm lets models call only tools of its data; `tool_choice` in the body holds for those.
-# Without the first field so small a model calls again and again: guidellm sets no limit of tokens.
+# guidellm offers only tools of its data, to which `tool_choice` in the body applies.
+# Without the first field a model this small calls endlessly, as guidellm sets no token limit.
 @pytest.mark.parametrize("more", [{"parallel_tool_calls": False}, {"tool_choice": s.TOOL_CHOICE}])
 def test_a_tool_of_the_data_and_its_result(more: Any) -> None:
     row = {
@@ -135,8 +135,8 @@ def test_a_tool_of_the_data_and_its_result(more: Any) -> None:
         "tool_response": s.TOOL_RESULT,
     }
     (requests,) = steps(CHAT, [row] * 2, {**GREEDY, **more}, count=4, max_tokens=s.ANSWER_TOKENS)
-    called = [one for one in good(requests, 4) if one["tool_calls"]]
+    called = [request for request in good(requests, 4) if request["tool_calls"]]
     assert len(called) == 2
-    for one in called:
-        (call,) = one["tool_calls"]
+    for request in called:
+        (call,) = request["tool_calls"]
         s.check_tool(call["function"]["name"], call["function"]["arguments"])

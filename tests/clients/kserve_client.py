@@ -44,9 +44,9 @@ async def infer(request: Any, **more: Any) -> str:
     """The text of the response."""
     async with opened() as client:
         response = await client.infer(request, headers=HEADERS, **more)
-    (output,) = [one for one in response.outputs if one.name == "text_output"]
+    (output,) = [tensor for tensor in response.outputs if tensor.name == "text_output"]
     values = output.as_numpy().reshape(-1)
-    return s.joined(one.decode() if isinstance(one, bytes) else str(one) for one in values)
+    return s.joined(value.decode() if isinstance(value, bytes) else str(value) for value in values)
 
 
 async def test_server_and_model() -> None:

@@ -21,7 +21,7 @@ def chat(**more: Any) -> Any:
 
 
 def asynchronous(**more: Any) -> Any:
-    """The same with connections of its own: models share theirs, but each test has its loop."""
+    """The same with new connections: models share theirs, but each test has its own loop."""
     return chat(http_async_client=openai.DefaultAsyncHttpxClient(), **more)
 
 
@@ -38,7 +38,7 @@ class City(pydantic.BaseModel):
 
 
 class Weather(pydantic.BaseModel):
-    """Tells the weather of a city."""
+    """Returns the weather of a city."""
 
     city: Literal["Paris", "London", "Rome"]
     unit: Literal["celsius", "fahrenheit"]
@@ -143,7 +143,7 @@ def test_a_named_tool_and_its_result() -> None:
 
 
 def test_any_tool_streamed() -> None:
-    # Without the last field so small a model calls until it is cut.
+    # Without the last field a model this small calls until it is truncated.
     bound = answering.bind_tools([s.TOOL], tool_choice="any", parallel_tool_calls=False)
     first, *rest = bound.stream(s.TOOL_QUESTION)
     (call,) = sum(rest, first).tool_calls

@@ -1,4 +1,4 @@
-"""litellm, which speaks to any server through one function; here as its providers do it.
+"""litellm, which calls any server through one function, with several providers.
 
 `hosted_vllm/…` is its name for servers that speak vLLM's dialect, `openai/…` for OpenAI's,
 `text-completion-openai/…` for completions, and `anthropic/…` for the Messages API.
@@ -8,7 +8,7 @@ import asyncio
 import os
 from typing import Any, Literal
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it fetches prices otherwise
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads prices
 
 import litellm
 import pydantic
@@ -164,7 +164,7 @@ def test_a_named_tool_and_its_result() -> None:
 
 
 def test_a_required_tool_streamed() -> None:
-    # Without the last field so small a model calls until it is cut.
+    # Without the last field a model this small calls until it is truncated.
     asked: Any = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     whole: Any = litellm.stream_chunk_builder(list(completion(**asked, stream=True)))
     tool_call(whole.choices[0].message)

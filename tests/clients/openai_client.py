@@ -200,7 +200,7 @@ def test_a_named_tool_and_its_result() -> None:
 
 
 def test_a_required_tool_streamed() -> None:
-    # Without the last field so small a model calls until it is cut.
+    # Without the last field a model this small calls until it is truncated.
     asked: Any = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     with client.chat.completions.stream(**asked) as stream:
         call = (stream.get_final_completion().choices[0].message.tool_calls or [])[0]

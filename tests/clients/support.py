@@ -1,4 +1,4 @@
-"""What the clients ask, and plain HTTP by the standard library to compare their answers with.
+"""Requests of the clients, and plain HTTP of the standard library for comparison.
 
 Prompts and answers are short, so that a small model on a busy machine answers within seconds.
 """
@@ -38,7 +38,7 @@ def schema_of(**properties: Any) -> Any:
     return {"type": "object", "properties": properties, **rest}
 
 
-# Bounded, so that every answer ends by itself within ANSWER_TOKENS.
+# Bounded, so that every output ends by itself within ANSWER_TOKENS.
 ANSWER_TOKENS = 64
 CITY_SCHEMA = schema_of(
     city={"type": "string", "enum": CITIES},
@@ -111,13 +111,13 @@ def wait_until(ready: Callable[[], bool]) -> None:
 
 
 def wait_for_token(before: float) -> None:
-    """Return once the gateway has passed on more than `before` tokens. Raises TimeoutError."""
+    """Wait until the gateway has sent more than `before` tokens. Raises TimeoutError."""
     wait_until(lambda: metric("output_tokens_total") > before)
 
 
 @contextmanager
 def given_up() -> Iterator[float]:
-    """A call for LONG_TOKENS is abandoned inside: the cluster must stop computing it, too."""
+    """The body abandons a call for LONG_TOKENS, which the cluster must then stop computing."""
     before = metric("output_tokens_total")
     yield before
     wait_until(lambda: metric("requests_inflight") <= 0)
@@ -140,14 +140,14 @@ def joined(pieces: Iterable[str | None]) -> str:
 
 
 def check_city(value: Any) -> None:
-    """The value, or the JSON, follows CITY_SCHEMA."""
+    """Check that a value, or JSON, matches CITY_SCHEMA."""
     value = json.loads(value) if isinstance(value, str) else value
     assert value.keys() == {"city", "millions"} and value["city"] in CITIES
     assert type(value["millions"]) is int and 0 <= value["millions"] <= 99
 
 
 def check_tool(name: object, arguments: Any) -> None:
-    """TOOL is called with arguments, or their JSON, that follow TOOL_SCHEMA."""
+    """Check that TOOL is called with arguments, or their JSON, that match TOOL_SCHEMA."""
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     assert name == TOOL_NAME and arguments.keys() == {"city", "unit"}
     assert arguments["city"] in CITIES and arguments["unit"] in ("celsius", "fahrenheit")

@@ -1,7 +1,7 @@
-"""Clients, each with pytest in an environment of its own, call a cluster with the default model.
+"""Clients, each with pytest in its own environment, call a cluster with the default model.
 
-The checks of a client are in its file; `make client-tours CLIENTS=…` runs those of some. A running
-cluster is used if TIDESERVE_URL and TIDESERVE_GRPC name its doors.
+The checks of a client are in its file; `make client-tours CLIENTS=…` selects clients. A running
+cluster is used if TIDESERVE_URL and TIDESERVE_GRPC are set.
 """
 
 import os
@@ -34,7 +34,7 @@ FILES = {
     "aiperf": "aiperf_load.py",
     "vllm-bench": "vllm_load.py",
 }
-"""By client, whose list of packages in requirements/clients has the same name."""
+"""Files by client, named like its list of packages in requirements/clients."""
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +43,16 @@ def doors() -> Iterator[Mapping[str, str]]:
         names = ("TIDESERVE_URL", "TIDESERVE_GRPC", "TIDESERVE_API_KEY")
         yield {name: os.environ[name] for name in names if name in os.environ}
         return
-    # One thread: the clients, and whatever else runs here, need processors, too.
+    # One thread: the clients and other processes need processors, too.
     options = {"workers": 1, "threads": 1, "memory": "1GiB", "dtype": "bfloat16"}
     with Cluster(None, **options) as cluster:  # type: ignore[arg-type]
         yield {"TIDESERVE_URL": cluster.url, "TIDESERVE_GRPC": cluster.grpc_target}
 
 
 def environment_of(client: str, folder: Path) -> Path:
-    """The Python of the client's environment in the cache folder, made now if it is not there."""
+    """The Python of the client's environment in the cache folder, created if missing."""
     create_cache(cache_root())
-    if client == "vllm-bench":  # the one that benchmarks have
+    if client == "vllm-bench":  # the environment of the benchmarks
         python = ensure_vllm(cache_root(), print)
     else:
         python = ensure_client(client, cache_root(), print, torch=client == "guidellm")
@@ -70,9 +70,7 @@ def environment_of(client: str, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # fetching an environment may take long
 @pytest.mark.parametrize("client", FILES)
-def test_a_client_gets_what_it_asks_for(
-    client: str, doors: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_a_client_passes_its_checks(client: str, doors: Mapping[str, str], tmp_path: Path) -> None:
     python = environment_of(client, tmp_path)
     kept = {name: os.environ[name] for name in ("LANG", "TZ") if name in os.environ}
     options = ("-v", "--noconftest", "--asyncio-mode=auto", "-p", "no:cacheprovider")

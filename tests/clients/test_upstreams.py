@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 class RealServer:
-    """A server of another project as a process; `again` starts it on the same port."""
+    """A third-party server process; `start` after `kill` uses the same port."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self.port = free_port()
@@ -76,7 +76,7 @@ class RealServer:
         self._process.wait()
 
     async def running(self) -> float:
-        """Requests that run or wait, from its metrics."""
+        """Number of running and waiting requests, from its metrics."""
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"{self.url}/metrics")).text
         names = ("requests_running{", "requests_waiting{", "requests_processing ", "deferred ")
@@ -128,12 +128,12 @@ def front(server: RealServer) -> Iterator[Cluster]:
 
 
 def in_front_of(servers: Sequence[RealServer]) -> Cluster:
-    """A cluster; its command asks for the model, so a server must answer first."""
+    """A cluster; a server must respond first, as the command queries its model."""
     for each in servers:
         _wait(each)
     urls = [each.url for each in servers]
     options: dict[str, Any] = {"upstream": urls, "queue_limit": 16, "model_name": MODEL}
-    options["scheduler"] = {"lateness": 0}  # whatever the machine, only a full queue refuses
+    options["scheduler"] = {"lateness": 0}  # only a full queue refuses, on any machine
     return Cluster(None, workers=len(servers), ready_timeout=START_S, **options)
 
 
@@ -203,7 +203,7 @@ async def test_cached_tokens_are_those_of_the_server(front: Cluster, server: Rea
     assert usage.prompt_tokens / 2 < cached < usage.prompt_tokens
 
 
-async def test_a_hang_up_reaches_the_server(front: Cluster, server: RealServer) -> None:
+async def test_a_disconnect_reaches_the_server(front: Cluster, server: RealServer) -> None:
     begun = asyncio.Event()
     async with open_client(front.url) as client:
         running = asyncio.create_task(streamed(client, 1, lambda _: begun.set(), max_tokens=900))
@@ -215,7 +215,7 @@ async def test_a_hang_up_reaches_the_server(front: Cluster, server: RealServer) 
     await eventually(server.idle, deadline_s=HANG_UP_S)
 
 
-async def test_overload_is_refused_with_a_time(front: Cluster) -> None:
+async def test_overload_is_refused_with_retry_after(front: Cluster) -> None:
     async def ask(number: int) -> str:
         async with open_client(front.url) as client:
             try:
@@ -265,7 +265,7 @@ async def test_batch_and_classes(front: Cluster, server: RealServer) -> None:
             assert chat.service_tier == tier
 
 
-async def test_streams_outlive_a_killed_server(front: Cluster, server: RealServer) -> None:
+async def test_streams_survive_a_killed_server(front: Cluster, server: RealServer) -> None:
     async with open_client(front.url) as client:
         wanted = await asyncio.gather(*(streamed(client, n) for n in range(STREAMS)))
         chunks = [0] * STREAMS
@@ -279,10 +279,10 @@ async def test_streams_outlive_a_killed_server(front: Cluster, server: RealServe
         await asyncio.sleep(2)
         assert not all(task.done() for task in running)
         server.start()
-        found = await asyncio.wait_for(asyncio.gather(*running), RETURN_S)
-    assert [len(text) > 0 for text in found] == [True] * STREAMS
-    different = [n for n in range(STREAMS) if found[n] != wanted[n]]
-    assert not different, [(found[n], wanted[n]) for n in different]
+        texts = await asyncio.wait_for(asyncio.gather(*running), RETURN_S)
+    assert [len(text) > 0 for text in texts] == [True] * STREAMS
+    different = [n for n in range(STREAMS) if texts[n] != wanted[n]]
+    assert not different, [(texts[n], wanted[n]) for n in different]
 
 
 async def test_requests_of_a_killed_server_move(
@@ -303,8 +303,8 @@ async def test_requests_of_a_killed_server_move(
             running = [asyncio.create_task(streamed(client, n, note)) for n in range(STREAMS)]
             await eventually(lambda: max(chunks) >= 8, interval_s=0.01)
             other.kill()
-            found = await asyncio.gather(*running)
+            texts = await asyncio.gather(*running)
         other.start()  # so that it can be killed again
-        assert [len(text) > 0 for text in found] == [True] * STREAMS
-        different = [n for n in range(STREAMS) if found[n] != wanted[n]]
-        assert not different, [(found[n], wanted[n]) for n in different]
+        assert [len(text) > 0 for text in texts] == [True] * STREAMS
+        different = [n for n in range(STREAMS) if texts[n] != wanted[n]]
+        assert not different, [(texts[n], wanted[n]) for n in different]

@@ -90,7 +90,7 @@ async def test_async_stream() -> None:
     assert s.joined(texts) == s.chat_text()
 
 
-def test_a_stream_that_is_left_is_cancelled() -> None:
+def test_an_abandoned_stream_is_cancelled() -> None:
     with s.given_up(), client.stream_chat(s.QUESTION, **LONG) as stream:
         for _, _piece in zip(range(4), stream, strict=False):
             pass
@@ -102,7 +102,7 @@ def test_cancel_by_the_id_of_the_response() -> None:
         client.cancel(stream.id)
         with pytest.raises(Cancelled):
             list(stream)
-        client.cancel(stream.id)  # twice is no error
+        client.cancel(stream.id)  # a repeated cancel is no error
 
 
 def test_cancel_by_a_chosen_id() -> None:
@@ -163,7 +163,7 @@ def test_a_named_tool_and_its_result() -> None:
 
 
 def test_a_required_tool_streamed() -> None:
-    # Without the last field so small a model calls until it is cut.
+    # Without the last field a model this small calls until it is truncated.
     asked: Any = {**TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     with client.stream_chat(s.TOOL_MESSAGES, **asked) as stream:
         deltas = [delta for piece in stream for delta in piece.tool_calls]

@@ -89,7 +89,7 @@ def streamed(call: dict[str, Any], opened: Any, answers: Answers) -> str:
 
 
 def take_piece(result: Any, pieces: list[str]) -> bool:
-    """Add the text of a response to `pieces`; whether it is the last response."""
+    """Add the text of a response to `pieces`; returns whether it is the last response."""
     response = result.get_response()
     if any(output.name == "text_output" for output in response.outputs):
         pieces.append(text_of(result))
@@ -105,8 +105,8 @@ def test_ready() -> None:
 def test_metadata() -> None:
     assert client.get_server_metadata(**KEY).name == "tideserve"
     model = client.get_model_metadata(s.MODEL, **KEY)
-    assert "text_input" in [one.name for one in model.inputs]
-    assert "text_output" in [one.name for one in model.outputs]
+    assert "text_input" in [tensor.name for tensor in model.inputs]
+    assert "text_output" in [tensor.name for tensor in model.outputs]
     assert client.get_model_config(s.MODEL, **KEY).config.model_transaction_policy.decoupled
 
 
@@ -191,7 +191,7 @@ def test_errors(model: str, call: dict[str, Any], code: str) -> None:
     assert raised.value.status() == f"StatusCode.{code}"
 
 
-def test_a_stream_goes_on_after_an_error() -> None:
+def test_a_stream_continues_after_an_error() -> None:
     with streaming() as (opened, answers):
         opened.async_stream_infer(s.MODEL, **vllm(s.PROMPT, temperature=9))
         result, error = answers.next()

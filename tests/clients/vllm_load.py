@@ -1,4 +1,4 @@
-"""`vllm bench serve`, vLLM's load generator: runs of a few requests each, all of them streamed."""
+"""`vllm bench serve`, vLLM's load generator: runs of a few streamed requests each."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_logprobs_and_penalties() -> None:
 @pytest.mark.parametrize(
     ("backend", "requests", "options"),
     [
-        # Some of the prompts that it draws hold U+0000.
+        # Some of its random prompts contain U+0000.
         ("openai", 16, ("--max-concurrency", "4", "--ignore-eos")),
         ("openai-chat", 12, ("--max-concurrency", "4", "--request-rate", "4", "--ignore-eos")),
         ("vllm", 8, ("--random-prefix-len", "32")),
@@ -115,5 +115,5 @@ def test_schema() -> None:
 def test_a_named_tool() -> None:
     asked: Any = {"text": s.TOOL_QUESTION, "max_tokens": s.ANSWER_TOKENS}
     texts = texts_of("openai-chat", **asked, tools=[s.TOOL], tool_choice=s.TOOL_CHOICE)
-    # It keeps the text of answers only, and a tool call is none.
+    # It stores only the text of outputs, which tool calls lack.
     assert texts == [""] * REQUESTS

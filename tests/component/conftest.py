@@ -20,7 +20,7 @@ def shared_etcd() -> Iterator[EtcdServer]:
 
 @pytest.fixture
 async def etcd(shared_etcd: EtcdServer) -> EtcdServer:
-    """A running etcd without keys; a test may kill it, the next one starts it again."""
+    """A running, empty etcd; a test may kill it, as the next test restarts it."""
     if not shared_etcd.running:
         shared_etcd.start()
     async with open_store(shared_etcd.url) as store:
@@ -37,7 +37,7 @@ async def store(etcd: EtcdServer) -> AsyncIterator[Store]:
 
 @pytest.fixture
 async def case(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    """A gateway in front of fakes, with the fields of the closest mark `gateway`."""
+    """A gateway in front of fakes, configured by the closest mark `gateway`."""
     mark = request.node.get_closest_marker("gateway")
     async with gateway_case(store, tmp_path / "model", **(mark.kwargs if mark else {})) as case:
         yield case

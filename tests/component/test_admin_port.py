@@ -27,7 +27,7 @@ async def test_the_feed_follows_the_cluster(case: Case) -> None:
     async with case.admin.stream("GET", EVENTS) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         seen = states(response)
-        # The gateway itself registers only when it serves.
+        # The gateway registers itself only once it serves.
         async for first in seen:
             if len(first["services"]) == 4:
                 break
@@ -65,7 +65,9 @@ async def test_a_drain_ends_the_feed(case: Case) -> None:
             pass
 
 
-async def test_too_many_viewers_are_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_viewers_beyond_the_limit_are_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feed_module, "VIEWERS_MAX", 1)
     async with case.admin.stream("GET", EVENTS) as response:
         await anext(states(response))
@@ -73,14 +75,14 @@ async def test_too_many_viewers_are_told(case: Case, monkeypatch: pytest.MonkeyP
         assert refused.status_code == 503
         assert "viewers; close a page" in refused.json()["error"]["message"]
 
-    async def free_again() -> bool:
+    async def viewer_admitted() -> bool:
         async with case.admin.stream("GET", EVENTS) as again:
             return again.status_code == 200
 
-    await eventually(free_again)
+    await eventually(viewer_admitted)
 
 
-async def test_what_was_public_is_there_only(case: Case) -> None:
+async def test_operator_routes_are_on_the_admin_port_only(case: Case) -> None:
     for path in ("/tideserve/v1/groups/merge", "/tideserve/v1/groups/split"):
         assert (await case.http.post(path, json={})).status_code == 404
         bare = {"x-tideserve-admin": ""}
@@ -94,7 +96,7 @@ async def test_what_was_public_is_there_only(case: Case) -> None:
     assert "tideserve_gateway" in (await case.admin.get("/metrics")).text
 
 
-async def test_the_status_tells_which_etcd_answers(case: Case, etcd: EtcdServer) -> None:
+async def test_the_status_names_the_etcd_in_use(case: Case, etcd: EtcdServer) -> None:
     async def version() -> str | None:
         return (await case.admin.get("/tideserve/v1/status")).json()["etcd"]["version"]
 

@@ -1,4 +1,4 @@
-"""The examples of docs/api.md do what the page says."""
+"""The examples of docs/api.md produce the documented results."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gateway(model_aliases=MODEL)
 
 
 async def run(case: Case, example: str) -> str:
-    """What the command writes."""
+    """The output of the command."""
     process = await asyncio.create_subprocess_exec(
         "sh",
         "-c",
@@ -33,7 +33,7 @@ async def run(case: Case, example: str) -> str:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """The text of an answer in whichever form."""
+    """The text of a response of any API."""
     if "choices" in answer:
         return str(answer["choices"][0]["message"]["content"])
     content = answer["output"][0]["content"] if "output" in answer else answer["content"]

@@ -40,14 +40,14 @@ def request(first: int = 300, arrival_s: float = 0.0) -> PlannedRequest:
     return PlannedRequest(arrival_s, (first, 301), OUTPUT_TOKENS, seed=1)
 
 
-async def run(what: Job) -> list[SentRequest]:
-    """The records, by order of ending."""
-    client = LoadClient(what)
+async def run(given: Job) -> list[SentRequest]:
+    """The records in order of completion."""
+    client = LoadClient(given)
     await client.run()
     return client.records
 
 
-async def test_every_outcome_is_told_apart() -> None:
+async def test_outcomes_are_distinguished() -> None:
     behaviour: dict[int, int | str] = {1: 429, 2: 503, 3: 500, 4: "cut", 5: "error"}
     with fake_openai(behaviour) as server:
         records = await run(
@@ -64,21 +64,21 @@ async def test_every_outcome_is_told_apart() -> None:
     assert "the worker is gone" in records[5].error
 
 
-async def test_an_answer_shorter_than_asked_for_is_told_apart() -> None:
+async def test_an_output_shorter_than_requested_is_marked() -> None:
     with fake_openai({1: "short"}) as server:
         records = await run(job([server.url], [request(), request(1)], concurrency=1))
     assert [(record.output_tokens, record.short) for record in records] == [(5, False), (1, True)]
     assert {record.outcome for record in records} == {RequestOutcome.COMPLETED}
 
 
-async def test_a_client_of_a_closed_loop_keeps_its_server() -> None:
+async def test_a_closed_loop_client_keeps_its_server() -> None:
     requests = [request(300 + index) for index in range(12)]
-    with fake_openai() as one, fake_openai() as two:
-        await run(job([one.url, two.url], requests, concurrency=1))
-        assert (len(one.received), len(two.received)) == (12, 0)
+    with fake_openai() as first, fake_openai() as second:
+        await run(job([first.url, second.url], requests, concurrency=1))
+        assert (len(first.received), len(second.received)) == (12, 0)
 
 
-async def test_of_the_lead_in_only_failures_are_noted() -> None:
+async def test_only_failures_of_the_lead_in_are_recorded() -> None:
     with fake_openai({1: 500}) as server:
         requests = [request(), request(1), request(301), request(302)]
         records = await run(job([server.url], requests, concurrency=1, lead_in=2))
@@ -97,11 +97,11 @@ async def test_generation_is_forced_to_the_planned_length() -> None:
     assert "slo_class" not in body
 
 
-async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
-    with fake_openai() as one, fake_openai() as two:
+async def test_the_open_loop_keeps_arrival_times_and_alternates_servers() -> None:
+    with fake_openai() as first, fake_openai() as second:
         requests = [request(arrival_s=0.05 * index) for index in range(10)]
-        records = await run(job([one.url, two.url], requests))
-        assert len(one.received) == len(two.received) == 5
+        records = await run(job([first.url, second.url], requests))
+        assert len(first.received) == len(second.received) == 5
     records.sort(key=lambda record: record.due_s)
     gaps = [b.due_s - a.due_s for a, b in pairwise(records)]
     assert gaps == pytest.approx([0.05] * 9, abs=1e-6)
@@ -110,13 +110,13 @@ async def test_the_open_loop_keeps_its_times_and_takes_turns() -> None:
 
 
 async def refused(retry_after: str | None, returns: Returns) -> list[SentRequest]:
-    """The attempts of five clients that are always refused."""
+    """The attempts of five clients that are always refused, by client."""
     with fake_openai({first: 503 for first in range(5)}) as server:
         server.retry_after = retry_after
         return await run(job([server.url], [request(first) for first in range(5)], returns=returns))
 
 
-async def test_refused_clients_return_when_retry_after_has_passed_or_at_once() -> None:
+async def test_refused_clients_retry_after_retry_after_or_at_once() -> None:
     records = await refused("1", Returns(30.0, at_once_every=5, most=1))
     assert [record.retry_after_s for record in records] == [1.0] * 10
     at_once = [record for record in records if record.attempt.at_once]
@@ -128,26 +128,26 @@ async def test_refused_clients_return_when_retry_after_has_passed_or_at_once() -
     assert all(record.sent_s >= record.due_s for record in records)
 
 
-async def test_returns_are_bounded_in_number_and_time() -> None:
+async def test_retries_are_bounded_in_number_and_time() -> None:
     records = await refused("0", Returns(30.0, at_once_every=5, most=3))
     counts = Counter(record.attempt for record in records)
     assert counts == {
         ClientAttempt(n, late): 4 - 3 * late for n in range(4) for late in (False, True)
     }
-    # Without the header, and if the load has ended by then, obeying clients do not return.
+    # Clients that obey do not retry without the header or after the end of the load.
     for retry_after, until_s in ((None, 30.0), ("29", 20.0)):
         records = await refused(retry_after, Returns(until_s, at_once_every=5, most=1))
         assert [r.attempt for r in records if r.attempt.returns] == [ClientAttempt(1, at_once=True)]
 
 
 async def beside(backlog: Backlog, count: int) -> tuple[list[SentRequest], list[dict[str, Any]]]:
-    """The records of `count` requests or more, one of them online, and the bodies sent."""
+    """The records of at least `count` requests, one of them online, and the bodies sent."""
     with fake_openai({1: "silent"}) as server:
         client = LoadClient(job([server.url], [request(1)], backlog=backlog))
         running = asyncio.create_task(client.run())
         while len(client.records) < count and not running.done():
             await asyncio.wait((running,), timeout=0.01)
-        server.ending.set()  # the silent request is answered, and the open loop is over
+        server.ending.set()  # the silent request is answered, and the open loop has ended
         await running
         bodies = list(server.received)
     assert {record.outcome for record in client.records} == {RequestOutcome.COMPLETED}
@@ -166,14 +166,14 @@ async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
         assert sum(r.sent_s <= moment < r.end_s for r in batch) <= backlog.clients
 
 
-async def test_a_backlog_in_batches_sends_the_next_one_when_the_last_has_ended() -> None:
+async def test_a_backlog_sends_its_batches_one_at_a_time() -> None:
     batch, _ = await beside(Backlog(3, (4, 4), (2, 2), seed=1, in_batches=True), 9)
     for number in range(3, 9):
         begin = number // 3 * 3
         assert batch[number].due_s >= max(each.end_s for each in batch[begin - 3 : begin])
 
 
-async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
+async def test_backlog_requests_running_at_the_end_are_no_failures() -> None:
     backlog = Backlog(clients=2, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
     silent: dict[int, int | str] = {
         backlog.request(number).prompt_ids[0]: "silent" for number in (0, 1)
@@ -183,16 +183,16 @@ async def test_what_runs_of_a_backlog_at_the_end_is_no_failure() -> None:
     assert [record.outcome for record in records] == [RequestOutcome.COMPLETED]
 
 
-async def test_the_class_is_told_as_a_server_has_it() -> None:
+async def test_the_class_is_sent_in_the_form_of_the_server() -> None:
     asked = replace(request(), slo_class="interactive", ttft_s=0.4, tpot_s=0.05)
     batch = replace(request(), slo_class="batch")
-    told: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
     for class_fields in ClassFields:
         with fake_openai() as server:
             await run(job([server.url], [asked, batch], concurrency=1, class_fields=class_fields))
             names = ("slo_class", "slo", "priority")
-            told += [{n: body[n] for n in names if n in body} for body in server.received]
-    assert told == [
+            bodies += [{n: body[n] for n in names if n in body} for body in server.received]
+    assert bodies == [
         {"slo_class": "interactive", "slo": {"ttft_ms": 400.0, "tpot_ms": 50.0}},
         {"slo_class": "batch"},
         {"priority": 0},
@@ -207,14 +207,14 @@ async def test_a_late_send_is_counted() -> None:
         client = LoadClient(job([server.url], [request(), request(arrival_s=0.3)]))
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        # Holds the client's own loop over both arrivals.
+        # Blocks the client's event loop during both arrivals.
         time.sleep(LEAD_S + 0.3 + 0.1)  # noqa: ASYNC251
         await running
     assert [record.late for record in client.records] == [True, True]
     assert min(record.ttft_s for record in client.records) > 0.05
 
 
-async def test_the_closed_loop_bounds_what_runs_at_once() -> None:
+async def test_the_closed_loop_bounds_concurrency() -> None:
     with fake_openai() as server:
         records = await run(job([server.url], [request() for _ in range(12)], concurrency=3))
     assert len(records) == 12
@@ -224,7 +224,7 @@ async def test_the_closed_loop_bounds_what_runs_at_once() -> None:
 
 
 @pytest.mark.parametrize(("takes_s", "begun"), [(1.0, 9), (3.0, 3), (5.5, 1)])
-async def test_what_would_be_cut_off_is_not_begun(
+async def test_requests_that_would_be_cut_off_are_not_sent(
     monkeypatch: pytest.MonkeyPatch, takes_s: float, begun: int
 ) -> None:
     now_s = 0.0
@@ -261,6 +261,6 @@ def test_requests_come_from_another_process() -> None:
     assert shown[0] == "0/2"
 
 
-def test_a_load_generator_that_dies_is_told() -> None:
+def test_the_death_of_a_load_generator_is_reported() -> None:
     with pytest.raises(SystemUnavailable, match="the load generator ended with 1"):
         run_job(job(["http://[broken"], [request()]), lambda line: None)

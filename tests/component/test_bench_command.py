@@ -1,4 +1,4 @@
-"""`tideserve bench` as a person runs it, against a server that already runs."""
+"""`tideserve bench` as a command, against a running server."""
 
 import json
 import struct
@@ -26,7 +26,7 @@ TIMEOUT_S = 240.0
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder that passes for a model as long as nobody loads it."""
+    """A folder that looks like a model's until it is loaded."""
     folder = tmp_path / "model"
     folder.mkdir()
     header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
@@ -70,8 +70,8 @@ def test_a_server_is_measured(tmp_path: Path, model: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_system_that_cannot_run_spoils_the_exit_code(tmp_path: Path, model: Path) -> None:
-    """The other system is measured and reported all the same."""
+def test_a_system_that_cannot_run_fails_the_exit_code(tmp_path: Path, model: Path) -> None:
+    """The other system is still measured and reported."""
     figures = tmp_path / "out.json"
     with fake_openai() as server, fake_openai() as broken:
         broken.behaviour = dict.fromkeys(range(TOKEN_ID_MIN, TOKEN_ID_MAX + 1), 500)
@@ -86,21 +86,21 @@ def test_a_system_that_cannot_run_spoils_the_exit_code(tmp_path: Path, model: Pa
     assert "HTTP 500" in result["unavailable"]["bad"]
 
 
-def test_what_cannot_be_done_is_one_sentence(
+def test_an_impossible_command_is_refused_in_one_sentence(
     tmp_path: Path,
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In this process: a new one for each would take two seconds."""
+    """Runs in this process, as a new process takes two seconds."""
     empty = tmp_path / "empty.csv"
     empty.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,y,z\n")
     figures = tmp_path / "no" / "out.json"
     with refusing_address() as address:
-        nobody = f"a=http://{address}"
+        unreachable = f"a=http://{address}"
         cases: list[tuple[list[str | Path], str]] = [
             (["tsunami"], "unknown scenario 'tsunami'"),
-            (["steady", "--systems", nobody, "--model", model], "no server answers at"),
+            (["steady", "--systems", unreachable, "--model", model], "no server answers at"),
             (["burst", "--trace", empty], "has no usable row (1 malformed)"),
             (["burst", "--paced", "A100-14B", "--systems", "drop,vllm"], "vllm cannot serve it"),
             (["steady", "--paced", "A100-14B"], "'steady' has no load for --paced's tiny model"),
@@ -131,17 +131,17 @@ def refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> str:
-    """The one line in which the command says why it does not begin."""
+    """The line in which the command explains why it does not start."""
     monkeypatch.setattr(sys, "argv", ["tideserve", "bench", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2, arguments
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    return said
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    return error
 
 
-def test_what_cannot_be_done_on_a_gpu(
+def test_an_impossible_command_for_a_gpu_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(option_checks, "version", lambda name: "2.13.0+cu130")

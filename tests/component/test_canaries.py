@@ -1,7 +1,7 @@
-"""What clients say and the keys that they show are found in no log line, metric, span or event log.
+"""Clients' strings and keys appear in no log line, metric, span or event log.
 
-Every word of theirs is marked, in requests that succeed, are refused, break and crash, at both
-doors. Ids that clients choose are told on purpose and have no mark.
+All client-supplied strings are marked, in requests that succeed, are refused, fail and crash, over
+HTTP and gRPC. Ids chosen by clients are logged on purpose and have no mark.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from services.core.quota.limits import QuotaLimits
 from services.gateway.serving.prepare import Preparer
 from tests.support.canaries import CHAT, COMPLETION, MARK, good, refused, refused_json, word
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case, text_ids
-from tests.support.grpc_bodies import said
+from tests.support.grpc_bodies import to_message
 from tests.support.log_lines import LogLines, log_lines
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import eventually
@@ -32,7 +32,7 @@ from tideserve.kserve.v2 import inference_pb2_grpc
 from tideserve.worker.v1 import worker_pb2
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-MINE = "told-on-purpose"
+MINE = "logged-on-purpose"
 LAST = "the-last-of-all"
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 HEADERS = {
@@ -47,26 +47,26 @@ OURS = ("httpx", "httpcore", "openai")
 
 @pytest.fixture
 def lines() -> Iterator[LogLines]:
-    # Log lines of the test's own clients are not looked at.
+    # Log lines of the test's own clients are ignored.
     with log_lines(*OURS) as lines:
         yield lines
 
 
 class Seen:
-    """A gateway to which all of it is said, and what came of it."""
+    """A gateway that receives the marked requests, with their outcomes."""
 
     def __init__(self, case: Case, keys: dict[str, str], receiver: OtlpReceiver) -> None:
         self.case = case
         self.keys = keys
         self.receiver = receiver
         self.headers = HEADERS | {"authorization": f"Bearer {keys['client']}"}
-        # gRPC's library says the agent itself.
+        # gRPC's library sets the user agent itself.
         sent = self.headers.items()
         self.metadata = tuple((name, value) for name, value in sent if name != "user-agent")
         self.last = ""
 
     async def http(self, endpoint: str, body: dict[str, Any] | bytes, **headers: str) -> int:
-        """The status of a request by HTTP."""
+        """The status of an HTTP request."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {"content-type": "application/json"} | self.headers | headers
         path = f"{PATHS.get(endpoint, endpoint)}?q={word('query')}"
@@ -93,7 +93,7 @@ class Seen:
             return str((await call.code()).name)
 
     async def kserve(self, stream: bool, **fields: Any) -> None:
-        """A request by KServe's protocol, whose answer may be an error."""
+        """Send a request over KServe's protocol; it may fail."""
         request = kpb.ModelInferRequest(model_name="m", id=word("kserve-id"))
         for name, text in (("text_input", word("tensor")), ("sampling_parameters", fields)):
             tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
@@ -111,8 +111,8 @@ class Seen:
                     await stub.ModelInfer(request, **options)
 
     async def both(self, endpoint: str, body: dict[str, Any]) -> tuple[int, str]:
-        """The status and the code of one request at both doors."""
-        request = said(endpoint, body)
+        """The HTTP status and the gRPC code of a request."""
+        request = to_message(endpoint, body)
         assert request is not None, f"gRPC cannot say {body}"
         return await self.http(endpoint, body), await self.grpc(request)
 
@@ -144,7 +144,7 @@ async def answered(seen: Seen) -> None:
     for endpoint, body in good():
         assert await seen.both(endpoint, body) == (200, "OK"), seen.last
         assert await seen.http(endpoint, body | {"stream": True}) == 200
-        request = said(endpoint, body)
+        request = to_message(endpoint, body)
         assert await seen.grpc(request, stream=True) == "OK"
     unknown = {word("field"): word("value"), "metadata": {"k": word("metadata")}}
     assert await seen.http("chat", CHAT | unknown) == 200
@@ -190,7 +190,7 @@ async def refusals(seen: Seen) -> None:
 
 
 async def no_http(seen: Seen) -> None:
-    """What is no HTTP at all."""
+    """Send bytes that are not HTTP."""
     host, port = seen.case.url.removeprefix("http://").split(":")
     for data in (f"{word('method')} / {word('version')}\r\n\r\n", f"\x16\x03{word('tls')}\r\n\r\n"):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -200,7 +200,7 @@ async def no_http(seen: Seen) -> None:
 
 
 async def broken(seen: Seen) -> None:
-    """Workers that fail, lie and go away, and say why in their clients' words."""
+    """Use workers that fail, misbehave and disappear, with errors that quote their clients."""
     worker = seen.case.cluster.workers[0]
     worker.broken, worker.finish = word("reason"), worker_pb2.FINISH_REASON_ERROR
     for endpoint, body in (("chat", CHAT), ("completion", COMPLETION)):
@@ -214,7 +214,7 @@ async def broken(seen: Seen) -> None:
     worker.pause_at = 2
     streams = [
         asyncio.create_task(seen.http("chat", CHAT | {"stream": True})),
-        asyncio.create_task(seen.grpc(said("chat", CHAT), stream=True)),
+        asyncio.create_task(seen.grpc(to_message("chat", CHAT), stream=True)),
     ]
     await eventually(lambda: len(worker.active) == 2)
     worker.die()
@@ -228,7 +228,7 @@ async def broken(seen: Seen) -> None:
 
 
 async def crashed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults of ours, whose exceptions quote what they met."""
+    """Cause internal errors whose exceptions quote the request."""
 
     async def crash(self: Preparer, body: Any, record: Any) -> Any:
         try:
@@ -243,8 +243,8 @@ async def crashed(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
         await seen.kserve(stream=False)
 
 
-async def told(seen: Seen) -> str:
-    """All metrics and the status that operators see."""
+async def operator_views(seen: Seen) -> str:
+    """The metrics and the status shown to operators."""
     admin = {"authorization": f"Bearer {seen.keys['admin']}"}
     pages = []
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=admin) as http:
@@ -259,7 +259,7 @@ async def told(seen: Seen) -> str:
     return "\n".join(pages)
 
 
-async def test_no_words_or_keys_of_clients_are_told(
+async def test_no_strings_or_keys_of_clients_are_exposed(
     seen: Seen,
     lines: LogLines,
     tmp_path: Path,
@@ -272,27 +272,27 @@ async def test_no_words_or_keys_of_clients_are_told(
     await no_http(seen)
     await broken(seen)
     await crashed(seen, monkeypatch)
-    metrics = await told(seen)
-    # Spans are sent in the order of their ends: with this one all have come.
+    metrics = await operator_views(seen)
+    # Spans are exported in order of their ends, so this is the last.
     assert await seen.http("chat", CHAT, **{"x-request-id": LAST}) == 200
     seen.case.stop.set()
-    await eventually(lambda: any(LAST in str(one) for one in seen.receiver.all_spans))
+    await eventually(lambda: any(LAST in str(span) for span in seen.receiver.all_spans))
     written = "\n".join(path.read_text() for path in (tmp_path / "events").iterdir())
     streams = capfd.readouterr()
-    found = {
+    texts = {
         "log": "\n".join(lines.lines),
         "metrics": metrics,
         "spans": "\n".join(map(str, seen.receiver.all_spans)),
         "event log": written,
         "output": streams.out + streams.err,
     }
-    # The logs are not empty: ids, failures and crashes stand in them.
-    assert found["log"].count(MINE) > 50 and found["spans"].count(MINE) > 20
-    assert "a request failed" in found["log"] and "a call failed" in found["log"]
-    assert "builtins.ValueError" in found["log"] and "worker_lost" in found["spans"]
+    # The logs are not empty: they contain ids, failures and crashes.
+    assert texts["log"].count(MINE) > 50 and texts["spans"].count(MINE) > 20
+    assert "a request failed" in texts["log"] and "a call failed" in texts["log"]
+    assert "builtins.ValueError" in texts["log"] and "worker_lost" in texts["spans"]
     assert 'status="500"' in metrics and "StreamOpened" in written
     secrets = [MARK, *seen.keys.values()]
-    for where, text in found.items():
+    for where, text in texts.items():
         for secret in secrets:
             for line in text.lower().splitlines():
                 assert secret.lower() not in line, f"{where}: {line[:600]}"

@@ -1,4 +1,4 @@
-"""The trace of a change of groups, from a real memory manager with members that only remember."""
+"""The trace of a change of groups, from a real memory manager with fake engines."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
@@ -38,19 +38,19 @@ class Bench:
         return [answer.step async for answer in call]
 
     async def roots(self, count: int) -> list[str]:
-        """Ids of so many traces of changes, in the order in which they came."""
+        """Wait for `count` traces of changes; returns their ids in order of arrival."""
 
-        def found() -> list[str]:
-            return [one.trace_id.hex() for one in self.receiver.all_spans if one.name == ROOT]
+        def trace_ids() -> list[str]:
+            return [span.trace_id.hex() for span in self.receiver.all_spans if span.name == ROOT]
 
-        await eventually(lambda: len(found()) >= count)
-        assert len(found()) == count
-        return found()
+        await eventually(lambda: len(trace_ids()) >= count)
+        assert len(trace_ids()) == count
+        return trace_ids()
 
 
 @pytest.fixture
 async def bench(store: Store, receiver: OtlpReceiver) -> AsyncIterator[Bench]:
-    # The ratio is one of requests: changes are always told.
+    # The ratio applies to requests; changes are always traced.
     config = MemmgrConfig(
         etcd_url=store.url,
         lease_ttl_s=LEASE_TTL_S,
@@ -60,27 +60,27 @@ async def bench(store: Store, receiver: OtlpReceiver) -> AsyncIterator[Bench]:
     )
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(serving(memmgr_app.serve, config))
-        one = await stack.enter_async_context(member(store, "w0"))
-        two = await stack.enter_async_context(member(store, "w1"))
+        first = await stack.enter_async_context(member(store, "w0"))
+        second = await stack.enter_async_context(member(store, "w1"))
         address = await service_address(store, "memmgr")
-        await stack.enter_async_context(reporting(address, one, two))
-        await all_serve(address, one, two)
+        await stack.enter_async_context(reporting(address, first, second))
+        await all_serve(address, first, second)
         channel = await stack.enter_async_context(open_channel(address))
-        yield Bench(memmgr_pb2_grpc.MemmgrServiceStub(channel), (one, two), receiver)
+        yield Bench(memmgr_pb2_grpc.MemmgrServiceStub(channel), (first, second), receiver)
 
 
 async def test_a_change_is_one_trace_with_a_span_for_every_step_of_every_member(
     bench: Bench,
 ) -> None:
-    two = bench.members[1]
-    two.engine.settled = False
+    second = bench.members[1]
+    second.engine.settled = False
     steps = await bench.merge()
     assert steps[-1].phase == memmgr_pb2.RECONFIGURATION_PHASE_STABLE
     assert bench.receiver.all_spans == [], "it goes on until the last member has settled"
-    two.engine.settled = True
+    second.engine.settled = True
     (trace_id,) = await bench.roots(1)
     spans = bench.receiver.trace(trace_id)
-    assert {name: len(found) for name, found in spans.items()} == {
+    assert {name: len(named) for name, named in spans.items()} == {
         ROOT: 1,
         "decide": 1,
         "prepare": 2,
@@ -89,7 +89,7 @@ async def test_a_change_is_one_trace_with_a_span_for_every_step_of_every_member(
         "exchange": 1,
     }
     (root,) = spans[ROOT]
-    children = [span for found in spans.values() for span in found if span is not root]
+    children = [span for named in spans.values() for span in named if span is not root]
     assert {span.parent_span_id for span in children} == {root.span_id}
     for name in ("prepare", "apply"):
         workers = {attributes_of(span)["tideserve.worker"] for span in spans[name]}
@@ -97,23 +97,23 @@ async def test_a_change_is_one_trace_with_a_span_for_every_step_of_every_member(
     order = ["decide", "prepare", "commit", "apply", "exchange"]
     ends = [max(span.end_time_unix_nano for span in spans[name]) for name in order]
     assert ends == sorted(ends) and ends[-1] <= root.end_time_unix_nano
-    told = attributes_of(root)
-    assert told["tideserve.change.cause"] == "manual"
-    assert told["tideserve.change.epoch"] == steps[-1].epoch
-    assert "merge: room for" in told["tideserve.change.text"]
+    attributes = attributes_of(root)
+    assert attributes["tideserve.change.cause"] == "manual"
+    assert attributes["tideserve.change.epoch"] == steps[-1].epoch
+    assert "merge: room for" in attributes["tideserve.change.text"]
     assert root.status.code == 0
 
 
-async def test_the_groups_records_name_the_trace_that_made_them(bench: Bench) -> None:
+async def test_group_records_name_the_trace_of_their_change(bench: Bench) -> None:
     await bench.merge()
     (trace_id,) = await bench.roots(1)
     (root,) = bench.receiver.spans(ROOT)
     records = bench.members[1].directory.records.values()
-    (made,) = [one for one in records if len(one.members) == 2]
+    (made,) = [record for record in records if len(record.members) == 2]
     assert made.traceparent == f"00-{trace_id}-{root.span_id.hex()}-01"
 
 
-async def test_a_refused_change_is_a_trace_that_failed(bench: Bench) -> None:
+async def test_a_refused_change_is_a_failed_trace(bench: Bench) -> None:
     bench.members[1].engine.refuse = "it has no room"
     steps = await bench.merge()
     assert steps[-1].phase == memmgr_pb2.RECONFIGURATION_PHASE_FAILED
@@ -125,7 +125,7 @@ async def test_a_refused_change_is_a_trace_that_failed(bench: Bench) -> None:
     assert [attributes_of(span)["tideserve.worker"] for span in refused] == ["w1"]
 
 
-async def test_what_a_lost_member_leaves_restores_in_a_trace_of_its_own(
+async def test_survivors_of_a_lost_member_restore_in_a_new_trace(
     store: Store, receiver: OtlpReceiver
 ) -> None:
     config = MemmgrConfig(
@@ -133,17 +133,17 @@ async def test_what_a_lost_member_leaves_restores_in_a_trace_of_its_own(
     )
     async with (
         serving(memmgr_app.serve, config),
-        member(store, "w0") as one,
+        member(store, "w0") as first,
     ):
         address = await service_address(store, "memmgr")
-        async with reporting(address, one):
+        async with reporting(address, first):
             async with (
-                member(store, "w1") as two,
-                reporting(address, two),
+                member(store, "w1") as second,
+                reporting(address, second),
                 open_channel(address) as channel,
             ):
-                await all_serve(address, one, two)
-                bench = Bench(memmgr_pb2_grpc.MemmgrServiceStub(channel), (one, two), receiver)
+                await all_serve(address, first, second)
+                bench = Bench(memmgr_pb2_grpc.MemmgrServiceStub(channel), (first, second), receiver)
                 await bench.merge()
                 await bench.roots(1)
             _, trace_id = await bench.roots(2)

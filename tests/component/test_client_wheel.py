@@ -16,7 +16,7 @@ from tests.support.gateway import TEXT, gateway_case
 from tideserve.cli.certificates import write_pair
 
 KEY = "k" * 24
-# It runs where neither the server nor this tree can be imported.
+# Runs where neither the server nor this tree can be imported.
 TOUR = """
 import asyncio, importlib.util, json, sys
 import tideserve.client as tide
@@ -24,17 +24,17 @@ assert importlib.util.find_spec("services") is None
 
 target, key, ca, cert, private = sys.argv[1:]
 tls = tide.Tls(ca, cert or None, private or None) if ca else False
-told = {}
+results = {}
 
 with tide.Client(target, api_key=key, tls=tls, timeout_s=60) as client:
-    told["models"] = [model.id for model in client.models()]
+    results["models"] = [model.id for model in client.models()]
     answer = client.chat("hi", model="m", max_tokens=20, temperature=0)
-    told["chat"] = answer.choices[0].message.text
+    results["chat"] = answer.choices[0].message.text
     with client.stream_chat("hi", model="m", max_tokens=20) as stream:
-        told["stream"] = "".join(piece.text for piece in stream)
-    told["complete"] = client.complete(["a", "b"], model="m", max_tokens=5).choices[1].text
+        results["stream"] = "".join(piece.text for piece in stream)
+    results["complete"] = client.complete(["a", "b"], model="m", max_tokens=5).choices[1].text
     ids = client.tokenize("hi", model="m")
-    told["round"] = client.detokenize(ids, model="m")
+    results["round"] = client.detokenize(ids, model="m")
     with client.stream_chat("hi", model="m") as stream:
         next(stream)
         client.cancel(stream.id)
@@ -42,19 +42,19 @@ with tide.Client(target, api_key=key, tls=tls, timeout_s=60) as client:
             for piece in stream:
                 pass
         except tide.Cancelled as error:
-            told["cancelled"] = error.reason
+            results["cancelled"] = error.reason
     try:
         client.chat("hi", model="other")
     except tide.ModelNotFound as error:
-        told["error"] = [error.reason, error.field]
+        results["error"] = [error.reason, error.field]
 
 async def main():
     async with tide.AsyncClient(target, api_key=key, tls=tls, timeout_s=60) as client:
         async with client.stream_complete("hi", model="m", max_tokens=20) as stream:
-            told["asyncio"] = "".join([piece.text async for piece in stream])
+            results["asyncio"] = "".join([piece.text async for piece in stream])
 
 asyncio.run(main())
-print(json.dumps(told))
+print(json.dumps(results))
 """
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """With tideserve-api and tideserve-client, and nothing else of the tree."""
+    """An environment with tideserve-api and tideserve-client, and nothing else of the tree."""
     folder = tmp_path_factory.mktemp("client")
     built = {path.name.split("-")[0]: path for path in build_wheels.build(folder / "dist")}
     made = Environment(folder / "environment")
@@ -73,7 +73,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(params=["clear", "tls", "mtls"])
 async def options(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[dict[str, Any]]:
-    """Keys of the gateway, and files of the client."""
+    """Configuration of the gateway, and certificate files of the client."""
     if request.param == "clear":
         yield {"config": {}, "files": ["", "", ""]}
         return
@@ -96,10 +96,10 @@ async def test_a_tour(
 ) -> None:
     async with gateway_case(store, tmp_path / "model", api_key=KEY, **options["config"]) as case:
         arguments = (case.target, KEY, *options["files"])
-        told = json.loads(
+        results = json.loads(
             await asyncio.to_thread(environment.command, "python", "-c", TOUR, *arguments)
         )
-    assert told == {
+    assert results == {
         "models": ["m"],
         "chat": TEXT[:20],
         "stream": TEXT[:20],

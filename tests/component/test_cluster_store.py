@@ -1,4 +1,4 @@
-"""Transactions of the group protocol against a real etcd, and what is done when no answer comes."""
+"""Transactions of the group protocol against a real etcd, also with lost answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ ASSIGNMENT = Assignment("w0", "w0-a", "group-w0", 1, 0, 4)
 
 
 class LosingStore(Store):
-    """Carries transactions out, or not, and never answers."""
+    """A store that applies transactions or not, and never answers."""
 
     def __init__(self, store: Store, applies: bool) -> None:
         self.__dict__ = store.__dict__
@@ -59,7 +59,7 @@ def write_of(token: int) -> Transact:
     return Transact(1, token, (GROUP,), (ASSIGNMENT,), {"group-w0": 0}, {"w0": 0}, {})
 
 
-async def test_a_write_is_read_as_it_was_written(store: Store) -> None:
+async def test_a_write_round_trips(store: Store) -> None:
     records = ClusterStore(store, condition)
     revision = await records.write(write_of(await elect(store)))
     assert revision is not None
@@ -69,7 +69,7 @@ async def test_a_write_is_read_as_it_was_written(store: Store) -> None:
     assert cluster.revision == revision
 
 
-async def test_another_leaders_token_writes_nothing(store: Store) -> None:
+async def test_a_stale_leaders_token_writes_nothing(store: Store) -> None:
     records = ClusterStore(store, condition)
     token = await elect(store)
     await delete(store, LEADER)
@@ -79,20 +79,20 @@ async def test_another_leaders_token_writes_nothing(store: Store) -> None:
 
 
 @pytest.mark.parametrize("applies", [True, False])
-async def test_without_an_answer_it_is_looked_up_and_not_repeated(
+async def test_a_transaction_without_an_answer_is_looked_up_and_not_repeated(
     store: Store, applies: bool
 ) -> None:
     losing = LosingStore(store, applies)
     revision = await ClusterStore(losing, condition).write(write_of(await elect(store)))
     assert losing.transactions == 1
     (*stored,) = (await ClusterStore(store, condition).list_until_answered()).listing.groups
-    assert [one.mod_revision for one in stored] == ([revision] if applies else [])
-    assert [one.group for one in stored] == ([GROUP] if applies else [])
+    assert [group.mod_revision for group in stored] == ([revision] if applies else [])
+    assert [group.group for group in stored] == ([GROUP] if applies else [])
     assert (revision is not None) == applies
 
 
-async def test_an_equal_record_from_before_is_not_taken_for_the_write(store: Store) -> None:
-    """Removing a mark makes a record what it was: only its revision tells."""
+async def test_an_equal_older_record_is_not_mistaken_for_the_write(store: Store) -> None:
+    """Removing a mark restores a record's content; only its revision differs."""
     records = ClusterStore(store, condition)
     token = await elect(store)
     first = await records.write(write_of(token))
@@ -121,9 +121,7 @@ async def test_a_worker_may_update_its_record_but_not_register_again(store: Stor
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_workers_that_have_gone_are_forgotten_above_a_floor(
-    store: Store, answers: bool
-) -> None:
+async def test_departed_workers_are_removed_above_a_floor(store: Store, answers: bool) -> None:
     records = ClusterStore(store, condition)
     token = await elect(store)
     written = await records.write(write_of(token))
@@ -140,7 +138,7 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     )
     stale = replace(removal, floor_revision=written)
     assert await records.write(stale) is None
-    # A worker that has registered meanwhile is not forgotten.
+    # A worker that has registered meanwhile is not removed.
     key = f"{WORKERS}w0"
     await store.put_if(key, b"{}", 0)
     assert await records.write(removal) is None
@@ -151,11 +149,11 @@ async def test_workers_that_have_gone_are_forgotten_above_a_floor(
     cluster = await records.list_until_answered()
     assert (cluster.listing.groups, cluster.listing.assignments) == ((), ())
     assert (cluster.listing.epoch_floor, cluster.listing.floor_revision) == (7, revision)
-    # An earlier attempt that comes late finds another floor.
+    # A delayed earlier attempt finds another floor.
     assert await records.write(removal) is None
 
 
-async def test_a_floor_that_cannot_be_read_is_above_every_epoch(store: Store) -> None:
+async def test_an_unreadable_floor_is_above_every_epoch(store: Store) -> None:
     records = ClusterStore(store, condition)
     await store.put_if(EPOCH_FLOOR, b"junk", 0)
     listing = (await records.list_until_answered()).listing

@@ -52,7 +52,7 @@ class TestStore:
         assert not await store.put_if("a", b"4", entry.mod_revision)
         assert await value_at(store, "a") == b"3"
 
-    async def test_a_deletion_spares_a_successor(self, store: Store) -> None:
+    async def test_a_deletion_keeps_a_successors_key(self, store: Store) -> None:
         await store.put_if("a", b"1", 0)
         first = (await store.list_prefix("a"))["a"]
         same = SameCreation("a", first.create_revision)
@@ -61,9 +61,7 @@ class TestStore:
         assert not await store.transact([same], {}, ["a"])
         assert await value_at(store, "a") == b"2"
 
-    async def test_a_transaction_compares_everything_and_writes_everything(
-        self, store: Store
-    ) -> None:
+    async def test_a_transaction_compares_and_writes_atomically(self, store: Store) -> None:
         await store.put_if("a", b"1", 0)
         a = (await store.list_prefix("a"))["a"]
         right = [
@@ -88,7 +86,7 @@ class TestStore:
         assert {entry.mod_revision for entry in snapshot.entries.values()} == {revision}
         assert snapshot.revision == revision
 
-    async def test_a_lease_takes_its_keys_along(self, store: Store) -> None:
+    async def test_an_expired_lease_deletes_its_keys(self, store: Store) -> None:
         lease = await store.grant_lease(60)
         await store.put_if("a", b"1", 0, lease)
         assert await store.keep_alive(lease) == 60
@@ -96,12 +94,12 @@ class TestStore:
         assert await value_at(store, "a") is None
         assert await store.keep_alive(lease) == 0
 
-    async def test_no_etcd_is_one_sentence(self) -> None:
+    async def test_an_unreachable_etcd_is_reported_in_one_sentence(self) -> None:
         store = Store("http://127.0.0.1:9")
         with pytest.raises(StoreError, match=r"etcd at http://127.0.0.1:9 cannot be reached"):
             await store.connect(timeout_s=0.5)
 
-    async def test_a_name_that_does_not_exist_is_one_sentence(self) -> None:
+    async def test_an_unknown_host_name_is_reported_in_one_sentence(self) -> None:
         store = Store("etcd.invalid:2379,127.0.0.1:9")
         with pytest.raises(StoreError, match="cannot be reached"):
             await store.connect(timeout_s=0.5)
@@ -112,7 +110,7 @@ class TestStore:
         async with open_store(url) as store:
             assert await store.list_prefix("") == {}
 
-    async def test_calls_fail_in_time_and_work_again(self, store: Store, etcd: EtcdServer) -> None:
+    async def test_calls_time_out_and_recover(self, store: Store, etcd: EtcdServer) -> None:
         etcd.kill()
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(StoreError):
@@ -140,7 +138,7 @@ class TestRegistration:
             await eventually(lambda: holds(store, worker_record()))
         assert await value_at(store, KEY) is None
 
-    async def test_an_abandoned_key_ends_with_its_lease(self, store: Store) -> None:
+    async def test_an_abandoned_key_expires_with_its_lease(self, store: Store) -> None:
         registration = Registration(store, KEY, worker_record(), SHORT_LEASE_TTL_S)
         task = asyncio.create_task(registration.run())
         await eventually(registration.registered.is_set)
@@ -157,7 +155,7 @@ class TestRegistration:
             record = worker_record(incarnation="new")
             successor = Registration(store, KEY, record, SHORT_LEASE_TTL_S)
             task = asyncio.create_task(successor.run())
-            # Longer than its lease, so it has to renew that while it waits.
+            # Longer than its lease, so it must renew while it waits.
             await asyncio.sleep(1.5 * SHORT_LEASE_TTL_S)
             assert not successor.registered.is_set()
             assert await value_at(store, KEY) == encode_record(worker_record(incarnation="old"))
@@ -167,7 +165,7 @@ class TestRegistration:
         await asyncio.wait([task])
         await successor.withdraw()
 
-    async def test_what_it_says_can_change(self, store: Store) -> None:
+    async def test_a_record_can_be_updated(self, store: Store) -> None:
         later = worker_record(draining=True)
         async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
             await registration.update(later)
@@ -188,8 +186,8 @@ class TestRegistration:
             await eventually(again)
             await eventually(registration.registered.is_set)
 
-    async def test_our_own_earlier_write_is_taken_over(self, store: Store) -> None:
-        """As after a put whose answer was lost: the key is ours, but under another lease."""
+    async def test_an_own_earlier_write_is_adopted(self, store: Store) -> None:
+        """As after a put with a lost answer: the key is ours, but on another lease."""
         forgotten = await store.grant_lease(600)
         await store.put_if(KEY, encode_record(worker_record()), 0, forgotten)
         async with registered(store, KEY, worker_record()):
@@ -197,7 +195,7 @@ class TestRegistration:
             assert await value_at(store, KEY) is not None
         assert await value_at(store, KEY) is None
 
-    async def test_it_comes_back_after_an_outage_longer_than_the_lease(
+    async def test_a_process_registers_again_after_an_outage_longer_than_the_lease(
         self, store: Store, etcd: EtcdServer
     ) -> None:
         async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
@@ -205,7 +203,7 @@ class TestRegistration:
             await eventually(lambda: not registration.registered.is_set())
             etcd.start()
             await eventually(registration.registered.is_set)
-            # Also once the first lease, which the restart has renewed, is over.
+            # Also after the first lease, renewed by the restart, has expired.
             await asyncio.sleep(2.5 * SHORT_LEASE_TTL_S)
             await eventually(lambda: holds(store, worker_record()))
         assert await value_at(store, KEY) is None
@@ -243,16 +241,16 @@ class FollowedDirectory:
 
 
 class SilentWatch:
-    """A watch that never says anything."""
+    """A watch that never responds."""
 
     async def write(self, request: object) -> None:
-        """Take a request."""
+        """Accept a request."""
 
     async def read(self) -> None:
         await asyncio.Event().wait()
 
     def cancel(self) -> None:
-        """End."""
+        """End the watch."""
 
 
 class TestDirectory:
@@ -267,16 +265,16 @@ class TestDirectory:
             await followed.shows()
             assert followed.changes == 4
 
-    async def test_ignores_what_is_no_record(self, store: Store) -> None:
+    async def test_ignores_invalid_records(self, store: Store) -> None:
         async with FollowedDirectory(store) as followed:
             values = [b"{", b"\xff\xfe", b"[1]", b'{"epoch": {}}', b"[" * 100_000]
-            values.append(encode_record(worker_record("w0")))  # of another key
+            values.append(encode_record(worker_record("w0")))  # a record of another key
             for number, value in enumerate(values):
                 await store.put_if(f"{WORKERS}bad{number}", value, 0)
             await put(store, KEY, worker_record())
             await followed.shows(w0=worker_record())
 
-    async def test_the_newest_record_is_the_one_created_last(self, store: Store) -> None:
+    async def test_the_newest_record_is_the_last_created(self, store: Store) -> None:
         async with FollowedDirectory(store) as followed:
             await put(store, f"{WORKERS}z", worker_record("z"))
             await put(store, f"{WORKERS}a", worker_record("a"))
@@ -285,7 +283,7 @@ class TestDirectory:
             assert followed.directory.newest(WORKERS) == worker_record("a")
             assert followed.directory.newest("none/") is None
 
-    async def test_the_last_view_stays_while_etcd_is_away(
+    async def test_the_last_view_is_kept_while_etcd_is_unreachable(
         self, store: Store, etcd: EtcdServer
     ) -> None:
         await put(store, KEY, worker_record())
@@ -298,13 +296,13 @@ class TestDirectory:
                 await put(fresh, f"{WORKERS}w1", worker_record("w1"))
             await followed.shows(w0=worker_record(), w1=worker_record("w1"))
 
-    async def test_heals_after_a_compaction(
+    async def test_recovers_after_a_compaction(
         self, store: Store, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         wait = store._wait_for_change
 
         async def wait_late(prefix: str, revision: int) -> None:
-            """Between the listing and its watch come changes and a compaction."""
+            """Change and compact between the listing and its watch."""
             monkeypatch.setattr(store, "_wait_for_change", wait)
             for number in range(3):
                 await put(store, KEY, worker_record(incarnation=f"i{number}"))
@@ -320,10 +318,10 @@ class TestDirectory:
             await put(store, KEY, worker_record(incarnation="after"))
             await followed.shows(w0=worker_record(incarnation="after"))
 
-    async def test_sees_all_while_history_is_forgotten_again_and_again(
+    async def test_sees_all_changes_during_repeated_compactions(
         self, store: Store, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each watch may be refused before it has begun; without that the fault would be none."""
+        """Compactions may cause each watch to be refused at its start; at least one must be."""
         monkeypatch.setattr(etcd_module, "RELIST_S", 1e6)
         monkeypatch.setattr(etcd_module, "RETRY_S", 0.0)
         listings = 0
@@ -345,7 +343,7 @@ class TestDirectory:
         writes = 0
         try:
             async with FollowedDirectory(store) as followed, open_store(etcd.url) as writer:
-                while listings <= writes + 1:  # one for each change, if no watch was refused
+                while listings <= writes + 1:  # one per change if no watch was refused
                     writes += 1
                     await put(writer, KEY, worker_record(incarnation=f"i{writes}"))
                     await followed.shows(w0=worker_record(incarnation=f"i{writes}"))
@@ -353,7 +351,7 @@ class TestDirectory:
             over.set()
             await forgetting
 
-    async def test_heals_from_a_silent_watch(
+    async def test_recovers_from_a_silent_watch(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(EtcdMember, "open_watch", SilentWatch)

@@ -29,7 +29,7 @@ async def process(
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     variables = {f"TIDESERVE__{key.upper()}": str(value) for key, value in config.items()}
-    # Kubernetes sets it beside a Service of that name.
+    # Kubernetes sets this variable for a Service of that name.
     variables["TIDESERVE_PORT"] = "tcp://10.0.0.1:8000"
     given = [] if by_environment else ["--config", str(path)]
     started = await asyncio.create_subprocess_exec(
@@ -56,7 +56,7 @@ def port_of(url: str) -> int:
 
 
 @pytest.mark.parametrize(("name", "by_environment"), [("scheduler", False), ("memmgr", True)])
-async def test_it_is_small_and_drains_on_sigterm(
+async def test_a_service_is_small_and_drains_on_sigterm(
     store: Store, name: str, by_environment: bool, tmp_path: Path
 ) -> None:
     config: dict[str, object] = {"etcd_url": store.url, "metrics_port": 0}
@@ -73,7 +73,7 @@ async def test_it_is_small_and_drains_on_sigterm(
 
 
 @pytest.mark.parametrize("name", SERVICE_NAMES)
-async def test_an_unknown_key_is_one_sentence(name: str, tmp_path: Path) -> None:
+async def test_an_unknown_key_is_reported_in_one_sentence(name: str, tmp_path: Path) -> None:
     config: dict[str, object] = {"etcd_url": "127.0.0.1:9", "prot": 1}
     async with process(name, tmp_path, config) as started:
         code, stderr = await exit_of(started)
@@ -85,7 +85,7 @@ async def test_an_unknown_key_is_one_sentence(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", SERVICE_NAMES)
 @pytest.mark.parametrize("key", ["port", "metrics_port"])
-async def test_a_taken_port_is_one_sentence(
+async def test_a_port_in_use_is_reported_in_one_sentence(
     store: Store, name: str, key: str, tmp_path: Path
 ) -> None:
     taken = port_of(store.url)
@@ -97,12 +97,12 @@ async def test_a_taken_port_is_one_sentence(
     assert "Traceback" not in stderr
 
 
-async def test_no_etcd_is_one_sentence(tmp_path: Path) -> None:
+async def test_an_unreachable_etcd_is_reported_in_one_sentence(tmp_path: Path) -> None:
     async def end_of(name: str) -> tuple[int | None, str]:
         async with process(name, tmp_path, {"etcd_url": "127.0.0.1:9"}) as started:
             return await exit_of(started)
 
-    for code, stderr in await asyncio.gather(*map(end_of, SERVICE_NAMES)):  # each waits for it
+    for code, stderr in await asyncio.gather(*map(end_of, SERVICE_NAMES)):  # each waits
         assert code == 2
         assert "etcd at 127.0.0.1:9 cannot be reached" in stderr
         assert "Traceback" not in stderr

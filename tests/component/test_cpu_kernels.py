@@ -1,4 +1,4 @@
-"""Whole models over the compiled kernels: float32 and bfloat16 beside float64 without them."""
+"""Whole models with compiled kernels in float32 and bfloat16, compared with float64 without."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from tests.support.tiny_models import make_tiny_model
 
 PROMPT, DECODED = 21, 20
 FITTING = {"hidden": 128, "heads": 2, "kv_heads": 1, "tie_word_embeddings": True}
-"""Every weight fits into panels, also that of the head, which looks tokens up as well."""
+"""Sizes at which all weights fit into panels, also the head's, which embeds tokens as well."""
 
 
 @torch.inference_mode()
@@ -50,10 +50,10 @@ def logits(runner: ModelRunner, batch: Batch) -> torch.Tensor:
 def uses_kernels(runner: ModelRunner) -> bool:
     layers = runner.decoder._layers
     modules = [module for layer in layers for module in layer.modules()]
-    products = [one for one in modules if isinstance(one, SlabLinear)]
+    products = [module for module in modules if isinstance(module, SlabLinear)]
     assert products
     return all(isinstance(layer, FusedLayer) for layer in layers) and all(
-        one._compiled is not None for one in products
+        product._compiled is not None for product in products
     )
 
 
@@ -75,10 +75,10 @@ def uses_panels(runner: ModelRunner) -> bool:
         pytest.param(torch.bfloat16, 0.1, True, marks=needs_panel_product),
     ],
 )
-def test_logits_are_those_of_float64(
+def test_logits_equal_those_of_float64(
     architecture: str, dtype: torch.dtype, tolerance: float, panels: bool, tmp_path: Path
 ) -> None:
-    """A prompt, then decoding of three sequences at once, their contexts of different lengths."""
+    """Prefill a prompt, then decode three sequences with contexts of different lengths."""
     options = {"sliding_window": 13} if architecture == "mistral" else {}
     if panels:
         options |= FITTING
@@ -117,7 +117,7 @@ def test_logits_are_those_of_float64(
 
 @pytest.fixture(params=PANEL_DTYPES)
 def joined(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModelRunner]:
-    """A model of three layers that run as one call."""
+    """A model whose three layers run as one call."""
     runner = load_runner(make_tiny_model(tmp_path, "qwen2", **FITTING), request.param)
     assert has_joined_layers(runner)
     yield runner
@@ -133,7 +133,7 @@ BATCH = Batch(
 )
 
 
-def test_joined_layers_have_the_bits_of_single_ones(
+def test_joined_layers_equal_single_layers_bitwise(
     joined: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = run_layers(joined, BATCH)
@@ -141,8 +141,8 @@ def test_joined_layers_have_the_bits_of_single_ones(
     assert torch.equal(run_layers(joined, BATCH), together)
 
 
-def test_joined_layers_leave_what_they_get(joined: ModelRunner) -> None:
-    """Hidden states may lie in another stage's message, and a layer's input is asked for again."""
+def test_joined_layers_do_not_modify_their_input(joined: ModelRunner) -> None:
+    """Hidden states may lie in another stage's message, and a layer's input may be reused."""
     hidden = torch.randn(1, joined.geometry.hidden_size)
     given, batch = hidden.clone(), Batch((Chunk("a", 0, (1,), (0,), None),))
     with torch.inference_mode():
@@ -150,7 +150,7 @@ def test_joined_layers_leave_what_they_get(joined: ModelRunner) -> None:
     assert torch.equal(hidden, given)
 
 
-def test_a_callable_is_asked_before_each_layer(joined: ModelRunner) -> None:
+def test_a_callable_interrupt_is_checked_before_each_layer(joined: ModelRunner) -> None:
     asked: list[int] = []
     expected = run_layers(joined, BATCH)
     assert torch.equal(run_layers(joined, BATCH, lambda: bool(asked.append(0))), expected)
@@ -159,8 +159,8 @@ def test_a_callable_is_asked_before_each_layer(joined: ModelRunner) -> None:
         run_layers(joined, BATCH, lambda: True)
 
 
-def test_a_watched_interrupt_is_asked_when_something_comes(joined: ModelRunner) -> None:
-    """Once before all layers; then before each layer as long as there is something to read."""
+def test_a_watched_interrupt_is_checked_when_data_arrives(joined: ModelRunner) -> None:
+    """It is checked once before all layers, then before each layer while there is data to read."""
     asked: list[int] = []
     reading, writing = os.pipe()
     expected = run_layers(joined, BATCH)
@@ -178,8 +178,10 @@ def test_a_watched_interrupt_is_asked_when_something_comes(joined: ModelRunner) 
     os.close(writing)
 
 
-def test_a_watched_interrupt_asks_again_while_its_answer_may_change(joined: ModelRunner) -> None:
-    """Nothing comes: it is asked before each layer from the first one on that says so."""
+def test_a_watched_interrupt_is_checked_again_while_its_answer_may_change(
+    joined: ModelRunner,
+) -> None:
+    """No data arrives: it is checked before each layer from the first that requests it."""
     asked: list[int] = []
     reading, writing = os.pipe()
     expected = run_layers(joined, BATCH)

@@ -1,4 +1,4 @@
-"""SmolLM2 in float32 against `transformers`, and in bfloat16 within what rounding explains."""
+"""SmolLM2 against `transformers`: equal in float32, within rounding in bfloat16."""
 
 import copy
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tideserve.cli.model_store import prepare_default_model
 
 NEW_TOKENS = 64
 ALONE_TOKENS = 32
-"""The beginning of a lone request is enough: its steps are the slowest here."""
+"""Output tokens of a lone request, whose steps are the slowest here."""
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -55,7 +55,7 @@ def runner_in(model_dir: Path, dtype: torch.dtype) -> Iterator[ModelRunner]:
             dtype=dtype,
             budget_bytes=1 << 30,
             max_batch_tokens=512,
-            threads=1,  # tests run side by side
+            threads=1,  # tests run concurrently
         )
     )
     yield runner
@@ -99,9 +99,9 @@ def test_bfloat16_is_near(
     reference: transformers.PreTrainedModel,
     prompts: list[list[int]],
 ) -> None:
-    """Weights, KV and inputs of products are rounded; most positions keep the best token.
+    """Weights, KV and inputs of products are rounded; most positions keep their best token.
 
-    `transformers` rounds more, so its own bfloat16 is not nearer to its float32.
+    `transformers` rounds more, so its own bfloat16 is not closer to its float32.
     """
     runner, prompt = bfloat16_runner, prompts[5]
     batch = Batch((Chunk("a", 0, tuple(prompt), tuple(range(40)), None),))
@@ -115,7 +115,7 @@ def test_bfloat16_is_near(
     expected = torch.log_softmax(reference(tokens).logits[0], -1)
 
     def beside(logits: torch.Tensor) -> tuple[float, float]:
-        """The mean divergence, and the share of positions with the same best token."""
+        """The mean KL divergence, and the share of positions with the same best token."""
         actual = torch.log_softmax(logits.float(), -1)
         divergence = torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="none")
         agree = actual.argmax(-1) == expected.argmax(-1)

@@ -1,6 +1,6 @@
-"""SmolLM2 in float32 on two engine processes that merge over UCX: tokens as undisturbed.
+"""SmolLM2 in float32 on two engine processes that merge over UCX: tokens equal undisturbed runs.
 
-Each scenario begins with the groups that the one before has left.
+Each scenario starts with the groups that the previous scenario left.
 """
 
 import random
@@ -32,17 +32,17 @@ from tests.support.near_ties import count_excused
 from tideserve.cli.cache import cache_root
 from tideserve.cli.model_store import prepare_default_model
 
-# One start of the processes for all of them.
+# The processes are started once for all tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NAMES = ("w0", "w1")
 SCENARIOS = 10
 EVENTS = 6
 EXCUSED_MAX = 0.005
-"""Share of all tokens: more near-ties than that would be no accident."""
+"""Largest share of tokens that near-ties may explain."""
 MEMORY_BYTES = 557 << 20
 BLOCKS = range(6, 11)
-"""Blocks of a worker that serves alone: room for two or three requests; some are preempted."""
+"""KV blocks of a single-worker group: room for two or three requests, so some are preempted."""
 NONE: frozenset[int] = frozenset()
 STOPS = frozenset({2})
 SCHEMA = """{"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99},
@@ -62,7 +62,7 @@ SAMPLINGS = (
 
 @dataclass
 class Oracle:
-    """Requests, the outputs of their undisturbed run, and a judge of what differs."""
+    """Requests with the outputs of undisturbed runs, and a comparison that allows near-ties."""
 
     requests: list[Request]
     model_dir: Path
@@ -73,7 +73,7 @@ class Oracle:
     _reference: transformers.PreTrainedModel | None = None
 
     def check(self, request: Request, output: list[int], *, whole: bool) -> None:
-        """The output, or its beginning, is that of the undisturbed run, near-ties excused."""
+        """Check that an output, or its prefix, equals the undisturbed run except for near-ties."""
         wanted = self.outputs[int(request.request_id.split("-")[1])]
         self.compared += len(output)
         if output == (wanted if whole else wanted[: len(output)]):
@@ -96,7 +96,7 @@ class Oracle:
         assert not whole or stopped or len(output) == request.limits.max_tokens
 
     def check_logprobs(self, stream: Stream, *, whole: bool) -> None:
-        """Each token that came has its row, and the prompt's came with the first."""
+        """Check that each token has its row, and that the first token brought the prompt's rows."""
         asked, prompt = stream.request.logprobs, stream.request.prompt_ids
         if asked.output is not None:
             assert stream.logprobs.keys() == stream.tokens.keys()
@@ -141,7 +141,7 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
         await made.start(config, NAMES)
         if not made.workers["w0"].facts.bulk_address:
             pytest.skip("UCX cannot be loaded on this machine")
-        assert all(one.facts.kv_blocks_total in BLOCKS for one in made.workers.values())
+        assert all(worker.facts.kv_blocks_total in BLOCKS for worker in made.workers.values())
         yield made
     finally:
         await made.stop()
@@ -154,9 +154,9 @@ async def oracle(engines: EngineProcesses) -> Oracle:
     for wave in (made.requests[:4], made.requests[4:]):
         for number, request in enumerate(wave):
             await engines.serve(request, NAMES[number % len(NAMES)])
-        await engines.until(lambda: all(one.over for one in engines.streams.values()))
+        await engines.until(lambda: all(stream.over for stream in engines.streams.values()))
     assert engines.preemptions == 0, "the undisturbed run was disturbed"
-    made.outputs = [engines.streams[one.request_id].output() for one in made.requests]
+    made.outputs = [engines.streams[request.request_id].output() for request in made.requests]
     return made
 
 
@@ -167,7 +167,7 @@ def pages(engines: EngineProcesses) -> dict[str, int]:
 
 
 def arena_pages(engines: EngineProcesses) -> dict[str, int]:
-    """Bytes of each engine's arena that are mapped somewhere; none twice."""
+    """Mapped bytes of each engine's arena, none of which may be mapped twice."""
     mapped = {}
     for name, worker in engines.workers.items():
         ranges = sorted(arena_ranges(worker.client.pid))
@@ -187,7 +187,7 @@ def arena_ranges(pid: int) -> Iterator[tuple[int, int]]:
 
 
 class Scenario:
-    """Random events, all from the seed; when they happen is up to the machine."""
+    """Random events from the seed; their timing depends on the machine."""
 
     def __init__(self, engines: EngineProcesses, oracle: Oracle, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -200,14 +200,14 @@ class Scenario:
         self.layers = shape.num_layers
 
     async def run(self) -> None:
-        """Do it all, and let everything end."""
+        """Run random events, then let all requests end."""
         for _ in range(4):
             await self.arrive()
         for _ in range(EVENTS):
             events = (self.arrive, self.abort, self.stop, self.change, self.wait)
             await self.rng.choices(events, (3, 1, 1, 3, 3))[0]()
         streams = [self.engines.streams[name] for name in self.names]
-        await self.engines.until(lambda: all(one.over for one in streams))
+        await self.engines.until(lambda: all(stream.over for stream in streams))
 
     async def arrive(self) -> None:
         request = self.rng.choice(self.oracle.requests)
@@ -222,7 +222,7 @@ class Scenario:
             await self.engines.abort(name)
 
     async def stop(self) -> None:
-        """The gateway finds a stop string in the text of a request, a few tokens from now."""
+        """Place a stop string a few tokens ahead in the output of a request."""
         if (name := self.open_one()) is not None:
             tokens = len(self.engines.streams[name].tokens)
             self.engines.stop_after(name, tokens + self.rng.randint(0, 3))
@@ -239,7 +239,7 @@ class Scenario:
         return self.rng.choice(names) if names else None
 
     async def change(self) -> None:
-        """Merge, cut the layers elsewhere, or split; a text may come to its stop meanwhile."""
+        """Merge, move the layer boundary, or split; a stop string may be reached meanwhile."""
         engines, rng = self.engines, self.rng
         if len(engines.groups) == 1 and rng.random() < 0.5:
             targets = [[engines.alone(name)] for name in NAMES]
@@ -249,29 +249,29 @@ class Scenario:
             targets = [[Stage(first, 0, cut), Stage(last, cut, self.layers)]]
         if rng.random() < 0.5:
             await self.stop()
-        await engines.reconfigure(targets, give_up=rng.random() < 0.1)
+        await engines.reconfigure(targets, abandon=rng.random() < 0.1)
 
 
 @pytest.mark.parametrize("seed", range(SCENARIOS))
-async def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
+async def test_random_interleavings_change_no_token(
     engines: EngineProcesses, oracle: Oracle, pages: dict[str, int], seed: int
 ) -> None:
-    assert all(one.over for one in engines.streams.values()), "another scenario has not ended"
+    assert all(stream.over for stream in engines.streams.values()), "another scenario has not ended"
     scenario = Scenario(engines, oracle, seed)
     await scenario.run()
     for name in scenario.names:
         stream = engines.streams[name]
         oracle.check(stream.request, stream.output(), whole=not stream.aborted)
         oracle.check_logprobs(stream, whole=not stream.aborted)
-    await engines.until(lambda: all(one.idle for one in engines.workers.values()))
+    await engines.until(lambda: all(worker.idle for worker in engines.workers.values()))
 
 
-async def test_requests_go_on_under_another_leader(
+async def test_requests_continue_under_another_leader(
     engines: EngineProcesses, oracle: Oracle
 ) -> None:
-    """Start all requests at a worker that then follows the other; repeat if they ended too early.
+    """Start all requests at a worker that then follows the other; retry if they end too early.
 
-    The scenarios move some only where the machine is quick enough.
+    The random scenarios move requests only on fast machines.
     """
     before = engines.moved
     shape = engines.workers[NAMES[0]].facts.shape
@@ -287,33 +287,35 @@ async def test_requests_go_on_under_another_leader(
         first, last = (Stage(NAMES[0], 0, half), Stage(NAMES[1], half, layers))
         assert await engines.reconfigure([[first, last]])
         streams = [engines.streams[name] for name in names]
-        await engines.until(lambda streams=streams: all(one.over for one in streams))
+        await engines.until(lambda streams=streams: all(stream.over for stream in streams))
         for stream in streams:
             oracle.check(stream.request, stream.output(), whole=True)
         if engines.moved > before:
             return
 
 
-async def test_what_does_not_fit_is_preempted(engines: EngineProcesses, oracle: Oracle) -> None:
-    """Start all requests at one worker that serves alone."""
+async def test_requests_that_do_not_fit_are_preempted(
+    engines: EngineProcesses, oracle: Oracle
+) -> None:
+    """Start all requests at a single-worker group."""
     if len(engines.groups) == 1:
         assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     names = [f"flood-{number}" for number in range(len(oracle.requests))]
     for name, request in zip(names, oracle.requests, strict=True):
         await engines.serve(replace(request, request_id=name), NAMES[0])
     streams = [engines.streams[name] for name in names]
-    await engines.until(lambda: all(one.over for one in streams))
+    await engines.until(lambda: all(stream.over for stream in streams))
     for stream in streams:
         oracle.check(stream.request, stream.output(), whole=True)
         oracle.check_logprobs(stream, whole=True)
     assert engines.preemptions > 0
 
 
-async def test_all_memory_comes_back(
+async def test_all_memory_is_released(
     engines: EngineProcesses, pages: dict[str, int], oracle: Oracle
 ) -> None:
-    """After the scenarios, and after requests have moved between engines."""
+    """Check memory after the scenarios and after requests have moved between engines."""
     assert oracle.excused <= EXCUSED_MAX * oracle.compared
     assert engines.moved > 0
-    await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
+    await engines.until(lambda: all(worker.at_rest for worker in engines.workers.values()))
     await engines.until(lambda: arena_pages(engines) == pages)

@@ -33,7 +33,7 @@ from tideserve.cli.model_store import prepare_default_model
 TOKENS = 24
 EOS = 2
 TOLERANCE = 1e-3
-"""Difference of log probabilities in float32 that rounding explains."""
+"""Tolerance of log probabilities for rounding in float32."""
 PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
@@ -72,7 +72,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Reference:
-    torch.set_num_threads(1)  # tests run side by side
+    torch.set_num_threads(1)  # tests run concurrently
     return Reference(
         transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     )
@@ -95,7 +95,7 @@ def runner(model_dir: Path) -> Iterator[ModelRunner]:
 
 
 class Answers:
-    """What each request got."""
+    """The output of each request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -120,7 +120,7 @@ def serve(
     together: bool,
     prefix_caching: bool = False,
 ) -> Answers:
-    """Run them with the worker's own planner."""
+    """Run the requests with the worker's planner."""
     config = IterationConfig(
         block_size=runner.block_size,
         num_blocks=blocks,
@@ -130,7 +130,7 @@ def serve(
         prefix_caching=prefix_caching,
     )
     answers, state = Answers(), PlannerState(config)
-    for part in [requests] if together else [[one] for one in requests]:
+    for part in [requests] if together else [[request] for request in requests]:
         for request in part:
             state.handle(RequestArrived(0.0, request))
         while (microbatch := state.plan(0.0)) is not None:
@@ -175,7 +175,7 @@ def test_rules_and_log_probabilities_equal_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def chats(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[Request], dict[str, list[int]]]:
-    """Turns of two chats that begin alike, and what each answers without a cache."""
+    """Turns of two chats with a shared prefix, and their outputs without a cache."""
     story = tuple(tokenizer.encode("A tide table says when the sea is high. " * 5).ids)
     requests: list[Request] = []
     tokens: dict[str, list[int]] = {}
@@ -185,29 +185,29 @@ def chats(runner: ModelRunner, tokenizer: Tokenizer) -> tuple[list[Request], dic
             sampling = Sampling(0.0) if chat else Sampling(0.8, seed=turn)
             question = f" Question {chat}.{turn}: when does one sail?"
             prompt += tuple(tokenizer.encode(question).ids)
-            one = Request(f"{chat}.{turn}", prompt, sampling, Limits(TOKENS), 0.0)
-            requests.append(one)
-            tokens |= serve(runner, [one], blocks=24, together=False).tokens
-            prompt += tuple(tokens[one.request_id])
+            request = Request(f"{chat}.{turn}", prompt, sampling, Limits(TOKENS), 0.0)
+            requests.append(request)
+            tokens |= serve(runner, [request], blocks=24, together=False).tokens
+            prompt += tuple(tokens[request.request_id])
     return requests, tokens
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["at once", "one by one"])
-def test_a_cache_of_prefixes_changes_no_token(
+def test_prefix_caching_changes_no_token(
     runner: ModelRunner, chats: tuple[list[Request], dict[str, list[int]]], together: bool
 ) -> None:
-    """At once they preempt each other."""
+    """Requests that run together also preempt each other."""
     requests, tokens = chats
     answers = serve(
         runner, requests, blocks=13 if together else 24, together=together, prefix_caching=True
     )
     assert answers.tokens == tokens
-    wanted = 0 if together else sum(len(one.prompt_ids) for one in requests[1:]) // 2
+    wanted = 0 if together else sum(len(request.prompt_ids) for request in requests[1:]) // 2
     assert answers.load.prefix_hits_total > wanted
 
 
 def judge(reference: Reference, request: Request, output: list[int]) -> int:
-    """How many tokens `transformers` would not have chosen, but for a gap of rounding."""
+    """Number of tokens that differ from `transformers` within rounding."""
     prompt = list(request.prompt_ids)
     logits = reference.logits(prompt + output)[len(prompt) - 1 : -1]
     excused = 0
@@ -219,7 +219,7 @@ def judge(reference: Reference, request: Request, output: list[int]) -> int:
         if request.sampling.temperature == 0:
             assert row[wanted] - row[token] < 1e-3
         else:
-            # Only a neighbour in the order of the draw can have been meant.
+            # Only a neighbour in sampling order can be explained by rounding.
             weights = reference.weights(request, output[:index], row)
             low, high = sorted((wanted, token))
             assert float(weights[low + 1 : high].sum()) < 1e-4
@@ -230,14 +230,14 @@ def judge(reference: Reference, request: Request, output: list[int]) -> int:
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.0), Sampling(0.9, 0.95, seed=3)], ids=["greedy", "seeded"]
 )
-def test_what_a_schema_bounds_validates(
+def test_outputs_under_a_schema_validate(
     runner: ModelRunner,
     reference: Reference,
     tokenizer: Tokenizer,
     model_dir: Path,
     sampling: Sampling,
 ) -> None:
-    """Also with preemptions; and greedily it is what the reference's logits say."""
+    """Also with preemptions; greedy outputs equal those of the reference's logits."""
     text = json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
     grammar = Grammar(GrammarKind.JSON_SCHEMA, text)
     limits = Limits(64, stop_token_ids=frozenset({EOS}))

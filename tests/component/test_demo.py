@@ -1,4 +1,4 @@
-"""The demo watches a server that answers as a gateway does."""
+"""The demo against a server that answers like a gateway."""
 
 import io
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ async def test_requests_are_sent_and_the_cluster_is_shown(server: FakeOpenAI) ->
     assert "groups worker-0 (all layers)" in first
 
 
-async def test_a_cluster_that_does_not_answer_about_itself_is_no_reason_to_stop() -> None:
+async def test_the_demo_continues_without_a_cluster_status() -> None:
     scores: list[Score] = []
     with fake_openai() as server, shown(Report(io.StringIO())) as show:
         await watch(job(server.url, 300), server.url, "drop", scores, show)

@@ -32,7 +32,7 @@ from tests.support.undisturbed import Oracle, tight_config
 SEEDS = range(48)
 SEEDS_OF_FAULTS = range(24)
 EVENTS = 8
-COPIED_BYTES = 240 << 10  # three of the five slabs
+COPIED_BYTES = 240 << 10  # holds three of the five slabs
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ Drivers = dict[DeviceCopies, FakeStreams]
 
 
 class AtOnce(Executor):
-    """Runs what is submitted at once."""
+    """An executor that runs submitted work immediately."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -59,7 +59,7 @@ class AtOnce(Executor):
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
-    """The streams of each engine that is loaded from now on."""
+    """The fake streams of each engine loaded by the test."""
     made: Drivers = {}
 
     def open_memory(
@@ -79,7 +79,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Drivers:
 
 
 class LateKernels:
-    """The kernels of an iteration run when its result is collected.
+    """Delays the kernels of an iteration until its result is collected.
 
     Between launch and result, movers of the group take steps.
     """
@@ -130,9 +130,9 @@ def run(
     drivers: Drivers,
     kernels: LateKernels | None = None,
 ) -> Counter[str]:
-    """Run a scenario and compare its tokens; returns what the streams have done.
+    """Run a scenario and compare its tokens; returns counts of the streams' actions.
 
-    With odd seeds, members have copies of some layers in host memory.
+    With odd seeds, members hold copies of some layers in host memory.
     """
     config = replace(config, host_weights_bytes=seed % 2 * COPIED_BYTES)
     scenario = Scenario(config, oracle.requests, seed, QueueNetwork())
@@ -156,32 +156,32 @@ def run(
         scenario.group.close()
     for engine_streams in streams:
         check_log(engine_streams.log)
-    return Counter(f"{what} {stream}" for each in streams for what, stream, _ in each.log)
+    return Counter(f"{action} {stream}" for each in streams for action, stream, _ in each.log)
 
 
 def check_log(log: list[tuple[str, str, int]]) -> None:
-    """Every copy waits for work that was launched, and an event follows it."""
+    """Check that every copy waits for launched work and is followed by an event."""
     recorded = waited = 0
-    for place, (what, stream, number) in enumerate(log):
-        if (what, stream) == ("record", "work"):
+    for place, (action, stream, number) in enumerate(log):
+        if (action, stream) == ("record", "work"):
             recorded = number
-        elif (what, stream) == ("wait", "copies"):
+        elif (action, stream) == ("wait", "copies"):
             assert 0 < number <= recorded
             waited = place
-        elif what in ("gather", "scatter", "read", "write"):
+        elif action in ("gather", "scatter", "read", "write"):
             assert waited == place - 1, "a copy does not wait for work"
             assert log[place + 1] == ("record", "copies", number)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_late_copies_give_the_tokens_of_an_undisturbed_run(
+def test_late_copies_change_no_token(
     config: RunnerConfig, oracle: Oracle, drivers: Drivers, seed: int
 ) -> None:
     run(config, oracle, seed, drivers)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_copies_beside_an_iteration_give_the_tokens_of_an_undisturbed_run(
+def test_copies_during_an_iteration_change_no_token(
     config: RunnerConfig,
     oracle: Oracle,
     drivers: Drivers,
@@ -194,7 +194,7 @@ def test_copies_beside_an_iteration_give_the_tokens_of_an_undisturbed_run(
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
-def test_copies_in_turn_with_iterations_give_the_tokens_of_an_undisturbed_run(
+def test_copies_between_iterations_change_no_token(
     config: RunnerConfig, oracle: Oracle, drivers: Drivers, seed: int
 ) -> None:
     assert not run(replace(config, overlap=False), oracle, seed, drivers)
@@ -206,19 +206,21 @@ def test_the_scenarios_copy_in_both_directions_and_wait_for_copies(
     seen: Counter[str] = Counter()
     for seed in SEEDS[:12]:
         seen += run(config, oracle, seed, drivers)
-    wanted = [f"{what} copies" for what in ("gather", "scatter", "read", "write", "synchronize")]
+    wanted = [
+        f"{action} copies" for action in ("gather", "scatter", "read", "write", "synchronize")
+    ]
     assert all(seen[each] for each in [*wanted, "wait work"]), seen
 
 
 def without_waits(copies: DeviceCopies) -> None:
-    """Work does not wait for copies."""
+    """Remove the wait of work for copies."""
     copies._work = copies._streams.record_work()
 
 
 def pack_with_the_lock(
     copies: PieceCopies, target: Bytes, read: Callable[[PinnedSlot], None]
 ) -> None:
-    """The mover waits for the device with the stage's lock held."""
+    """Make the mover wait for the device while it holds the stage's lock."""
     device = copies.stage.runner.stage_memory.copies
     assert device is not None
     slot = device.take(target.size)
@@ -232,11 +234,11 @@ def pack_with_the_lock(
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "noticed"),
     [
-        (DeviceCopies, "begin_work", without_waits, None),  # other contents, or other tokens
+        (DeviceCopies, "begin_work", without_waits, None),  # wrong content or tokens
         (PieceCopies, "pack", pack_with_the_lock, "with a lock held"),
     ],
 )
-def test_the_log_notices_missing_waits(
+def test_missing_waits_are_detected(
     config: RunnerConfig,
     oracle: Oracle,
     drivers: Drivers,

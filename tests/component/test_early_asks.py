@@ -24,14 +24,14 @@ from tideserve.cli.status import STATUS_PATH, refusal_lines
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
 
 FLOOD = 99
-"""Stream of the requests that fill the queue."""
+"""Stream id of the requests that fill the queue."""
 
 
 class Driver(SchedulerDriver):
-    """Applies asks to a group without room, or after `relieve` to an idle one.
+    """Applies asks to a full group, or to an idle group after `relieve`.
 
-    `delay`: an estimated ask is decided "before" or "after" the next ask, when the gateway waits
-    for its answer no more.
+    `delay`: an estimated ask is decided "before" or "after" the next ask, when the gateway no
+    longer waits for its answer.
     """
 
     def __init__(self, address: str) -> None:
@@ -42,7 +42,7 @@ class Driver(SchedulerDriver):
         self._address = address
         self._relieved = False
         self._delayed: Asked | None = None
-        # They are due later than the requests of the tests, so their wait may be longer.
+        # Due later than the tests' requests, so they may wait longer.
         self.scheduler.flood(600, service=Service(ttft_s=119.0), stream_id=FLOOD)
 
     def apply(self, event: Event) -> None:
@@ -62,7 +62,7 @@ class Driver(SchedulerDriver):
             self._decide(replace(self._delayed, now_s=event.now_s))
 
     def relieve(self, now_s: float) -> None:
-        """Let the requests that wait go, and the group be idle."""
+        """Drop the waiting requests, and report the group as idle."""
         self._relieved = True
         self.scheduler(GatewayGone(now_s, FLOOD))
         self.scheduler.join(now_s=now_s, address=self._address)
@@ -80,7 +80,7 @@ class Driver(SchedulerDriver):
         return [bookings[ask.fingerprint].retry_after_s(ask.now_s) for ask in self.asks]
 
     def refused(self) -> int:
-        """Number of requests that were refused as late."""
+        """Number of requests refused as late."""
         return self.scheduler.state.snapshot(monotonic_s()).refused_total[RefusalReason.TOO_LATE]
 
     def _decide(self, ask: Asked) -> None:
@@ -89,7 +89,7 @@ class Driver(SchedulerDriver):
         if self._relieved:
             self.scheduler.report(now_s=ask.now_s, free=100)
         else:
-            # So many starts count as a measured rate.
+            # Enough starts for a measured rate.
             for _ in range(6):
                 self.scheduler.start_next()
         super().apply(ask)
@@ -99,7 +99,7 @@ class Driver(SchedulerDriver):
 async def driver(
     case: Case, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Driver]:
-    """A scheduler under overload, of which the gateway has its only heartbeat."""
+    """A scheduler under overload, as the gateway's only scheduler."""
     monkeypatch.setattr(servicer, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(admission_client, "HEARTBEAT_TIMEOUT_S", 3600.0)
     await case.cluster.stop_scheduler()
@@ -160,7 +160,7 @@ async def test_an_early_refusal_books_time_for_every_choice(case: Case, driver: 
 
 
 @pytest.mark.parametrize("delay", ["before", "after"])
-async def test_a_delayed_early_ask_has_no_effect_on_the_ask_in_earnest(
+async def test_a_delayed_early_ask_does_not_affect_the_final_ask(
     case: Case, driver: Driver, delay: str
 ) -> None:
     refused, driver.delay = driver.refused(), delay

@@ -15,7 +15,7 @@ KEY = leader_key("memmgr")
 
 
 class Candidate:
-    """A campaign, and all tokens that it heard of."""
+    """A campaign, with all tokens it received."""
 
     def __init__(self, store: Store, name: str) -> None:
         record = record_pb2.ServiceRecord(name="memmgr", incarnation=name)
@@ -29,17 +29,17 @@ class Candidate:
 
 @asynccontextmanager
 async def candidate(store: Store, name: str) -> AsyncIterator[Candidate]:
-    one = Candidate(store, name)
-    task = asyncio.create_task(one.election.run())
+    started = Candidate(store, name)
+    task = asyncio.create_task(started.election.run())
     try:
-        yield one
+        yield started
     finally:
         task.cancel()
         await asyncio.wait([task])
-        await one.election.resign()
+        await started.election.resign()
 
 
-async def test_one_leads_and_its_token_is_the_keys_create_revision(store: Store) -> None:
+async def test_the_leaders_token_is_the_create_revision_of_the_key(store: Store) -> None:
     async with candidate(store, "a") as first, candidate(store, "b") as second:
         await eventually(lambda: first.leads or second.leads)
         leader, other = (first, second) if first.leads else (second, first)
@@ -48,7 +48,7 @@ async def test_one_leads_and_its_token_is_the_keys_create_revision(store: Store)
         assert not other.leads
 
 
-async def test_the_next_one_leads_at_once_after_a_resignation(store: Store) -> None:
+async def test_the_next_candidate_leads_at_once_after_a_resignation(store: Store) -> None:
     async with candidate(store, "b") as second:
         async with candidate(store, "a") as first:
             await eventually(lambda: first.leads or second.leads)
@@ -57,17 +57,17 @@ async def test_the_next_one_leads_at_once_after_a_resignation(store: Store) -> N
         assert all(token < second.election.token for token in first.tokens)
 
 
-async def test_a_deleted_key_costs_the_leadership(store: Store) -> None:
+async def test_a_deleted_key_ends_the_leadership(store: Store) -> None:
     async with candidate(store, "a") as first:
         await eventually(lambda: first.leads)
         before = first.election.token
-        # Its lease is gone, as after a pause that was too long.
+        # Its lease has expired, as after a long pause.
         await store.revoke_lease(first.election._registration._lease)
         await eventually(lambda: first.election.token > before)
         assert first.tokens[:2] == [before, 0]
 
 
-async def test_etcd_away_for_longer_than_the_lease(store: Store, etcd: EtcdServer) -> None:
+async def test_an_outage_of_etcd_longer_than_the_lease(store: Store, etcd: EtcdServer) -> None:
     async with candidate(store, "a") as first:
         await eventually(lambda: first.leads)
         etcd.kill()

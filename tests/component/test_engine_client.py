@@ -1,4 +1,4 @@
-"""The servicer's end of a real engine process: questions about the group are answered."""
+"""The servicer's client of a real engine process: heartbeats and preparations."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def config_in(folder: Path) -> WorkerConfig:
     )
 
 
-async def test_an_engine_that_stands_still_is_noticed_each_time(tmp_path: Path) -> None:
+async def test_each_hang_of_an_engine_is_detected(tmp_path: Path) -> None:
     config = replace(config_in(tmp_path), engine_unready_s=4.0)
     hung: list[float] = []
     engine = EngineClient(config, "incarnation")
@@ -58,8 +58,8 @@ async def test_an_engine_that_stands_still_is_noticed_each_time(tmp_path: Path) 
         await engine.stop()
 
 
-async def test_a_servicer_that_stood_still_itself_accuses_nobody(tmp_path: Path) -> None:
-    """As when a whole machine pauses: no sign of life could come, and none has been read yet."""
+async def test_a_suspended_servicer_reports_no_hang(tmp_path: Path) -> None:
+    """As when a whole machine pauses: no heartbeat was sent, and none was read yet."""
     engine = EngineClient(replace(config_in(tmp_path), engine_unready_s=4.0), "incarnation")
     try:
         await engine.start()
@@ -78,15 +78,15 @@ async def test_a_servicer_that_stood_still_itself_accuses_nobody(tmp_path: Path)
         await engine.stop()
 
 
-async def test_an_engine_that_computes_for_long_does_not_stand_still(tmp_path: Path) -> None:
+async def test_an_engine_in_a_long_iteration_is_not_hung(tmp_path: Path) -> None:
     config = replace(config_in(tmp_path), engine_unready_s=2.0, paced="A100-14B:400")
-    told: list[Progress] = []
+    received: list[Progress] = []
     hung: list[float] = []
     engine = EngineClient(config, "incarnation")
     try:
         await engine.start()
         running = asyncio.create_task(
-            engine.run(told.append, lambda: hung.append(engine.heartbeat_age_s))
+            engine.run(received.append, lambda: hung.append(engine.heartbeat_age_s))
         )
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=1), 0.0)
         await engine.start_request(request)
@@ -95,7 +95,7 @@ async def test_an_engine_that_computes_for_long_does_not_stand_still(tmp_path: P
         def answered() -> bool:
             nonlocal silent_s
             silent_s = max(silent_s, engine.silent_s)
-            return any(progress.tokens for progress in told)
+            return any(progress.tokens for progress in received)
 
         await eventually(answered)
         assert silent_s > config.engine_unready_s, "the iteration took so long"
@@ -110,13 +110,13 @@ async def test_a_preparation_is_answered_while_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIDESERVE__ETCD_PASSWORD", "of-the-servicer-alone")
-    told: list[Progress] = []
+    received: list[Progress] = []
     engine = EngineClient(config_in(tmp_path), "incarnation")
     member = MemberPlan("w0", "a", 0, 2, Lane("h:1", "n"), Lane("h:2", "n"), "h:3")
     try:
         await engine.start()
         assert b"of-the-servicer-alone" not in environment_of(engine.pid)
-        running = asyncio.create_task(engine.run(told.append, lambda: None))
+        running = asyncio.create_task(engine.run(received.append, lambda: None))
         request = Request("r", (1, 2, 3), Sampling(temperature=0), Limits(max_tokens=32), 0.0)
         await engine.start_request(request)
         for attempt in ("first", "second"):
@@ -127,7 +127,7 @@ async def test_a_preparation_is_answered_while_serving(
             await engine.abort_preparation(attempt)
 
         def tokens() -> list[int]:
-            return [token.index for progress in told for token in progress.tokens]
+            return [token.index for progress in received for token in progress.tokens]
 
         await eventually(lambda: len(tokens()) == 32)
         assert tokens() == list(range(32))

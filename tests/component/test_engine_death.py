@@ -1,4 +1,4 @@
-"""What a worker tells of its requests when it ends: whether their engine died with them."""
+"""A worker reports whether the engine died with its requests."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def start(epoch: int) -> worker_pb2.GenerateRequest:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-async def test_a_request_hears_whether_its_engine_died(
+async def test_requests_report_whether_the_engine_died(
     store: Store, tmp_path: Path, killed: bool
 ) -> None:
     config = WorkerConfig(

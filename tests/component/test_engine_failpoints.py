@@ -1,4 +1,4 @@
-"""Real engines that merge and split pass the failpoints at which `bench faults` strikes."""
+"""Real engines that merge and split pass the failpoints of `bench faults`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> RunnerConfig:
 
 @contextmanager
 def with_requests(group: EngineGroup) -> Iterator[None]:
-    """Requests of both engines have tokens."""
+    """Start requests at both engines and run until all have tokens."""
     try:
         for number in range(6):
             prompt = tuple(range(3 + number, 23 + number))
@@ -77,7 +77,7 @@ def arm_all(file: Path) -> None:
 
 
 def hits(file: Path) -> list[str]:
-    return [one["name"] for one in failpoint.read_hits(file)]
+    return [hit["name"] for hit in failpoint.read_hits(file)]
 
 
 def test_both_roles_pass_every_phase_of_online_requests(group: EngineGroup, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_both_roles_pass_every_phase_of_online_requests(group: EngineGroup, tmp_
     assert sorted(hits(file)) == sorted([*merge, *points("steady")])
     group.change(APART)
     assert sorted(hits(file)) == sorted(points(ONLINE_PHASES))
-    # Everything was ready before anything was committed, and KV moved after that.
+    # All members were ready before the commit, and KV moved after it.
     order = hits(file)
     for earlier, later in (("prepare", "committed"), ("committed", "exchange")):
         assert max(map(order.index, points(earlier))) < max(map(order.index, points(later)))
@@ -115,7 +115,7 @@ def test_both_ends_of_a_move_pass_its_phases(config: RunnerConfig, tmp_path: Pat
 
 
 @pytest.mark.parametrize("action", ["cut", "cut-activations", "cut-bulk"])
-def test_the_other_member_notices_that_one_is_cut_off(
+def test_the_other_member_notices_a_disconnected_member(
     action: str, group: EngineGroup, tmp_path: Path
 ) -> None:
     failpoint.on_cut(group.engines["w0"].member.cut_off)

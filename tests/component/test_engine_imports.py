@@ -1,4 +1,4 @@
-"""What an engine leaves out when it starts: libraries that take seconds to import."""
+"""An engine does not import libraries that take seconds to load."""
 
 import subprocess
 import sys

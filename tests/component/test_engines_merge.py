@@ -1,4 +1,4 @@
-"""Two engine processes merge over UCX, serve as a pipeline and split: tokens as undisturbed."""
+"""Two engine processes merge over UCX, serve as a pipeline and split; tokens do not change."""
 
 import random
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProces
         dtype="float64",
         profile_when_idle=False,
         learn_costs=False,
-        planner=IterationConfig(scheduling=Scheduling.FCFS),  # slo needs a cost model
+        planner=IterationConfig(scheduling=Scheduling.FCFS),  # the policy slo needs a cost model
     )
     made = EngineProcesses()
     try:
@@ -54,9 +54,7 @@ async def engines(model_dir: Path, tmp_path: Path) -> AsyncIterator[EngineProces
         await made.stop()
 
 
-async def test_processes_merge_and_split_without_a_trace(
-    engines: EngineProcesses, model_dir: Path
-) -> None:
+async def test_merges_and_splits_change_no_token(engines: EngineProcesses, model_dir: Path) -> None:
     rng = random.Random(5)
     requests = [
         Request(
@@ -71,23 +69,23 @@ async def test_processes_merge_and_split_without_a_trace(
     for number, request in enumerate(requests):
         await engines.serve(request, NAMES[number % 2])
     streams = engines.streams.values()
-    await engines.until(lambda: all(len(one.tokens) > 5 for one in streams))
+    await engines.until(lambda: all(len(stream.tokens) > 5 for stream in streams))
     half = LAYERS // 2
     for worker in engines.workers.values():
         assert worker.client.report.stage == StageTime()
-        assert worker.client.report.iterations == IterationTime()  # there is no cost model
+        assert worker.client.report.iterations == IterationTime()  # no cost model
     assert await engines.reconfigure([[Stage("w0", 0, half), Stage("w1", half, LAYERS)]])
     await engines.until(lambda: engines.moved == 4)
-    await engines.until(lambda: all(len(one.tokens) > 40 for one in streams))
+    await engines.until(lambda: all(len(stream.tokens) > 40 for stream in streams))
     for worker in engines.workers.values():
         assert worker.client.report.parameter_bytes < worker.facts.parameter_bytes
     times = [worker.client for worker in engines.workers.values()]
-    await engines.until(lambda: all(one.report.stage.pipeline_busy_s > 0 for one in times))
-    await engines.until(lambda: all(one.report.stage.pipeline_bubble_s > 0 for one in times))
+    await engines.until(lambda: all(worker.report.stage.pipeline_busy_s > 0 for worker in times))
+    await engines.until(lambda: all(worker.report.stage.pipeline_bubble_s > 0 for worker in times))
     assert await engines.reconfigure([[engines.alone(name)] for name in NAMES])
     await engines.until(lambda: engines.moved > 4)
-    await engines.until(lambda: all(one.over for one in streams))
-    await engines.until(lambda: all(one.at_rest for one in engines.workers.values()))
+    await engines.until(lambda: all(stream.over for stream in streams))
+    await engines.until(lambda: all(worker.at_rest for worker in engines.workers.values()))
 
     config = RunnerConfig(model_dir, "cpu", torch.float64, budget_bytes=64 << 20, threads=1)
     runner = ModelRunner.load(config)

@@ -1,4 +1,4 @@
-"""Keys deleted by hand, and an etcd that comes back without its latest writes, or without any."""
+"""Deleted keys, and an etcd that restarts without its latest writes or empty."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,6 +25,7 @@ from tests.support.control_plane import (
     group_record,
     open_store,
     put,
+    read_group,
     registered,
     service_address,
     serving,
@@ -59,7 +60,7 @@ async def value_at(store: Store, key: str) -> bytes | None:
 
 
 def away_and_back(etcd: EtcdServer, data: Path | None) -> None:
-    """Restart etcd with other data: of a copy, or none."""
+    """Restart etcd with a copy's data, or empty."""
     etcd.kill()
     etcd.replace_data(data)
     etcd.start()
@@ -74,7 +75,7 @@ def copied(etcd: EtcdServer, folder: Path) -> Path:
 
 
 class TestKeys:
-    """Every lease here is longer than the test: what comes back does not wait for its end."""
+    """Leases here outlast the test: keys are restored before they expire."""
 
     async def test_a_deleted_key_is_registered_again(self, store: Store) -> None:
         async with registered(store, KEY, worker_record()) as registration:
@@ -87,7 +88,7 @@ class TestKeys:
         assert await value_at(store, KEY) is None
 
     async def test_a_key_without_its_lease_is_moved_to_a_lease(self, store: Store) -> None:
-        """As when an operator puts back what a listing showed."""
+        """As when an operator writes a key back from a listing."""
         async with registered(store, KEY, worker_record()):
             await put(store, KEY, worker_record())
 
@@ -98,7 +99,7 @@ class TestKeys:
             await eventually(leased)
         assert await value_at(store, KEY) is None
 
-    async def test_the_key_of_another_process_is_waited_for(self, store: Store) -> None:
+    async def test_registration_waits_for_the_key_of_another_process(self, store: Store) -> None:
         theirs = worker_record(incarnation="b")
         async with registered(store, KEY, worker_record()) as registration:
             await put(store, KEY, theirs)
@@ -108,7 +109,7 @@ class TestKeys:
             await eventually(registration.registered.is_set)
             assert await value_at(store, KEY) == encode_record(worker_record())
 
-    async def test_an_update_is_no_loss(self, store: Store) -> None:
+    async def test_an_update_is_not_a_loss(self, store: Store) -> None:
         async with registered(store, KEY, worker_record()) as registration:
             before = await store.read(KEY)
             for draining in (True, False, True):
@@ -118,7 +119,7 @@ class TestKeys:
             assert after.create_revision == before.create_revision
 
     async def test_a_deleted_quota_report_is_published_again(self, store: Store) -> None:
-        """Also one without demand: the other gateways count the reports."""
+        """Also a report without demand, as other gateways count the reports."""
         key = f"{QUOTAS}a"
         exchange = QuotaExchange(store, "a", QuotaState(), LEASE_TTL_S)
         task = asyncio.create_task(exchange.run())
@@ -132,7 +133,7 @@ class TestKeys:
 
 
 class TestElection:
-    async def test_a_leader_whose_key_is_deleted_leads_with_a_new_token(self, store: Store) -> None:
+    async def test_a_leader_with_a_deleted_key_gets_a_new_token(self, store: Store) -> None:
         async with candidate(store, "a") as (election, tokens):
             await eventually(lambda: election.token)
             first = election.token
@@ -186,7 +187,7 @@ class TestRollback:
             after = await until_read(reader)
             assert (after.rollbacks, after.entries) == (2, {})
 
-    async def test_a_directory_reports_lost_writes_even_if_its_records_are_the_same(
+    async def test_a_directory_reports_lost_writes_even_with_equal_records(
         self, store: Store, etcd: EtcdServer, tmp_path: Path
     ) -> None:
         await put(store, KEY, worker_record())
@@ -205,7 +206,7 @@ class TestRollback:
         task.cancel()
         await asyncio.wait([task])
 
-    async def test_every_registration_comes_back_in_an_empty_etcd(
+    async def test_all_registrations_are_repeated_in_an_empty_etcd(
         self, store: Store, etcd: EtcdServer
     ) -> None:
         async with registered(store, KEY, worker_record()), candidate(store, "a") as (first, _):
@@ -221,7 +222,7 @@ class TestRollback:
     ) -> None:
         """A merged group whose record is lost: its members keep their layers until a new epoch.
 
-        A restored etcd may have overtaken the revisions that it has lost, as by `--bump-revision`.
+        A restored etcd may exceed the lost revisions, as with `--bump-revision`.
         """
         async with two_members(store) as (first, second):
             before = await service_address(store, "memmgr")
@@ -241,19 +242,22 @@ class TestRollback:
                 await all_serve(address, first, second)
                 assert await merged(address) > epoch
 
-    async def test_late_calls_of_the_lost_history_have_no_effect(
+    async def test_calls_of_a_lost_history_have_no_effect(
         self, store: Store, etcd: EtcdServer, tmp_path: Path
     ) -> None:
-        """They come from a memory manager that has yet to notice that etcd has lost writes."""
+        """They come from a memory manager that has not noticed that etcd has lost writes."""
         async with two_members(store) as (first, second):
             before = await service_address(store, "memmgr")
             async with reporting(before, first, second):
                 await all_serve(before, first, second)
             copy = copied(etcd, tmp_path)
             await until_read(store)
-            # More writes than follow before the memory manager has read etcd again.
+            # More writes than occur before the memory manager reads etcd again. It must have read
+            # them: a rollback of writes that it does not know does not restart it.
             for number in range(300):
                 await store.put(f"elsewhere/{number}", b"")
+            await put(store, f"{WORKERS}w2", worker_record("w2"))
+            await eventually(lambda: read_group(store, "w2"))
             away_and_back(etcd, copy)
             await eventually(lambda: first.directory.rollbacks == 1)
             late = prepare_request(group_record(first.record, 9), token=10**6)
@@ -273,14 +277,14 @@ class TestRollback:
 
 
 def is_whole(worker: FakeMember, epoch: int) -> bool:
-    """Whether the member serves alone, in a later configuration."""
+    """Whether the member serves in a group of its own, in a later configuration."""
     group = worker.engine.serving
     assert group is not None
     return group.epoch > epoch and group.phase == "stable" and len(worker.engine.held) == 4
 
 
 async def until_read(store: Store) -> StoreSnapshot:
-    """The snapshot that a restarted etcd answers with."""
+    """Wait for a snapshot of a restarted etcd."""
     while True:
         try:
             return await store.snapshot("")
@@ -289,7 +293,7 @@ async def until_read(store: Store) -> StoreSnapshot:
 
 
 async def overtaken(data: Path, folder: Path) -> Path:
-    """A copy of etcd's data, with many later writes elsewhere."""
+    """A copy of etcd's data with many additional writes."""
     with running_etcd() as server:
         server.kill()
         server.replace_data(data)
@@ -303,7 +307,7 @@ async def overtaken(data: Path, folder: Path) -> Path:
 
 
 async def other_address(store: Store, before: str) -> str:
-    """The address of a memory manager that has started again."""
+    """The address of a restarted memory manager."""
 
     async def later() -> str:
         address = await service_address(store, "memmgr")

@@ -1,4 +1,4 @@
-"""etcd over TLS with users and several clusters in it, against real ones."""
+"""etcd over TLS, with users and several clusters, against real servers."""
 
 import asyncio
 import datetime
@@ -33,7 +33,7 @@ def authority() -> Authority:
 
 @pytest.fixture(scope="module")
 def etcd(authority: Authority) -> Iterator[EtcdServer]:
-    """TLS, and per prefix a user (its password is its name) that may use nothing else."""
+    """An etcd with TLS and a user per prefix, whose password is its name."""
     with running_etcd(authority) as server:
         asyncio.run(enable_users(server, PREFIXES))
         yield server
@@ -51,8 +51,8 @@ def config_of(etcd: EtcdServer, user: str, **changes: object) -> SchedulerConfig
     return SchedulerConfig(**(fields | changes))
 
 
-async def test_two_clusters_on_one_etcd_never_see_each_other(etcd: EtcdServer) -> None:
-    """Two real schedulers and a worker of each, with the same names."""
+async def test_clusters_on_a_shared_etcd_are_isolated(etcd: EtcdServer) -> None:
+    """Two real schedulers, each with a worker, with equal names."""
     async with AsyncExitStack() as stack:
         seen = {}
         for user in PREFIXES:
@@ -82,7 +82,9 @@ async def test_two_clusters_on_one_etcd_never_see_each_other(etcd: EtcdServer) -
             assert address.encode() in service.value
 
 
-async def test_a_user_without_the_right_to_a_prefix_is_one_sentence(etcd: EtcdServer) -> None:
+async def test_a_user_without_access_to_the_prefix_is_reported_in_one_sentence(
+    etcd: EtcdServer,
+) -> None:
     store = open_store(config_of(etcd, "one", etcd_prefix="/two/"))
     with pytest.raises(StoreRefused, match=r"user 'one' \(permission denied\); grant its role"):
         await store.connect()
@@ -95,7 +97,7 @@ async def test_a_user_without_the_right_to_a_prefix_is_one_sentence(etcd: EtcdSe
         ({"etcd_user": None, "etcd_password": None}, "a call without user .*; set 'etcd_user'"),
     ],
 )
-async def test_a_user_that_etcd_refuses_is_one_sentence_at_once(
+async def test_a_refused_user_is_reported_at_once_in_one_sentence(
     etcd: EtcdServer, changes: dict[str, object], sentence: str
 ) -> None:
     store = open_store(config_of(etcd, "one", **changes))
@@ -103,8 +105,8 @@ async def test_a_user_that_etcd_refuses_is_one_sentence_at_once(
         await store.connect()
 
 
-async def test_a_token_is_renewed_when_it_has_ended(etcd: EtcdServer) -> None:
-    """etcd forgets all tokens when it starts again."""
+async def test_an_expired_token_is_renewed(etcd: EtcdServer) -> None:
+    """A restart of etcd invalidates all tokens."""
     store = open_store(config_of(etcd, "one"))
     await store.connect(DEADLINE_S)
     assert (await store.status()).version.startswith("3.")
@@ -136,24 +138,24 @@ async def test_an_etcd_of_another_ca_is_not_trusted(etcd: EtcdServer, tmp_path: 
 
 @pytest.fixture
 def members() -> Iterator[list[EtcdServer]]:
-    """Two etcds that do not know each other, so that it shows which one answers."""
+    """Two independent etcds, so that answers can be attributed."""
     with ExitStack() as stack:
         yield [stack.enter_context(running_etcd()) for _ in range(2)]
 
 
-async def test_the_next_of_several_is_used_when_one_is_gone(members: list[EtcdServer]) -> None:
+async def test_another_endpoint_is_used_when_the_first_is_down(members: list[EtcdServer]) -> None:
     store = Store(",".join(member.url for member in members))
     await store.connect(DEADLINE_S)
     assert await store.put_if("a", b"1", 0)
     members[0].kill()
-    # A listing is asked of all, and finds the other one without an error.
+    # A listing succeeds, as it is retried at the other endpoint.
     assert await store.list_prefix("a") == {}
     assert await store.put_if("a", b"2", 0)
     members[1].kill()
     members[0].start()
 
     async def listed() -> bytes:
-        # The channel may still be in an attempt to reach the one that was gone.
+        # The channel may still be connecting to the stopped endpoint.
         try:
             return (await store.list_prefix("a"))["a"].value
         except StoreError as error:
@@ -164,7 +166,7 @@ async def test_the_next_of_several_is_used_when_one_is_gone(members: list[EtcdSe
     await store.close()
 
 
-async def test_new_certificates_are_shown_without_a_lost_call(
+async def test_new_certificates_are_used_without_a_failed_call(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

@@ -1,4 +1,4 @@
-"""What real services recorded is decided again, identically, by the same core code."""
+"""Event logs of real services replay to identical decisions."""
 
 import asyncio
 import stat
@@ -41,7 +41,7 @@ def test_a_log_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 async def flood(cluster: Cluster) -> None:
-    """Requests that overflow the workers' KV cache, so that some are preempted."""
+    """Send requests that overflow the workers' KV cache, so that some are preempted."""
 
     def job(number: int) -> Callable:
         return lambda: numbered_completion(cluster.url, number, prompt_tokens=24, max_tokens=160)
@@ -50,14 +50,14 @@ async def flood(cluster: Cluster) -> None:
 
 
 async def repeat(cluster: Cluster) -> None:
-    """The same long prompt, again and again."""
+    """Send the same long prompt repeatedly."""
     for _ in range(4):
         await numbered_completion(cluster.url, 0, prompt_tokens=300, max_tokens=4)
 
 
 @pytest.mark.cluster
-async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Path) -> None:
-    """As `tideserve bench churn`, after a flood: the logs replay and show I1-I11."""
+async def test_logs_of_a_cluster_that_changes_groups_replay(tmp_path: Path) -> None:
+    """As `tideserve bench churn` after a flood: the logs replay, and I1-I11 hold."""
     folder = tmp_path / "events"
     model_dir = make_tiny_model(tmp_path / "model", seed=3)
     log = {"event_log": str(folder)}
@@ -66,9 +66,9 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
         memory="14MiB",
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        overload_policy="recompute",  # no automatic changes of groups
         **dict.fromkeys(("gateway", "memmgr", "worker"), log),
-        # All wait for as long as it takes.
+        # No queueing deadline.
         scheduler=log | {"dispatch": PREFIX, "standard_wait_s": 0.0},
     ) as cluster:
         await flood(cluster)
@@ -77,7 +77,7 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
             churn, cluster.url, cluster.admin_url, "model", CYCLES, SHAPE, lambda line: None
         )
         audited = audit_logs(folder)
-        preemptions = sum(one["preemptions_total"] for one in cluster.status()["workers"])
+        preemptions = sum(worker["preemptions_total"] for worker in cluster.status()["workers"])
     verdict = judge(done, tally, audited)
     assert list(verdict.problems) == []
     assert (done.merges, done.splits) == (CYCLES, CYCLES)
@@ -91,19 +91,21 @@ async def test_a_cluster_that_changes_groups_decides_the_same_again(tmp_path: Pa
 
 
 def check_scheduler(path: Path, requests_min: int) -> None:
-    """The scheduler assigned every request; the replay assigns it alike."""
+    """Check that the scheduler assigned every request, and that the log replays."""
     entries = list(read_entries(path, SCHEDULER_TYPES))
     assigned = sum(isinstance(entry.value, SendAssignment) for entry in entries)
     assert assigned >= requests_min
-    repeated = [one for one in entries if isinstance(one.value, Asked) and one.value.prefix.hashes]
-    assert len({one.value.prefix for one in repeated}) == 1 < len(repeated)
+    repeated = [
+        entry for entry in entries if isinstance(entry.value, Asked) and entry.value.prefix.hashes
+    ]
+    assert len({entry.value.prefix for entry in repeated}) == 1 < len(repeated)
     replayed = replay(read_config(path, StateConfig).state(), entries)
     assert replayed.difference == ""
     assert replayed.decisions >= 2 * requests_min
 
 
 def check_workers(paths: list[Path], requests_min: int, preemptions: int) -> None:
-    """A replay ends where they ended: all requests over, as many preempted."""
+    """Check that logs replay to the same end: all requests finished, equal preemptions."""
     finished = preempted_again = 0
     for path in paths:
         state = worker_state(path)
@@ -132,7 +134,7 @@ class Entry:
         self.kind, self.value = kind, value
 
 
-def test_a_full_log_ends_and_the_service_goes_on(tmp_path: Path) -> None:
+def test_a_full_log_ends_and_the_service_continues(tmp_path: Path) -> None:
     log = EventLog(tmp_path, "small", StateConfig(1, 1.0, "kv_share"), size_max_bytes=600)
     for number in range(100):
         log.append("event", [Ticked(float(number))])
@@ -143,7 +145,7 @@ def test_a_full_log_ends_and_the_service_goes_on(tmp_path: Path) -> None:
     assert 3 <= len(entries) < 100
 
 
-def test_a_full_disk_ends_the_log_after_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_log_after_a_complete_line(tmp_path: Path) -> None:
     log = EventLog(tmp_path, "full", StateConfig(1, 1.0, "kv_share"))
     log.append("event", [Ticked(1.0)])
     with no_room_for_files(log.path.stat().st_size + 10):
@@ -162,7 +164,7 @@ def test_a_log_cut_in_the_middle_of_a_line_is_readable(tmp_path: Path) -> None:
     assert len(list(read_entries(log.path, SCHEDULER_TYPES))) == 1
 
 
-def test_what_cannot_be_written_or_read_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_and_unreadable_logs_are_reported_in_one_sentence(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(EventLogError, match="event_log"):

@@ -23,7 +23,7 @@ REQUESTS = 64
 
 
 async def flood(cluster: Cluster) -> None:
-    """Prompts of many lengths, several of which wait at any time."""
+    """Send prompts of many lengths, several of which wait at any time."""
 
     def job(number: int) -> Callable[[], Any]:
         prompt = 40 + 37 * number % 500
@@ -57,12 +57,12 @@ def test_the_first_merge_without_a_profile_forms_batches_by_cost(tmp_path: Path)
         chunk_size="64KiB",
         environment={"TIDESERVE_CACHE": str(tmp_path / "cache")},
         services={"event_log": str(logs)},
-        scheduler={"lateness": 0.0},  # all wait for as long as it takes
+        scheduler={"lateness": 0.0},  # no queueing deadline
     ) as cluster:
         cluster.eventually(
             lambda: [row["cost_model"] for row in cluster.workers()] == ["start"] * 2
         )
-        # Not by a burst: whether it overflows the KV cache depends on the machine's speed.
+        # Not a burst, as its overflow of the KV cache would depend on the machine's speed.
         drop(cluster.admin_url, None, [])
         asyncio.run(flood(cluster))
         assert "measured a rough cost model" in cluster.log("worker-0")

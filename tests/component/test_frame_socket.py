@@ -1,4 +1,4 @@
-"""Frames between the ends of a connection: all arrive, in order, whatever else happens."""
+"""Frames over a connection all arrive in order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -22,7 +22,7 @@ def address_in(folder: Path) -> str:
 def connected(
     loop: Callable[[], asyncio.AbstractEventLoop], path: Path, trial: Trial, met: bool = True
 ) -> None:
-    """Run a trial with both ends of a connection; one that has not `met` yet connects itself."""
+    """Run a trial with both ends of a connection, connected in advance if `met`."""
 
     async def run() -> None:
         ends = FrameSocket(zmq.PAIR, 1000), FrameSocket(zmq.PAIR, 1000)
@@ -41,12 +41,12 @@ def connected(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_frames_go_both_ways_at_once(
+def test_frames_flow_both_ways_concurrently(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
     frames = [b"%d" % number for number in range(5000)]
 
-    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+    async def trial(first: FrameSocket, other: FrameSocket) -> None:
         async def send(end: FrameSocket) -> None:
             for frame in frames:
                 await end.send(frame)
@@ -54,36 +54,36 @@ def test_frames_go_both_ways_at_once(
         async def take(end: FrameSocket) -> None:
             assert [await end.recv() for _ in frames] == frames
 
-        await asyncio.gather(send(one), send(other), take(one), take(other))
+        await asyncio.gather(send(first), send(other), take(first), take(other))
 
     connected(loop, tmp_path, trial)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_reader_that_gave_up_loses_nothing(
+def test_a_cancelled_read_loses_no_frame(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
-    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+    async def trial(first: FrameSocket, other: FrameSocket) -> None:
         for number in range(50):
             reader = asyncio.create_task(other.recv())
             await asyncio.sleep(0)
             reader.cancel()
             await asyncio.wait([reader])
-            await one.send(b"%d" % number)
+            await first.send(b"%d" % number)
             assert await other.recv() == b"%d" % number
 
     connected(loop, tmp_path, trial)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_frames_that_wait_for_room_keep_their_order(
+def test_frames_that_wait_for_buffer_space_keep_their_order(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
-    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+    async def trial(first: FrameSocket, other: FrameSocket) -> None:
         frames = [b"%d" % number for number in range(100)]
-        sends = [asyncio.create_task(one.send(frame)) for frame in frames]
+        sends = [asyncio.create_task(first.send(frame)) for frame in frames]
         await asyncio.sleep(0)
-        assert not any(one.done() for one in sends)  # nobody is there
+        assert not any(send.done() for send in sends)  # no peer is connected
         other.connect(address_in(tmp_path))
         assert [await other.recv() for _ in sends] == frames
         await asyncio.gather(*sends)
@@ -92,17 +92,17 @@ def test_frames_that_wait_for_room_keep_their_order(
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_closing_ends_who_waits(
+def test_closing_ends_waiting_calls(
     loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
 ) -> None:
-    async def trial(one: FrameSocket, other: FrameSocket) -> None:
+    async def trial(first: FrameSocket, other: FrameSocket) -> None:
         reader = asyncio.create_task(other.recv())
         await asyncio.sleep(0.01)
         other.close()
         await asyncio.wait([reader])
         assert reader.cancelled()
         alone = FrameSocket(zmq.PAIR, 1)
-        sender = asyncio.create_task(alone.send(b"to nobody"))
+        sender = asyncio.create_task(alone.send(b"unread"))
         await asyncio.sleep(0.01)
         alone.close()
         sender.cancel()

@@ -1,4 +1,4 @@
-"""LoRA adapters at a real gateway in front of fake services: loaded, used as models, taken away."""
+"""LoRA adapters at a real gateway in front of fake services: loaded, used as models, unloaded."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +34,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Writes the folder of an adapter below the root."""
+    """A function that writes the folder of an adapter below the root."""
 
     def make(name: str, **config: Any) -> Path:
         return make_tiny_adapter(tmp_path / "adapters" / name, SIZES, **config)
@@ -103,7 +103,7 @@ async def test_the_model_without_an_adapter_is_unchanged(case: Case, make: Make)
     assert not case.cluster.scheduler.asks[0].HasField("adapter")
 
 
-async def test_all_doors_take_the_name(case: Case, make: Make) -> None:
+async def test_all_apis_accept_an_adapter_as_model(case: Case, make: Make) -> None:
     await load(case, "tone", make("tone"))
     message = {"role": "user", "content": "hi"}
     paths = {
@@ -121,7 +121,7 @@ async def test_all_doors_take_the_name(case: Case, make: Make) -> None:
     assert answer.status_code == 200
 
 
-async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
+async def test_replacing_weights_needs_a_flag_and_running_requests_keep_theirs(
     case: Case, make: Make
 ) -> None:
     folder = make("tone", seed=1)
@@ -138,7 +138,7 @@ async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
     answer = await load(case, "tone", folder)
     assert answer.status_code == 400 and "'load_inplace': true" in answer.text
     assert (await load(case, "tone", folder, load_inplace=True)).status_code == 200
-    # The worker of the request is lost: it resumes with the weights that it began with.
+    # The request's worker is lost: it resumes with its original weights.
     at = next(worker for worker in workers if worker.starts)
     at.failure, at.kv_lost, at.fails_after = worker_pb2.FINISH_REASON_RETURNED, True, 2
     for worker in workers:
@@ -156,7 +156,7 @@ async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"lora_name": "m"}, "'m' is the name of a model"),
         ({"lora_name": "alias"}, "'alias' is the name of a model"),
@@ -170,8 +170,8 @@ async def test_other_weights_need_a_word_and_running_requests_keep_theirs(
         ({"rank": 3}, "'rank': extra inputs"),
     ],
 )
-async def test_what_cannot_be_loaded(
-    store: Store, tmp_path: Path, make: Make, fields: dict[str, Any], words: str
+async def test_invalid_loads_are_refused(
+    store: Store, tmp_path: Path, make: Make, fields: dict[str, Any], message: str
 ) -> None:
     folder = make("tone")
     roots = (str(tmp_path / "adapters"),)
@@ -179,11 +179,11 @@ async def test_what_cannot_be_loaded(
         store, tmp_path / "model", adapters=LIMITS, adapter_roots=roots, model_aliases="alias"
     ) as case:
         answer = await load(case, "tone", folder, **fields)
-        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
         assert not await store.list_prefix(ADAPTERS)
 
 
-async def test_an_idempotency_key_is_not_that_of_the_model(
+async def test_an_idempotency_key_is_specific_to_the_adapter(
     store: Store, tmp_path: Path, make: Make
 ) -> None:
     roots = (str(tmp_path / "adapters"),)
@@ -201,7 +201,7 @@ async def test_an_idempotency_key_is_not_that_of_the_model(
         assert len(started(case)) == 1
 
 
-async def test_there_are_at_most_so_many_adapters(
+async def test_the_number_of_adapters_is_limited(
     case: Case, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.serving.adapter_loader.ADAPTERS_MAX", 1)
@@ -230,7 +230,7 @@ async def test_without_roots_nothing_is_loaded(store: Store, tmp_path: Path, mak
         assert answer.status_code == 400 and "'adapter_roots'" in answer.text
 
 
-async def test_other_gateways_follow(case: Case, make: Make, tmp_path: Path) -> None:
+async def test_other_gateways_learn_of_adapters(case: Case, make: Make, tmp_path: Path) -> None:
     async with gateway_before(case.cluster, tmp_path / "model", expected_workers=2) as other:
         await load(case, "a/b %", make("tone"))
         await eventually(lambda: listed_at(other, "a/b %"))
@@ -248,11 +248,11 @@ async def listed_at(case: Case, name: str) -> bool:
     return name in await models(case)
 
 
-async def test_a_worker_of_the_version_before_gets_no_adapter(
+async def test_a_worker_of_the_previous_version_gets_no_adapter(
     store: Store, tmp_path: Path, make: Make
 ) -> None:
     make("tone")
-    # A scheduler of the version before assigns to any worker, as the fake one does.
+    # A scheduler of the previous version assigns to any worker, as the fake does.
     roots = (str(tmp_path / "adapters"),)
     async with gateway_case(store, tmp_path / "model", adapter_roots=roots) as case:
         assert (await load(case, "tone", make("tone"))).status_code == 200
@@ -262,11 +262,11 @@ async def test_a_worker_of_the_version_before_gets_no_adapter(
         assert (await case.complete(max_tokens=4)).status_code == 200
 
 
-async def test_a_worker_at_the_address_of_another_gets_no_adapter(
+async def test_a_successor_at_the_same_address_gets_no_adapter(
     store: Store, case: Case, make: Make
 ) -> None:
     assert (await load(case, "tone", make("tone"))).status_code == 200
-    # As after a downgrade: the records of the worker before and of its successor.
+    # As after a downgrade: records of the former worker and of its successor.
     for key, entry in (await store.list_prefix(WORKERS)).items():
         record = decode_record(record_pb2.WorkerRecord, entry.value)
         assert record is not None and record.adapters.slots
@@ -274,7 +274,7 @@ async def test_a_worker_at_the_address_of_another_gets_no_adapter(
         record.worker_id += "-old"
         await put(store, f"{key}-old", record)
 
-    refused_at: set[str] = set()  # the workers whose two records the gateway has seen
+    refused_at: set[str] = set()  # workers of which the gateway has seen two records
 
     async def refused() -> bool:
         answer = await case.complete(model="tone", max_tokens=2)
@@ -292,7 +292,7 @@ async def test_a_worker_at_the_address_of_another_gets_no_adapter(
     assert (await case.complete(max_tokens=2)).status_code == 200
 
 
-async def test_keys_for_the_model_or_the_adapter_may_use_it(
+async def test_keys_for_the_model_or_the_adapter_grant_access(
     store: Store, tmp_path: Path, make: Make
 ) -> None:
     keys, folder = tmp_path / "keys.jsonl", make("tone")

@@ -1,4 +1,4 @@
-"""Refusals for lateness at every door, estimated asks, and reports of outcomes."""
+"""Refusals for lateness in every API, estimated asks, and reports of outcomes."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tideserve.kserve.v2 import inference_pb2, inference_pb2_grpc
 from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
-# Stubs are not typed for asynchronous calls.
+# Stubs have no types for asynchronous calls.
 Stub = Any
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 COMPLETION = {"model": "m", "prompt": "hi", "max_tokens": 3}
@@ -45,7 +45,7 @@ def refuse_as_late(case: Case, retry_after_s: float, booked: bool = True) -> Non
 
 
 async def predict(case: Case, *waits: scheduler_pb2.ClassWait) -> None:
-    """Have the scheduler send class waits, and wait until the gateway has them."""
+    """Send class waits as the scheduler, and wait until the gateway has received them."""
     scheduler = case.cluster.scheduler
     scheduler.class_waits[:], scheduler.wants_outcomes = waits, True
 
@@ -66,7 +66,7 @@ def outcomes_of(case: Case) -> list[scheduler_pb2.Outcome]:
 
 
 def overload_status(path: str) -> int:
-    """Status of a refusal: Anthropic's API has one of its own."""
+    """Status of a refusal, which differs in Anthropic's API."""
     return 529 if path == "/v1/messages" else 503
 
 
@@ -135,7 +135,7 @@ async def test_every_grpc_service_reports_a_late_request_with_its_booked_retry(
         ]
 
 
-async def test_a_retry_has_the_fingerprint_of_the_first_try(case: Case) -> None:
+async def test_a_retry_has_the_fingerprint_of_the_first_attempt(case: Case) -> None:
     for _ in range(2):
         for path, body in ROUTES.items():
             await case.http.post(path, json=body)
@@ -144,7 +144,7 @@ async def test_a_retry_has_the_fingerprint_of_the_first_try(case: Case) -> None:
     asks = [ask.fingerprint for ask in case.cluster.scheduler.asks]
     first, second, choices = asks[:5], asks[5:10], asks[10:]
     assert first == second and all(asks)
-    # Chats and messages have the same body here.
+    # Chat and Messages accept the same body here.
     assert len({*first, *choices}) == 6
 
 
@@ -160,7 +160,7 @@ async def test_the_expected_output_is_part_of_the_ask(case: Case) -> None:
     assert [ask.expected_tokens for ask in case.cluster.scheduler.asks] == [120, 0]
 
 
-async def test_a_long_wait_of_the_class_is_asked_about_before_the_prompt_is_tokenized(
+async def test_an_expected_long_wait_causes_an_ask_before_tokenization(
     case: Case,
 ) -> None:
     await predict(case, long_wait())
@@ -170,7 +170,7 @@ async def test_a_long_wait_of_the_class_is_asked_about_before_the_prompt_is_toke
     assert early.estimated and not ask.estimated
     assert early.request_id == ask.request_id
     assert early.fingerprint == ask.fingerprint
-    # The tokenizer of the test has a token per byte; the estimate learns.
+    # The test's tokenizer has a token per byte, which the estimate learns.
     assert 10 <= early.prompt_tokens < ask.prompt_tokens == 40
     for _ in range(100):
         await case.complete(prompt="x" * 40, max_tokens=1)
@@ -179,7 +179,7 @@ async def test_a_long_wait_of_the_class_is_asked_about_before_the_prompt_is_toke
     assert scheduler.asks[-2].estimated and scheduler.asks[-2].prompt_tokens == 3
 
 
-async def test_a_request_that_is_refused_early_is_not_tokenized(
+async def test_an_early_refusal_avoids_tokenization(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await predict(case, long_wait())
@@ -202,7 +202,7 @@ async def test_a_request_that_is_refused_early_is_not_tokenized(
         pytest.param(long_wait(model="other"), {}, id="another model"),
     ],
 )
-async def test_a_request_that_can_be_in_time_is_asked_about_once(
+async def test_a_request_without_expected_lateness_is_asked_once(
     case: Case, wait: scheduler_pb2.ClassWait, fields: dict[str, Any]
 ) -> None:
     await predict(case, wait)
@@ -210,7 +210,7 @@ async def test_a_request_that_can_be_in_time_is_asked_about_once(
     assert [ask.estimated for ask in case.cluster.scheduler.asks] == [False]
 
 
-async def test_a_target_of_the_request_counts_before_the_limit_of_its_class(case: Case) -> None:
+async def test_a_requests_target_overrides_the_limit_of_its_class(case: Case) -> None:
     await predict(case, long_wait(optimistic_s=2.0, service_class=INTERACTIVE, limit_s=0.0))
     fields: dict[str, Any] = {"slo_class": "interactive", "max_tokens": 1}
     assert (await case.complete(**fields)).status_code == 200
@@ -220,7 +220,7 @@ async def test_a_target_of_the_request_counts_before_the_limit_of_its_class(case
     assert [ask.estimated for ask in asks] == [True, False, False]
 
 
-async def test_without_an_answer_the_prompt_is_tokenized(case: Case) -> None:
+async def test_an_unanswered_early_ask_proceeds_to_tokenization(case: Case) -> None:
     await predict(case, long_wait())
     case.cluster.scheduler.deaf = True
     assert (await case.complete(max_tokens=1)).status_code == 200
@@ -228,13 +228,13 @@ async def test_without_an_answer_the_prompt_is_tokenized(case: Case) -> None:
 
 
 @pytest.mark.gateway(early_asks=False)
-async def test_early_asks_can_be_switched_off(case: Case) -> None:
+async def test_early_asks_can_be_disabled(case: Case) -> None:
     await predict(case, long_wait())
     assert (await case.complete(max_tokens=1)).status_code == 200
     assert [ask.estimated for ask in case.cluster.scheduler.asks] == [False]
 
 
-async def test_an_estimate_above_the_context_is_no_reason_to_refuse(case: Case) -> None:
+async def test_an_estimate_above_the_context_does_not_refuse(case: Case) -> None:
     await predict(case, long_wait())
     case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
         reason=scheduler_pb2.REFUSAL_REASON_TOO_LARGE, message="too large"
@@ -264,7 +264,7 @@ async def test_a_late_request_costs_no_quota(store: Store, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("early", [True, False])
-async def test_the_refusal_of_a_late_request_is_not_kept_for_its_key(
+async def test_a_refusal_for_lateness_is_not_stored_for_an_idempotency_key(
     case: Case, early: bool
 ) -> None:
     await predict(case, *[long_wait()] * early)
@@ -320,7 +320,7 @@ async def test_the_end_of_a_request_that_fails_is_reported_after_its_first_token
     await predict(case)
     for fails_after in (0, 3):
         for worker in case.cluster.workers:
-            # Requests that fail so are not retried.
+            # Such failures are not retried.
             worker.fails_after, worker.failure = fails_after, worker_pb2.FINISH_REASON_INVALID
         assert (await case.complete(max_tokens=50)).status_code == 400
     await eventually(lambda: len(outcomes_of(case)) >= 2)
@@ -331,7 +331,7 @@ async def test_the_end_of_a_request_that_fails_is_reported_after_its_first_token
     ]
 
 
-async def test_a_scheduler_that_does_not_want_outcomes_gets_none(case: Case) -> None:
+async def test_outcomes_are_not_sent_to_a_scheduler_without_the_capability(case: Case) -> None:
     scheduler = case.cluster.scheduler
     assert (await case.complete(max_tokens=5)).status_code == 200
     (ask,) = scheduler.asks

@@ -1,4 +1,4 @@
-"""Tools, reasoning and forms of output, seen by clients and by the worker behind the gateway."""
+"""Tools, reasoning and output formats, as seen by clients and by the worker."""
 
 import asyncio
 import json
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.gateway(max_model_len=4096)
 
 
 def last_prompt(case: Case) -> str:
-    """What the worker got last."""
+    """The text of the worker's newest prompt."""
     start = case.cluster.workers[0].starts[-1]
     letters = {ids[0]: chr(code) for code in range(128) if len(ids := text_ids(chr(code))) == 1}
     return "".join(letters.get(token_id, "?") for token_id in start.prompt_ids)
 
 
-async def test_a_call_and_its_answer(case: Case) -> None:
+async def test_a_tool_call_and_its_result(case: Case) -> None:
     case.answer_with(f"Let me see.\n{CALL}")
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     first = await case.openai.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # type: ignore[list-item]
@@ -67,7 +67,7 @@ async def test_a_call_and_its_answer(case: Case) -> None:
     assert "<tool_response>\nrain\n</tool_response>" in last_prompt(case)
 
 
-async def test_a_streamed_call_is_as_the_whole_one(case: Case) -> None:
+async def test_a_streamed_call_equals_the_whole_call(case: Case) -> None:
     case.answer_with(f"Well.\n{CALL}\n{CALL}")
     chunks = await case.openai.chat.completions.create(
         model="m",
@@ -94,14 +94,14 @@ async def test_a_streamed_call_is_as_the_whole_one(case: Case) -> None:
 
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a stream with tools."""
+    """The chunks of a stream with tools."""
     answer = await case.chat(tools=[TOOL], stream=True, **fields)
     lines = [line for line in answer.text.splitlines() if line]
     assert lines.pop() == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_tokens_around_a_call_bring_no_events(case: Case) -> None:
+async def test_tokens_around_a_call_cause_no_events(case: Case) -> None:
     case.answer_with(CALL)
     first, *chunks, last = [chunk["choices"][0] for chunk in await chunks_of(case)]
     assert first["delta"] == {"role": "assistant", "content": ""}
@@ -117,16 +117,14 @@ async def test_tokens_around_a_call_bring_no_events(case: Case) -> None:
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ],
 )
-async def test_each_token_has_an_event_where_that_is_asked_for(
-    case: Case, fields: dict[str, Any]
-) -> None:
+async def test_each_token_has_an_event_if_requested(case: Case, fields: dict[str, Any]) -> None:
     case.answer_with(CALL)
     chunks = [chunk for chunk in await chunks_of(case, **fields) if chunk["choices"]]
-    # One event opens the answer. The last token ends it.
+    # The first event opens the response; the last token ends it.
     assert len(chunks) == 1 + len(text_ids(CALL)) + 1
 
 
-async def test_text_after_a_call_that_comes_with_it_is_sent(case: Case) -> None:
+async def test_text_after_a_call_in_the_same_token_is_sent(case: Case) -> None:
     case.answer_with(f"{CALL}and on it goes")
     case.cluster.workers[0].tokens_per_event = len(text_ids(f"{CALL}and"))
     whole = (await case.chat(tools=[TOOL])).json()["choices"][0]["message"]
@@ -135,7 +133,7 @@ async def test_text_after_a_call_that_comes_with_it_is_sent(case: Case) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas) == whole["content"]
 
 
-async def test_a_message_of_calls_alone_has_no_content(case: Case) -> None:
+async def test_a_message_with_calls_only_has_no_content(case: Case) -> None:
     case.answer_with(CALL)
     choice = (await case.chat(tools=[TOOL])).json()["choices"][0]
 
@@ -153,7 +151,7 @@ async def test_without_tools_calls_are_text(case: Case) -> None:
         assert choice["finish_reason"] == "stop"
 
 
-async def test_reasoning_is_apart(store: Store, tmp_path: Path) -> None:
+async def test_reasoning_is_separate(store: Store, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"reasoning_format": "qwen3"}
     async with gateway_case(store, tmp_path / "model", **fields) as case:
         case.answer_with("<think>\nhm\n</think>\n\nYes.")
@@ -189,9 +187,7 @@ async def test_reasoning_is_apart(store: Store, tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-async def test_what_is_asked_reaches_the_worker(
-    case: Case, fields: dict[str, Any], part: str
-) -> None:
+async def test_constraints_reach_the_worker(case: Case, fields: dict[str, Any], part: str) -> None:
     answer = await case.chat(max_tokens=2, **fields)
     assert answer.status_code == 200, answer.text
 
@@ -212,7 +208,7 @@ UNIQUE = "$.properties.tags.uniqueItems"
 
 
 def requests_with(schema: dict[str, Any], strict: bool) -> dict[str, tuple[str, dict[str, Any]]]:
-    """A request of each HTTP API whose output, or whose forced call, has the schema."""
+    """Requests of each HTTP API whose output, or forced call, must match the schema."""
     chat, responses, messages = "/v1/chat/completions", "/v1/responses", "/v1/messages"
     named = {"name": "f", "strict": strict}
     form = {"type": "json_schema", "json_schema": named | {"schema": schema}}
@@ -236,7 +232,7 @@ def requests_with(schema: dict[str, Any], strict: bool) -> dict[str, tuple[str, 
         ),
         "messages tool": (messages, hi | {"tools": [tool], "tool_choice": {"type": "any"}}),
     }
-    # Its format has no flag: it is always strict.
+    # This format has no flag: it is always strict.
     return requests | ({"messages": (messages, hi | {"output_config": config})} if strict else {})
 
 
@@ -277,7 +273,7 @@ async def test_a_schema_that_no_text_matches_is_refused(case: Case, api: str) ->
     assert "$.properties.a.$ref refers to itself" in answer.json()["error"]["message"]
 
 
-async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:
+async def test_an_exploding_schema_is_refused_without_delaying_streams(case: Case) -> None:
     worker = case.cluster.workers[0]
     times: list[float] = []
 
@@ -307,7 +303,7 @@ async def test_a_bomb_is_refused_while_a_stream_goes_on(case: Case) -> None:
     assert len(worker.starts) == 1
 
 
-async def test_orphaned_answers_are_refused(case: Case) -> None:
+async def test_tool_results_without_a_call_are_refused(case: Case) -> None:
     messages = [{"role": "tool", "tool_call_id": "1", "content": "x"}]
     answer = await case.chat(messages=messages)
 

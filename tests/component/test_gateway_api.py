@@ -16,11 +16,11 @@ from tideserve.scheduler.v1 import scheduler_pb2
 from tideserve.worker.v1 import worker_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-# HI as the template writes it, in tokens of one byte, two of them special.
+# HI rendered by the template, in tokens of a byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 
 
-async def test_chat_whole_and_streamed_give_the_same(case: Case) -> None:
+async def test_a_streamed_chat_equals_the_whole_chat(case: Case) -> None:
     whole = await case.openai.chat.completions.create(model="m", messages=HI, max_tokens=90)
     choice = whole.choices[0]
     assert whole.id.startswith("chatcmpl-")
@@ -73,7 +73,7 @@ async def test_completions_of_text_ids_and_several_prompts(case: Case) -> None:
     assert texts == [TEXT[:8]] * 2
 
 
-async def test_what_the_worker_is_told(case: Case) -> None:
+async def test_sampling_parameters_reach_the_worker(case: Case) -> None:
     await case.complete(
         max_tokens=3,
         min_tokens=1,
@@ -93,19 +93,19 @@ async def test_what_the_worker_is_told(case: Case) -> None:
     )
     await case.complete(ignore_eos=True)
     start = case.cluster.workers[0].starts[-1]
-    # The defaults of the OpenAI API, and a seed drawn here.
+    # The defaults of the OpenAI API, and a seed drawn by the gateway.
     assert start.limits == worker_pb2.Limits(max_tokens=16)
     assert (start.sampling.temperature, start.sampling.top_p) == (1.0, 1.0)
     await case.complete(max_tokens=1)
     assert case.cluster.workers[0].starts[-1].sampling.seed != start.sampling.seed
-    # The rest of the context, if that is less, or if it is a chat.
+    # The rest of the context, if smaller, or if it is a chat.
     await case.complete(prompt="x" * 250)
     assert case.cluster.workers[0].starts[-1].limits.max_tokens == 6
     await case.chat()
     assert case.cluster.workers[0].starts[-1].limits.max_tokens == 256 - HI_TOKENS
 
 
-async def test_the_scheduler_knows_of_an_end_before_the_next_ask(case: Case) -> None:
+async def test_an_end_is_forwarded_before_the_next_ask(case: Case) -> None:
     for _ in range(3):
         assert (await case.chat(max_tokens=3)).status_code == 200
     loads = case.cluster.scheduler.loads
@@ -113,7 +113,7 @@ async def test_the_scheduler_knows_of_an_end_before_the_next_ask(case: Case) -> 
     assert loads == [("w0", asked) for asked in (1, 2, 3)]
 
 
-async def test_as_many_stop_tokens_as_allowed_pass_the_worker_too(case: Case) -> None:
+async def test_the_largest_number_of_stop_tokens_reaches_the_worker(case: Case) -> None:
     named = [number for number in range(VOCAB_SIZE) if number != EOS_ID][:256]
     assert (await case.complete(max_tokens=3, stop_token_ids=named)).status_code == 200
     start = case.cluster.workers[0].starts[-1]
@@ -189,7 +189,7 @@ REFUSING = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not no') 
 
 
 @pytest.mark.gateway(template=REFUSING + CHAT_TEMPLATE)
-async def test_messages_that_the_template_refuses(case: Case) -> None:
+async def test_messages_refused_by_the_template(case: Case) -> None:
     answer = await case.chat(messages=[{"role": "user", "content": "no"}])
     assert answer.status_code == 400
     assert "not no" in answer.json()["error"]["message"]
@@ -266,7 +266,7 @@ async def test_malformed_json_is_answered_with_cause_and_remedy(
     }
 
 
-async def test_a_body_in_chunks_is_bounded_too(case: Case) -> None:
+async def test_a_chunked_body_is_bounded(case: Case) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(70):
             yield b" " * 2**16
@@ -281,7 +281,7 @@ REFUSALS: list[tuple[Any, float, int, set[str | None]]] = [
     (scheduler_pb2.REFUSAL_REASON_INVALID, 0, 400, {None}),
     (scheduler_pb2.REFUSAL_REASON_QUEUE_FULL, 2.5, 503, {"3", "4", "5"}),
     (scheduler_pb2.REFUSAL_REASON_EXPIRED, 0, 504, {"1", "2", "3"}),
-    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 404, {None}),
+    (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 0, 503, {"1", "2", "3"}),
     (scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL, 1, 503, {"1", "2", "3"}),
 ]
 
@@ -349,7 +349,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "model": "m",
         "role": "mixed",
     }
-    reported = {one.name for one in memmgr_pb2.WorkerMemory.DESCRIPTOR.fields} - {"worker_id"}
+    reported = {field.name for field in memmgr_pb2.WorkerMemory.DESCRIPTOR.fields} - {"worker_id"}
     assert reported <= worker.keys() and worker["paced"] is None
     assert status["groups"] == [
         {
@@ -380,7 +380,7 @@ async def test_status_metrics_and_probes(case: Case) -> None:
         "tideserve_gateway_requests_inflight 0.0",
     ):
         assert line in metrics.splitlines()
-    # Each process tells of itself only, so that sums over all are right.
+    # Each process exports its own metrics only, so that sums are right.
     assert "num_requests_running" not in metrics
     assert "tideserve_worker_" not in metrics
     for path in ("/live", "/ready", "/health", "/ping"):
@@ -404,7 +404,7 @@ async def test_a_single_port_may_export_the_load_of_the_cluster(case: Case) -> N
 async def test_head_on_every_route_that_has_get(case: Case) -> None:
     await eventually(case.ready)
     for client, extra in (
-        (case.http, ["/openapi.json", "/v1/models/nobody"]),
+        (case.http, ["/openapi.json", "/v1/models/unknown"]),
         (case.admin, ["/openapi.json", *PAGE]),
     ):
         paths = (await client.get("/openapi.json")).json()["paths"]
@@ -420,7 +420,7 @@ async def test_head_on_every_route_that_has_get(case: Case) -> None:
 
 
 @pytest.mark.gateway(api_key="secret")
-async def test_a_key_guards_every_route_but_the_probes(case: Case) -> None:
+async def test_all_routes_except_probes_need_the_key(case: Case) -> None:
     assert (await case.complete(max_tokens=1)).status_code == 200
     paths = ("/v1/models", "/load", "/metrics", "/openapi.json", "/nowhere")
     for given in ("", "Bearer", "Bearer wrong", "secret", "Basic secret"):

@@ -1,4 +1,4 @@
-"""Gateways that are killed or suspended while they run batches: each line has one answer."""
+"""Gateways killed or suspended while they run batches: each line has a single result."""
 
 import asyncio
 import re
@@ -24,14 +24,14 @@ from tests.support.waiting import eventually
 
 LINES = chat_lines(24)
 STOPPED = re.compile("another gateway leads|does not lead")
-"""The log of a gateway that no longer leads."""
+"""The log line of a gateway that no longer leads."""
 
 
 @asynccontextmanager
 async def gateway(
     cluster: FakeCluster, folder: Path, name: str, **fields: Any
 ) -> AsyncIterator[GatewayProcess]:
-    """A gateway process; all share the batches."""
+    """A gateway process; all share a batch store."""
     own = folder / name
     own.mkdir()
     async with gateway_process(
@@ -45,7 +45,7 @@ async def gateway(
 
 
 async def suspend(process: psutil.Process, database: Path) -> None:
-    """Suspend a gateway between two transactions: in one it would hold the lock of SQLite."""
+    """Suspend a gateway between transactions, in which it would hold SQLite's lock."""
     while True:
         process.suspend()
         await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
@@ -65,9 +65,7 @@ async def output_of(client: AsyncOpenAI, batch_id: str) -> bytes:
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
-async def test_a_gateway_killed_at_any_point_costs_no_line(
-    store: Store, tmp_path: Path, point: str
-) -> None:
+async def test_a_killed_gateway_loses_no_line(store: Store, tmp_path: Path, point: str) -> None:
     async with fake_cluster(store, endless, max_model_len=256) as cluster:
         hits = tmp_path / "hits"
         armed = {"failpoints": [point], "failpoint_file": str(hits)}
@@ -80,7 +78,7 @@ async def test_a_gateway_killed_at_any_point_costs_no_line(
             await check_answers(second.url, batch.id, LINES)
 
 
-# The shorter suspension ends once the second gateway has finished the batch.
+# The shorter suspension ends when the second gateway has finished the batch.
 @pytest.mark.parametrize("suspended_s", [0.0, pytest.param(60.0, marks=pytest.mark.slow)])
 async def test_a_suspended_leader_that_continues_changes_nothing(
     store: Store, tmp_path: Path, suspended_s: float
@@ -97,7 +95,7 @@ async def test_a_suspended_leader_that_continues_changes_nothing(
             started = len(worker.starts)
             try:
                 async with gateway(cluster, tmp_path, "second") as second:
-                    # The second leads once the lease of the first has ended.
+                    # The second leads once the lease of the first has expired.
                     await eventually(lambda: len(worker.starts) > started)
                     worker.pause_at = None
                     worker.go.set()

@@ -52,7 +52,7 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys.jsonl"
 
 
-async def test_each_line_has_the_answer_of_the_same_request_in_input_order(case: Case) -> None:
+async def test_lines_get_the_response_of_the_same_request_in_input_order(case: Case) -> None:
     lines = chat_lines(20)
     batch = await submit(case.openai, as_file(lines))
     assert batch.status == "validating" and batch.input_file_id.startswith("file-")
@@ -113,7 +113,7 @@ async def test_a_line_that_fails_is_in_the_error_file(case: Case) -> None:
     assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
-async def test_a_cancelled_batch_interrupts_its_lines_and_keeps_its_answers(case: Case) -> None:
+async def test_a_cancelled_batch_stops_its_lines_and_keeps_results(case: Case) -> None:
     worker = case.paused(5)
     batch = await submit(case.openai, as_file(chat_lines(40)))
     await eventually(lambda: len(worker.active) >= 16)
@@ -129,7 +129,7 @@ async def test_a_cancelled_batch_interrupts_its_lines_and_keeps_its_answers(case
         await case.openai.batches.cancel("batch_unknown")
 
 
-async def test_refused_lines_run_again(case: Case) -> None:
+async def test_refused_lines_are_retried(case: Case) -> None:
     case.refuse("full", retry_after_s=0.2)
     batch = await submit(case.openai, as_file(chat_lines(20)))
     await eventually(lambda: case.cluster.scheduler.asks)
@@ -138,7 +138,7 @@ async def test_refused_lines_run_again(case: Case) -> None:
     assert batch.request_counts.completed == 20
 
 
-async def test_a_worker_that_dies_costs_no_line(case: Case) -> None:
+async def test_a_lost_worker_loses_no_line(case: Case) -> None:
     worker = case.paused(5)
     batch = await submit(case.openai, as_file(chat_lines(20)))
     await eventually(lambda: len(worker.active) >= 16)
@@ -198,7 +198,7 @@ async def test_a_download_without_its_storage_is_503(case: Case, tmp_path: Path)
     assert answer.json()["error"]["code"] == "batch_store_unavailable"
 
 
-async def test_a_stored_file_that_is_cut_off_is_503(case: Case, tmp_path: Path) -> None:
+async def test_a_truncated_stored_file_is_503(case: Case, tmp_path: Path) -> None:
     uploaded = await case.openai.files.create(file=("a.jsonl", b"x" * 2**19), purpose="batch")
     (stored,) = [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
     os.truncate(stored, 2**18)
@@ -212,9 +212,7 @@ async def test_urls_are_checked(case: Case, url: str) -> None:
     assert (await case.http.get(long)).status_code == 400
 
 
-async def test_a_batch_that_cannot_be_validated_keeps_no_other_waiting(
-    case: Case, tmp_path: Path
-) -> None:
+async def test_a_batch_that_fails_validation_delays_no_other(case: Case, tmp_path: Path) -> None:
     uploaded = await case.openai.files.create(file=("a", as_file(chat_lines(2))), purpose="batch")
     for stored in (tmp_path / "files").rglob("*"):
         if stored.is_file():
@@ -227,7 +225,7 @@ async def test_a_batch_that_cannot_be_validated_keeps_no_other_waiting(
     assert (await case.openai.batches.retrieve(stuck.id)).status == "validating"
 
 
-def test_an_owner_does_not_use_all_transfers() -> None:
+def test_an_owner_cannot_use_all_transfers() -> None:
     transfers = _Transfers()
     with contextlib.ExitStack() as held:
         for _ in range(OWNER_TRANSFERS_MAX):
@@ -251,7 +249,7 @@ async def test_a_file_beyond_the_limit_is_refused(store: Store, tmp_path: Path) 
     assert len([path for path in (tmp_path / "files").rglob("*") if path.is_file()]) == 1
 
 
-async def test_the_output_expires_when_its_owner_says(case: Case) -> None:
+async def test_the_output_expires_after_the_requested_time(case: Case) -> None:
     content = as_file([chat_line(0), chat_line(1, max_tokens=100_000)])
     file = await case.openai.files.create(file=("input.jsonl", content), purpose="batch")
     created = {
@@ -281,7 +279,7 @@ async def test_the_output_expires_when_its_owner_says(case: Case) -> None:
         assert file.expires_at - file.created_at in (7200, 7201)
 
 
-async def test_the_batch_is_what_the_official_client_expects(case: Case) -> None:
+async def test_the_batch_object_matches_the_official_client(case: Case) -> None:
     lines = [chat_line(0), chat_line(1, max_tokens=100_000), chat_line(2)]
     created = await submit(case.openai, as_file(lines))
     assert created.request_counts == BatchRequestCounts(total=0, completed=0, failed=0)
@@ -293,7 +291,7 @@ async def test_the_batch_is_what_the_official_client_expects(case: Case) -> None
     assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
     assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages)
     assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
-    # All fields but our `progress` are those of the API, and of its types.
+    # All fields except our `progress` match the API and its types.
     raw = (await case.http.get(f"/v1/batches/{batch.id}")).json()
     assert raw.keys() - Batch.model_fields.keys() == {"progress"}
     Batch.model_validate(raw, strict=True)
@@ -377,7 +375,7 @@ async def test_a_revoked_key_fails_its_lines(store: Store, tmp_path: Path, keys:
         await eventually(refused)
         worker.pause_at = None
         worker.go.set()
-        # The owner has a new key.
+        # The owner gets a new key.
         renewed = add_key(keys, "a", False, None, QuotaLimits())
 
         async def accepted() -> bool:
@@ -395,7 +393,7 @@ async def test_a_revoked_key_fails_its_lines(store: Store, tmp_path: Path, keys:
 
 
 @pytest.mark.parametrize("counts", [True, False])
-async def test_quotas_count_lines_only_if_the_key_says_so(
+async def test_lines_count_for_quotas_only_if_the_key_says_so(
     store: Store, tmp_path: Path, keys: Path, counts: bool
 ) -> None:
     limits = QuotaLimits(concurrent=2, tokens_per_minute=10_000, batch_counts=counts)
@@ -425,7 +423,7 @@ async def test_quotas_count_lines_only_if_the_key_says_so(
         assert await results(client, batch.error_file_id) == []
 
 
-async def test_a_claim_whose_answer_is_lost_costs_no_line(
+async def test_a_claim_with_a_lost_reply_loses_no_line(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leader, "RETRY_S", 0.01)
@@ -464,9 +462,9 @@ async def test_a_drained_gateway_returns_its_lines_at_once(store: Store, tmp_pat
         scheduler = case.cluster.scheduler
         scheduler.wants_outcomes = True
         await check_answers(case.url, batch.id, chat_lines(20))
-        # Their tokens are kept.
+        # The lines' tokens are kept.
         resumed = {start.request_id for start in case.cluster.workers[0].starts if start.output_ids}
         assert len(resumed) >= 16
-        # The scheduler would take their remaining tokens for the length of their output.
+        # The scheduler would mistake their remaining tokens for the length of their output.
         await eventually(lambda: len(scheduler.outcomes) >= 2 * 20)
         assert not resumed & {outcome.request_id for outcome in scheduler.outcomes}

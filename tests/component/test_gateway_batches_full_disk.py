@@ -1,4 +1,4 @@
-"""The disk of batches is full: they pause and go on, the API answers 503, nothing else notices."""
+"""A full batch disk pauses batches and makes their API return 503; all else is unaffected."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 LINES = chat_lines(24)
 
 
-async def test_on_a_full_disk_batches_pause_and_online_requests_do_not(
+async def test_a_full_disk_pauses_batches_but_not_online_requests(
     store: Store, tmp_path: Path
 ) -> None:
     (tmp_path / "own").mkdir()

@@ -1,4 +1,4 @@
-"""Two gateways share their batches in a real PostgreSQL: one runs lines, both serve the API."""
+"""Two gateways share a real PostgreSQL: the leader runs lines, both serve the API."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -65,7 +65,7 @@ async def test_the_other_gateway_takes_over_from_any_point(
         await check_answers(second.url, batch.id, LINES)
 
 
-async def test_without_its_database_batches_pause_and_online_requests_do_not(
+async def test_a_database_outage_pauses_batches_but_not_online_requests(
     store: Store, postgres: PostgresServer, tmp_path: Path
 ) -> None:
     async with (
@@ -80,7 +80,7 @@ async def test_without_its_database_batches_pause_and_online_requests_do_not(
         await eventually(lambda: len(worker.active) >= 16)
         await asyncio.to_thread(postgres.kill)
         try:
-            # The lines that run end now, and their results wait for the database.
+            # The running lines end now, and their results wait for the database.
             worker.pause_at = None
             worker.go.set()
             with pytest.raises(openai.InternalServerError) as raised:

@@ -1,4 +1,4 @@
-"""What clients may hold at the gateway's doors, and for how long."""
+"""Limits on the memory that clients occupy in the gateway."""
 
 import asyncio
 import contextlib
@@ -30,10 +30,10 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def bodies() -> list[Any]:
-    """The bodies that this process holds."""
+    """Request bodies in this process's memory."""
     kinds = (GenerationRequest, ResponsesRequest)
-    # Not isinstance: some objects of libraries warn when they are asked for their class.
-    return [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    # Not isinstance, as some library objects warn when their class is read.
+    return [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
 
 
 async def value(case: Case, name: str) -> float:
@@ -45,7 +45,7 @@ async def value(case: Case, name: str) -> float:
 
 @contextlib.contextmanager
 def unread(case: Case, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A client that takes next to nothing of the answer to its request."""
+    """A client that reads almost nothing of the response."""
     place, data = urlsplit(case.url), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
     with socket.socket() as client:
@@ -62,11 +62,11 @@ def inference(text: str) -> kpb.ModelInferRequest:
     return request
 
 
-async def test_nobody_holds_a_body_once_it_is_prepared(case: Case) -> None:
-    gc.collect()  # bodies of other tests, in cycles with the errors that refused them
+async def test_bodies_are_released_once_prepared(case: Case) -> None:
+    gc.collect()  # bodies of other tests in reference cycles with their errors
     worker = case.paused(1)
     chat = {"model": "m", "messages": MESSAGES, "max_tokens": 4}
-    # Tools that are not told the model take room only.
+    # Tools that are not rendered only occupy memory.
     unused = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "none"}
     response = {"model": "m", "input": "hi", "tools": [TOOL], "tool_choice": "none"}
     posts = [
@@ -99,7 +99,7 @@ async def test_nobody_holds_a_body_once_it_is_prepared(case: Case) -> None:
         stream.cancel()
 
 
-async def test_what_a_response_repeats_counts_until_it_is_over(case: Case) -> None:
+async def test_repeated_parts_of_a_response_count_until_it_ends(case: Case) -> None:
     worker = case.paused(1)
 
     async def held() -> float:
@@ -115,13 +115,13 @@ async def test_what_a_response_repeats_counts_until_it_is_over(case: Case) -> No
     assert await held() == 0
 
 
-async def test_a_whole_answer_counts_until_its_client_has_taken_it(
+async def test_a_whole_response_counts_until_its_client_has_read_it(
     store: Store, tmp_path: Path
 ) -> None:
-    # Longer than what a kernel holds of a connection, which is 4 MiB.
-    told = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 1500}
+    # Longer than the kernel's buffers of a connection, 4 MiB.
+    logprobs = {"logprobs": True, "top_logprobs": 20, "n": 4, "max_tokens": 1500}
     posts = [
-        ("/v1/chat/completions", {"model": "m", "messages": MESSAGES} | told),
+        ("/v1/chat/completions", {"model": "m", "messages": MESSAGES} | logprobs),
         ("/tokenize", {"model": "m", "prompt": "x" * 1_000_000, "return_token_strs": True}),
     ]
     async with gateway_case(
@@ -141,23 +141,23 @@ async def test_a_whole_answer_counts_until_its_client_has_taken_it(
             assert await value(case, INFLIGHT) == 0
 
 
-async def test_log_probabilities_of_whole_answers_are_bounded(
+async def test_log_probabilities_of_whole_responses_are_bounded(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "OUTPUT_LOGPROBS_MAX", 100)
-    told = {"logprobs": True, "top_logprobs": 4}
-    fits = await case.chat(**told, n=2, max_tokens=10)
+    logprobs = {"logprobs": True, "top_logprobs": 4}
+    fits = await case.chat(**logprobs, n=2, max_tokens=10)
     assert fits.status_code == 200 and len(fits.json()["choices"][1]["logprobs"]["content"]) == 10
     for n, max_tokens in ((1, 21), (2, 11)):
-        over = await case.chat(**told, n=n, max_tokens=max_tokens)
+        over = await case.chat(**logprobs, n=n, max_tokens=max_tokens)
         assert over.status_code == 400
         assert over.json()["error"]["param"] == "logprobs"
     assert (await case.complete(logprobs=4, max_tokens=21)).status_code == 400
-    stream = await case.chat(**told, max_tokens=50, stream=True)
+    stream = await case.chat(**logprobs, max_tokens=50, stream=True)
     assert stream.text.endswith("data: [DONE]\n\n"), "a stream keeps none"
     with pytest.raises(tide.InvalidRequest):
         await case.grpc.chat("hi", model="m", logprobs=True, top_logprobs=4, max_tokens=21)
-    # A response repeats them in its last event.
+    # The Responses API repeats them in its last event.
     asked = {"model": "m", "input": "hi", "top_logprobs": 4, "max_output_tokens": 21}
     whole = await case.http.post("/v1/responses", json=asked)
     assert (whole.status_code, whole.json()["error"]["param"]) == (400, "top_logprobs")

@@ -1,4 +1,4 @@
-"""Requests ended by id, at this gateway and at another one; ids that are used twice."""
+"""Cancellation by id at this and at other gateways, and duplicate ids."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ MINE, OTHERS = "k" * 24, "o" * 24
 
 @asynccontextmanager
 async def second_gateway(case: Case, key: str = "none") -> AsyncIterator[AsyncClient]:
-    """A client of another gateway of the same cluster."""
+    """A client of a second gateway of the same cluster."""
     port = free_port()
     config = replace(case.config, port=free_port(), admin_port=None, public_grpc_port=port)
     target = f"127.0.0.1:{port}"
@@ -69,7 +69,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 async def running(case: Case) -> FakeWorker:
-    """The worker, once it has a request that waits."""
+    """Wait for a paused request; returns its worker."""
     worker = case.cluster.workers[0]
     await eventually(lambda: worker.active)
     return worker
@@ -92,7 +92,7 @@ async def test_a_stream_is_cancelled_by_the_id_of_its_response(case: Case) -> No
         await case.grpc.cancel("")
 
 
-async def test_a_call_is_cancelled_by_the_id_that_its_client_chose(case: Case) -> None:
+async def test_a_call_is_cancelled_by_its_clients_id(case: Case) -> None:
     case.cluster.workers[0].pause_at = 2
     call = asyncio.create_task(case.grpc.chat("hi", model="m", request_id="mine"))
     await running(case)
@@ -101,7 +101,7 @@ async def test_a_call_is_cancelled_by_the_id_that_its_client_chose(case: Case) -
         await call
 
 
-async def test_a_request_is_cancelled_by_the_id_of_its_header_at_both_doors(case: Case) -> None:
+async def test_a_request_is_cancelled_by_its_header_over_http_and_grpc(case: Case) -> None:
     case.cluster.workers[0].pause_at = 2
     sent = {"x-request-id": "of/a-proxy"}
     body = {"model": "m", "prompt": "hi", "max_tokens": 9}
@@ -126,14 +126,14 @@ async def test_a_request_is_cancelled_by_the_id_of_its_header_at_both_doors(case
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "cancelled"
     again = await case.http.post("/v1/requests/of/a-proxy/cancel")
     assert (again.status_code, again.json()["found"]) == (200, False)
-    # A proxy sends one id with every request that it makes for one of its own.
+    # A proxy sends the same id with all requests that it makes for one of its own.
     worker.pause_at = None
     for _ in range(2):
         answer = await case.http.post("/v1/completions", json=body, headers=sent)
         assert answer.status_code == 200
 
 
-async def test_calls_that_are_no_requests_are_answered_by_a_full_gateway(
+async def test_a_full_gateway_still_serves_other_calls(
     store: Store, tmp_path: Path, keys: Path
 ) -> None:
     async with (
@@ -159,7 +159,7 @@ async def test_calls_that_are_no_requests_are_answered_by_a_full_gateway(
                     pass
 
 
-async def test_what_a_draining_gateway_runs_is_cancelled_through_another(case: Case) -> None:
+async def test_requests_of_a_draining_gateway_are_cancelled_through_another(case: Case) -> None:
     case.cluster.workers[0].pause_at = 2
 
     async def draining() -> bool:
@@ -180,13 +180,13 @@ async def test_what_a_draining_gateway_runs_is_cancelled_through_another(case: C
                 pass
 
 
-async def test_http_requests_are_cancelled_alike(case: Case) -> None:
+async def test_every_http_endpoint_is_cancellable(case: Case) -> None:
     case.cluster.workers[0].pause_at = 2
     whole = asyncio.create_task(case.complete(request_id="mine", max_tokens=9))
     await running(case)
     done = await case.http.post("/v1/requests/mine/cancel")
-    told = {"id": "mine", "object": "request.cancelled", "found": True}
-    assert (done.status_code, done.json()) == (200, told)
+    cancelled = {"id": "mine", "object": "request.cancelled", "found": True}
+    assert (done.status_code, done.json()) == (200, cancelled)
     answer = await whole
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "cancelled")
     async with case.stream(max_tokens=9) as streamed:
@@ -198,7 +198,7 @@ async def test_http_requests_are_cancelled_alike(case: Case) -> None:
     assert "data: [DONE]" not in rest
 
 
-async def test_another_gateway_passes_a_cancel_on(case: Case) -> None:
+async def test_gateways_forward_a_cancel(case: Case) -> None:
     case.cluster.workers[0].pause_at = 2
     async with second_gateway(case) as other:
         async with case.grpc.stream_chat("hi", model="m") as stream:
@@ -215,7 +215,9 @@ async def test_another_gateway_passes_a_cancel_on(case: Case) -> None:
         assert not await other.cancel("never-seen")
 
 
-async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, keys: Path) -> None:
+async def test_only_the_owner_can_cancel_a_request(
+    store: Store, tmp_path: Path, keys: Path
+) -> None:
     async with gateway_case(store, tmp_path / "model", api_keys_file=keys, sent_key=MINE) as case:
         worker = case.paused(2)
         async with (
@@ -236,12 +238,12 @@ async def test_nobody_cancels_what_is_not_theirs(store: Store, tmp_path: Path, k
             pieces = [piece async for piece in stream]
         assert pieces[-1].usage.completion_tokens == 4
         assert worker.aborted == []
-        # And the id of one owner is free for another.
+        # Another owner can use the same id.
         async with AsyncClient(case.target, api_key=OTHERS, timeout_s=TIMEOUT_S) as stranger:
             await stranger.complete("hi", model="m", max_tokens=1, request_id="mine")
 
 
-async def test_an_id_is_good_once_at_both_doors(case: Case) -> None:
+async def test_an_id_is_unique_over_http_and_grpc(case: Case) -> None:
     await case.grpc.complete("hi", model="m", max_tokens=1, request_id="one")
     with pytest.raises(tide.AlreadyExists) as caught:
         await case.grpc.chat("hi", model="m", request_id="one")
@@ -251,7 +253,7 @@ async def test_an_id_is_good_once_at_both_doors(case: Case) -> None:
     assert (await case.complete(request_id="two", max_tokens=1)).status_code == 200
     with pytest.raises(tide.AlreadyExists):
         await case.grpc.complete("hi", model="m", max_tokens=1, request_id="two")
-    # A call of which no token came can be made again.
+    # A call without a token may be retried.
     assert (await case.complete(request_id="three", temperature=9)).status_code == 400
     assert (await case.complete(request_id="three", max_tokens=1)).status_code == 200
     assert len(case.cluster.workers[0].starts) == 3

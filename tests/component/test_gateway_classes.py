@@ -1,4 +1,4 @@
-"""Batch work in the gateway: its places, its time, and what is told of its refusals."""
+"""Batch requests in the gateway: their slots, deadlines and refusal metrics."""
 
 import asyncio
 from pathlib import Path
@@ -21,13 +21,15 @@ BATCH: dict[str, Any] = {"slo_class": "batch", "max_tokens": 9}
 
 
 async def refused(case: Case, service_class: str) -> float | None:
-    told = samples((await case.http.get("/metrics")).text)
+    metrics = samples((await case.http.get("/metrics")).text)
     labels = {"model_name": "m", "reason": "queue_full", "class": service_class}
-    return value(told, "vllm:admission_rejections_total", **labels)
+    return value(metrics, "vllm:admission_rejections_total", **labels)
 
 
 @pytest.mark.gateway(inflight_max=3, batch_inflight_part=0.7)
-async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(case: Case) -> None:
+async def test_a_batch_backlog_leaves_slots_to_online_requests_over_http_and_grpc(
+    case: Case,
+) -> None:
     worker = case.paused(1)
     backlog = [asyncio.create_task(case.complete(**BATCH)) for _ in range(2)]
     await eventually(lambda: len(worker.active) == 2)
@@ -37,7 +39,7 @@ async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(ca
         assert answer.json()["error"]["code"] == "queue_full"
         assert 48 <= int(answer.headers["retry-after"]) <= 60, "no batch request has left lately"
     assert await refused(case, "batch") == 3
-    # Without the client's retries, which wait for as long as they are told.
+    # Without the client's retries, which follow Retry-After.
     async with grpc.aio.insecure_channel(case.target) as channel:
         stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         options = gateway_pb2.Options(service_class=service_pb2.SERVICE_CLASS_BATCH)
@@ -66,7 +68,7 @@ async def test_a_batch_backlog_leaves_places_to_online_requests_at_both_doors(ca
 
 
 @pytest.mark.gateway(inflight_max=1)
-async def test_requests_that_are_refused_before_they_are_read_have_no_class(case: Case) -> None:
+async def test_requests_refused_before_parsing_have_no_class(case: Case) -> None:
     worker = case.paused(1)
     first = asyncio.create_task(case.complete(max_tokens=9))
     await eventually(lambda: worker.active)
@@ -77,15 +79,16 @@ async def test_requests_that_are_refused_before_they_are_read_have_no_class(case
 
 
 @pytest.mark.parametrize("late", ["batch", "standard"])
-async def test_batch_requests_have_a_time_of_their_own(
+async def test_batch_requests_have_their_own_time_limit(
     store: Store, tmp_path: Path, late: str
 ) -> None:
-    """One of the two limits is reached long before the other, which would hang the test."""
+    """One limit is reached long before the other, with which the test would hang."""
     limits = {"batch": "batch_timeout_s", "standard": "request_timeout_s"}
     async with gateway_case(store, tmp_path / "model", **{limits[late]: 1.0}) as case:
         worker = case.paused(1)
         running = {
-            one: asyncio.create_task(case.complete(slo_class=one, max_tokens=9)) for one in limits
+            limit: asyncio.create_task(case.complete(slo_class=limit, max_tokens=9))
+            for limit in limits
         }
         assert (await running.pop(late)).status_code == 504
         ((_, other),) = running.items()
@@ -94,10 +97,10 @@ async def test_batch_requests_have_a_time_of_their_own(
         assert (await other).status_code == 200
 
 
-async def test_the_status_says_that_workers_have_another_scheduling(
+async def test_the_status_warns_of_workers_with_other_scheduling(
     store: Store, tmp_path: Path
 ) -> None:
-    """The fake scheduler has slo, and the fake workers do not tell theirs."""
+    """The fake scheduler uses slo, and the fake workers do not report theirs."""
     other = worker_record("other", scheduling="priority")
     async with gateway_case(store, tmp_path / "model") as case:
 

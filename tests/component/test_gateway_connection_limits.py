@@ -1,4 +1,4 @@
-"""Connections at their limit, bytes of another protocol, and TLS handshakes that do not end."""
+"""Limits of connections, bytes of other protocols, and incomplete TLS handshakes."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 async def exchange(case: Case, method: str, path: str, body: Any = None) -> Answer:
-    """Status, headers and body of the response to a request on a connection of its own."""
+    """Send a request on a new connection; returns status, headers and body."""
     place = urlsplit(case.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     data = b"" if body is None else json.dumps(body).encode()
@@ -49,7 +49,7 @@ async def exchange(case: Case, method: str, path: str, body: Any = None) -> Answ
 
 
 async def until_closed(port: int, sent: bytes) -> None:
-    """Wait until the gateway closes a connection that has sent this."""
+    """Send bytes on a new connection, and wait until the gateway closes it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     async with asyncio.timeout(TIMEOUT_S):
@@ -65,7 +65,7 @@ async def metric(case: Case, sample: str) -> float:
     return float(values[0]) if values else 0.0
 
 
-async def test_the_limits_are_logged_at_the_start(
+async def test_limits_are_logged_at_startup(
     caplog: pytest.LogCaptureFixture, store: Store, tmp_path: Path
 ) -> None:
     caplog.set_level("INFO")
@@ -108,7 +108,7 @@ async def test_beyond_the_limit_of_running_requests_only_probes_are_served(case:
             worker.go.set()
             for stream in streams:
                 assert (await stream.aread()).endswith(b"data: [DONE]\n\n")
-            # The idle connections make room for the one that was refused.
+            # Idle connections are closed to admit the refused one.
             assert await stub.ListModels(pb.ListModelsRequest(), timeout=TIMEOUT_S)
     assert (await exchange(case, "POST", "/v1/completions", completion))[0] == 200
     closed = 'tideserve_gateway_connections_closed_total{port="http",reason="idle"}'
@@ -157,7 +157,7 @@ async def test_tls_handshakes_and_prefaces_have_a_deadline(
                 f'tideserve_gateway_connections_closed_total{{port="{name}",reason="handshake"}}'
             )
             assert await metric(case, sample) == 3
-        # After the handshake, gRPC's clients owe the preface.
+        # After the handshake, gRPC's clients must send the preface.
         trust = ssl.create_default_context(cafile=certified.ca_file)
         trust.set_alpn_protocols(["h2"])
         for sent in (b"", PREFACE[:-1]):

@@ -1,4 +1,4 @@
-"""HTTP connections that send incomplete requests, too much of them or too slowly."""
+"""HTTP connections with incomplete, oversized or slow requests."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 
 HEADER_TIMEOUT_S = 0.5
 UVICORN_KEEP_ALIVE_S = 5
-"""Its default."""
+"""Default of the header timeout."""
 LIVE = b"GET /live HTTP/1.1\r\nhost: gateway\r\n\r\n"
 CHUNKED = (
     b"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
@@ -43,7 +43,7 @@ def case(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
 async def connection(
     case: Case, *parts: bytes
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that has sent `parts`."""
+    """Open a connection and send `parts`."""
     place = urlsplit(case.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
@@ -56,18 +56,18 @@ async def connection(
 
 
 async def until_end(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the gateway ends the connection."""
-    found = b""
+    """Read until the gateway closes the connection."""
+    received = b""
     try:
         while part := await reader.read(2**16):
-            found += part
+            received += part
     except ConnectionError:
         pass
-    return found
+    return received
 
 
 async def status(reader: asyncio.StreamReader) -> int:
-    """The status of the next answer, which is read."""
+    """Read the next response; returns its status."""
     head = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
     sizes = [line.split()[1] for line in head if line.startswith(b"content-length:")]
     await reader.readexactly(int(sizes[0]))
@@ -75,20 +75,20 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 
 async def drip(writer: asyncio.StreamWriter) -> None:
-    """Send a byte now and then."""
+    """Send a byte at intervals."""
     while True:
         writer.write(b"x")
         await asyncio.sleep(HEADER_TIMEOUT_S / 5)
 
 
 def completion(blanks: int = 0) -> bytes:
-    """A request whose body ends with that many blanks."""
+    """A request whose body is padded with blanks."""
     body = json.dumps({"model": "m", "prompt": "hi", "max_tokens": 4}).encode() + b" " * blanks
     head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     return b"POST /v1/completions HTTP/1.1\r\nhost: gateway\r\n" + head + body
 
 
-async def test_headers_that_never_end_are_refused(case: Case) -> None:
+async def test_endless_headers_are_refused(case: Case) -> None:
     long = b"x" * (INCOMPLETE_BYTES_MAX + 1)
     begun = [
         b"GET /live HTTP/1.1\r\nhost: gateway\r\nx: " + long,
@@ -107,15 +107,15 @@ async def test_headers_that_never_end_are_refused(case: Case) -> None:
         assert await until_end(reader) == b"", "trailers of a body are no better"
 
 
-async def test_what_comes_slowly_ends(case: Case) -> None:
+async def test_slow_requests_time_out(case: Case) -> None:
     answered = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 9999\r\n\r\n"
     async with (
         connection(case) as (silent, _),
-        connection(case, b"GET /live HTTP/1.1\r\nx: ") as (header, one),
-        connection(case, answered) as (body, two),
+        connection(case, b"GET /live HTTP/1.1\r\nx: ") as (header, first),
+        connection(case, answered) as (body, second),
         asyncio.TaskGroup() as tasks,
     ):
-        dripping = [tasks.create_task(drip(writer)) for writer in (one, two)]
+        dripping = [tasks.create_task(drip(writer)) for writer in (first, second)]
         assert await until_end(silent) == b""
         assert (await until_end(header)).startswith(b"HTTP/1.1 408 ")
         assert (await until_end(body)).startswith(b"HTTP/1.1 404 ")
@@ -123,9 +123,9 @@ async def test_what_comes_slowly_ends(case: Case) -> None:
             task.cancel()
 
 
-async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case: Case) -> None:
+async def test_a_response_may_outlast_the_timeouts_of_later_requests(case: Case) -> None:
     worker = case.paused(1)
-    # Its body comes in many parts, which count for themselves.
+    # Its body arrives in many parts, each with its own deadline.
     large = completion(blanks=16 * INCOMPLETE_BYTES_MAX)
     async with connection(case, large, b"\r\n") as (reader, _):
         await eventually(lambda: len(worker.active) == 1)
@@ -134,7 +134,7 @@ async def test_an_answer_may_take_longer_whatever_its_client_sends_after_it(case
         assert await status(reader) == 200
 
 
-async def test_a_connection_that_is_kept_stays_while_its_next_request_is_answered(
+async def test_a_kept_connection_stays_open_during_its_next_request(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = case.paused(1)
@@ -156,7 +156,7 @@ async def test_a_connection_that_is_kept_stays_while_its_next_request_is_answere
         assert await status(reader) == 200
 
 
-async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -> None:
+async def test_pipelined_requests_are_limited(case: Case) -> None:
     worker = case.paused(1)
     half = completion(blanks=PIPELINED_BYTES_MAX // 2)
     endings = [
@@ -176,7 +176,7 @@ async def test_few_requests_may_wait_for_the_answer_to_another_one(case: Case) -
                 assert await until_end(reader) == b"", "all the same its sender had its answers"
 
 
-async def test_a_client_that_hangs_up_ends_its_request_even_while_another_waits(case: Case) -> None:
+async def test_a_disconnect_aborts_the_request_despite_pipelined_ones(case: Case) -> None:
     worker = case.paused(1)
     large = completion(blanks=PIPELINED_BYTES_MAX)
     for waiting in (LIVE, completion(), large, CHUNKED, b"no HTTP\r\n\r\n"):
@@ -185,14 +185,14 @@ async def test_a_client_that_hangs_up_ends_its_request_even_while_another_waits(
             async with connection(case, completion() + (b"" if later else waiting)) as (_, writer):
                 await eventually(lambda: len(worker.active) == 1)
                 if later:
-                    # For the gateway to be in the midst of the wait both before and after it.
+                    # So that the gateway is waiting both before and after the disconnect.
                     await asyncio.sleep(0.05)
                     writer.write(waiting)
                     await asyncio.sleep(0.05)
             await eventually(lambda: len(worker.aborted) == 1 and not worker.active)
 
 
-async def test_an_offer_to_upgrade_is_answered_in_http_1(case: Case) -> None:
+async def test_an_upgrade_offer_is_answered_in_http_1(case: Case) -> None:
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     head, _, body = completion().partition(b"\r\n\r\n")
     first, _, lines = head.partition(b"\r\n")
@@ -217,7 +217,7 @@ async def test_an_offer_to_upgrade_is_answered_in_http_1(case: Case) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1, "its body was taken for a request"
 
 
-async def test_few_more_headers_are_kept_than_the_middleware_lets_in(
+async def test_headers_beyond_the_limit_are_not_stored(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, seen = request_middleware.check_headers, list[tuple[int, int]]()
@@ -240,13 +240,13 @@ async def test_few_more_headers_are_kept_than_the_middleware_lets_in(
 
 
 @pytest.mark.gateway(keep_alive_s=1.0)
-async def test_an_idle_connection_ends_after_the_time_that_was_configured(case: Case) -> None:
+async def test_an_idle_connection_is_closed_after_the_configured_time(case: Case) -> None:
     async with connection(case, LIVE) as (reader, _):
         assert await status(reader) == 200
         assert await until_end(reader) == b""
 
 
-async def test_an_idle_connection_outlasts_what_uvicorn_would_give_it(case: Case) -> None:
+async def test_an_idle_connection_outlasts_uvicorns_default(case: Case) -> None:
     async with connection(case, LIVE) as (reader, writer):
         assert await status(reader) == 200
         await asyncio.sleep(UVICORN_KEEP_ALIVE_S + 1)
@@ -254,10 +254,10 @@ async def test_an_idle_connection_outlasts_what_uvicorn_would_give_it(case: Case
         assert await status(reader) == 200
 
 
-async def test_a_connection_is_kept_when_the_rest_of_an_answered_request_is_there(
+async def test_a_connection_is_kept_once_the_body_of_an_answered_request_arrived(
     case: Case,
 ) -> None:
-    """The answer came before the body; so the time of headers has begun, and must end."""
+    """The response preceded the body, so the header timeout was running and must be cancelled."""
     head = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 5\r\n\r\n"
     async with connection(case, head) as (reader, writer):
         assert await status(reader) == 404
@@ -267,7 +267,7 @@ async def test_a_connection_is_kept_when_the_rest_of_an_answered_request_is_ther
         assert await status(reader) == 200
 
 
-async def test_the_rest_of_an_answered_request_has_the_time_of_headers(case: Case) -> None:
+async def test_the_rest_of_an_answered_request_has_the_header_timeout(case: Case) -> None:
     head = b"POST /nowhere HTTP/1.1\r\nhost: gateway\r\ncontent-length: 5\r\n\r\n"
     async with connection(case, head) as (reader, writer):
         assert await status(reader) == 404
@@ -275,6 +275,6 @@ async def test_the_rest_of_an_answered_request_has_the_time_of_headers(case: Cas
         assert await until_end(reader) == b""
 
 
-def test_idle_connections_outlast_those_of_nginx_by_default(tmp_path: Path) -> None:
+def test_idle_connections_outlast_nginxs_default(tmp_path: Path) -> None:
     config = GatewayConfig(etcd_url="e:1", model_name="m", model_dir=tmp_path)
     assert config.keep_alive_s > 60

@@ -1,8 +1,8 @@
-"""Workers that shut down return streams at any token, and no client notices it.
+"""Workers that shut down return streams at any token, unnoticed by clients.
 
-Both workers return a request after each token, so a move falls between any two tokens of a stop
-string, of a character and of a tool call. The request moves without its KV, over the scheduler, or
-with it, straight to the other worker.
+Both workers return a request after each token, so moves fall between any two tokens of a stop
+string, a character or a tool call. Requests move without KV through the scheduler, or with KV
+directly to the other worker.
 """
 
 import json
@@ -38,7 +38,7 @@ def starts_of(case: Case) -> int:
     return sum(len(worker.starts) for worker in case.cluster.workers)
 
 
-async def test_characters_of_several_tokens_arrive_whole(case: Case, with_kv: bool) -> None:
+async def test_characters_of_several_tokens_are_complete(case: Case, with_kv: bool) -> None:
     tokens = len(text_ids(TEXT))
     async with case.stream(max_tokens=tokens) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
@@ -55,7 +55,7 @@ async def test_characters_of_several_tokens_arrive_whole(case: Case, with_kv: bo
     assert all(0 < ask.excused_s <= ask.waited_s for ask in asks[1:])
 
 
-async def test_a_stop_string_may_be_spread_over_many_workers(case: Case) -> None:
+async def test_a_stop_string_may_span_many_workers(case: Case) -> None:
     choice = (await case.complete(max_tokens=60, stop=["and the"])).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("The tide comes in, ", "stop")
 
@@ -66,7 +66,7 @@ async def test_log_probabilities_are_complete(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_call_may_be_spread_over_many_workers(case: Case, stream: bool) -> None:
+async def test_a_tool_call_may_span_many_workers(case: Case, stream: bool) -> None:
     for worker in case.cluster.workers:
         worker.script = lambda _: [*text_ids(f"Let me see.\n{CALL}"), EOS_ID]
     answer = await case.chat(tools=[TOOL], stream=stream)
@@ -87,7 +87,7 @@ async def test_a_tool_call_may_be_spread_over_many_workers(case: Case, stream: b
 
 @pytest.mark.parametrize("with_kv", [False], indirect=True)
 async def test_a_request_may_be_returned_often_before_its_first_token(case: Case) -> None:
-    """More often than a request may lose its worker."""
+    """Returns are not limited like losses of a worker."""
     for worker in case.cluster.workers:
         worker.fails_after = 0
     alive = case.cluster.workers[0]

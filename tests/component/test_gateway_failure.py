@@ -1,4 +1,4 @@
-"""What the gateway does when clients, scheduler or workers go away."""
+"""The gateway when clients, scheduler or workers disappear."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ from tideserve.worker.v1 import worker_pb2
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 BUSY_S = 30.0
-"""What a busy machine may take for an answer that is promised within 5 s."""
+"""Deadline on a busy machine for responses specified to take 5 s."""
 
 
 async def events_of(answer: httpx.Response) -> list[str]:
@@ -54,19 +54,19 @@ async def gauge(case: Case, name: str) -> float:
 
 
 async def inflight_is(case: Case, number: int) -> bool:
-    """Whether so many requests are in the gateway."""
+    """Whether the gateway holds `number` requests."""
     return await gauge(case, "tideserve_gateway_requests_inflight") == number
 
 
 async def refuses(case: Case) -> bool:
-    """Whether the gateway says that it is not ready."""
+    """Whether the gateway reports that it is not ready."""
     return (await case.http.get("/ready")).status_code == 503
 
 
 async def hang_up(
     case: Case, body: dict[str, Any], when: Callable[[], object], first: bytes = b""
 ) -> None:
-    """Send a request on a connection of its own and close that after `when` and `first` came."""
+    """Send a request on a new connection, and close it after `when` and `first`."""
     data = json.dumps({"model": "m", "prompt": "hi"} | body).encode()
     host, port = case.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -80,7 +80,7 @@ async def hang_up(
         await writer.wait_closed()
 
 
-async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
+async def test_a_disconnect_in_the_queue_withdraws_the_request(case: Case) -> None:
     scheduler = case.cluster.scheduler
     scheduler.holding = True
     for number, stream in enumerate((False, True), start=1):
@@ -93,7 +93,9 @@ async def test_hanging_up_in_the_queue_withdraws(case: Case) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause_at", [0, 5])
-async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_at: int) -> None:
+async def test_a_disconnect_while_running_aborts_the_request(
+    case: Case, stream: bool, pause_at: int
+) -> None:
     worker = case.paused(pause_at)
     first = b"data: " if stream and pause_at else b""
     await hang_up(case, {"stream": stream}, lambda: worker.active, first)
@@ -108,7 +110,7 @@ async def test_hanging_up_while_running_aborts(case: Case, stream: bool, pause_a
     assert (await case.complete(max_tokens=4)).status_code == 200
 
 
-async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
+async def test_a_disconnect_in_the_middle_of_the_body(case: Case) -> None:
     host, port = case.url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n"
@@ -118,7 +120,7 @@ async def test_hanging_up_in_the_middle_of_the_body(case: Case) -> None:
     assert (await case.complete(max_tokens=4)).status_code == 200
 
 
-async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(
+async def test_a_missing_scheduler_causes_503_within_5_s_until_it_returns(
     case: Case, store: Store, tmp_path: Path
 ) -> None:
     assert config_of(store, tmp_path).admit_timeout_s + SWEEP_S < 5
@@ -137,7 +139,7 @@ async def test_without_a_scheduler_503_within_5_s_and_again_after_its_return(
     await eventually(case.ready)
 
 
-async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
+async def test_a_frozen_scheduler_is_treated_as_missing(case: Case) -> None:
     case.cluster.scheduler.frozen = True
     began_s = monotonic_s()
     assert (await case.chat()).status_code == 503
@@ -150,12 +152,12 @@ async def test_a_frozen_scheduler_is_as_good_as_none(case: Case) -> None:
 
 
 @pytest.mark.gateway(admit_timeout_s=8)
-async def test_a_queued_request_outlives_a_restart_of_the_scheduler(case: Case) -> None:
+async def test_a_queued_request_survives_a_restart_of_the_scheduler(case: Case) -> None:
     scheduler = case.cluster.scheduler
     scheduler.holding = True
     asked = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: scheduler.asks)
-    # Long enough in the queue that it would fail if tickets did not count.
+    # Queued long enough to fail if tickets were not considered.
     await asyncio.sleep(8.5)
     await case.cluster.stop_scheduler()
     scheduler.holding = False
@@ -183,7 +185,7 @@ async def test_streams_do_not_need_the_scheduler(case: Case) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.gateway(workers=2)
 async def test_a_worker_lost_before_a_token_is_replaced(case: Case, stream: bool) -> None:
-    # The fake scheduler takes turns, and begins with the second one.
+    # The fake scheduler alternates, starting with the second worker.
     alive, dying = case.cluster.workers
     dying.pause_at = 0
     waiting = asyncio.create_task(case.complete(max_tokens=8, stream=stream))
@@ -204,7 +206,7 @@ async def test_a_worker_lost_before_a_token_is_replaced(case: Case, stream: bool
     assert [len(worker.starts) for worker in (dying, alive)] == [1, 1]
 
 
-async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> None:
+async def test_unreachable_workers_are_tried_three_times(case: Case) -> None:
     with refusing_address() as case.cluster.workers[0].address:
         answer = await case.complete()
     assert answer.status_code == 503
@@ -214,7 +216,7 @@ async def test_workers_that_do_not_listen_are_asked_three_times(case: Case) -> N
     await eventually(lambda: inflight_is(case, 0))
 
 
-async def test_the_scheduler_hears_who_cannot_be_reached(
+async def test_unreachable_workers_are_reported_to_the_scheduler(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_link, "PAUSE_FIRST_S", 600.0)
@@ -225,10 +227,10 @@ async def test_the_scheduler_hears_who_cannot_be_reached(
         worker.address = bad
         assert (await case.complete()).status_code == 503
         assert (await case.complete()).status_code == 503
-    told = [list(ask.avoided_addresses) for ask in case.cluster.scheduler.asks]
-    assert told == [[], *[[bad]] * 5]
+    avoided = [list(ask.avoided_addresses) for ask in case.cluster.scheduler.asks]
+    assert avoided == [[], *[[bad]] * 5]
     assert all(0 < ask.avoided_s <= 600 for ask in case.cluster.scheduler.asks[1:])
-    # It answers at last: who breaks off afterwards can be reached.
+    # It answers at last: a later break does not mean that it is unreachable.
     worker.address, worker.pause_at = good, 2
     asking = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
@@ -240,7 +242,7 @@ async def test_the_scheduler_hears_who_cannot_be_reached(
 
 
 @pytest.mark.gateway(resume_streams=False)
-async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_with_one_error(
+async def test_without_resumption_a_lost_worker_ends_its_requests_with_an_error(
     case: Case,
 ) -> None:
     worker = case.paused(5)
@@ -272,7 +274,7 @@ async def test_without_resumption_a_worker_lost_after_a_token_ends_its_requests_
 @pytest.mark.parametrize("move_at", [0, 1, 7])
 @pytest.mark.gateway(workers=3)
 async def test_a_client_does_not_notice_that_its_request_moves(case: Case, move_at: int) -> None:
-    # The fake scheduler takes turns, and begins with the second one.
+    # The fake scheduler alternates, starting with the second worker.
     last, first, second = case.cluster.workers
     first.moves_to, first.move_at = second, move_at
     second.moves_to, second.move_at = last, 7
@@ -290,7 +292,7 @@ async def test_a_client_does_not_notice_that_its_request_moves(case: Case, move_
 
 
 @pytest.mark.gateway(workers=2)
-async def test_hanging_up_after_a_move_aborts_at_the_new_worker(case: Case) -> None:
+async def test_a_disconnect_after_a_move_aborts_at_the_new_worker(case: Case) -> None:
     new, old = case.cluster.workers
     old.moves_to, old.move_at = new, 3
     new.pause_at = 5
@@ -310,7 +312,7 @@ async def test_an_idle_link_to_a_vanished_worker_is_closed(case: Case) -> None:
 
 
 @pytest.mark.gateway(workers=2)
-async def test_a_worker_that_is_not_registered_and_silent_loses_its_requests(
+async def test_a_silent_deregistered_worker_loses_its_requests(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_client, "GONE_SILENT_S", 0.3)
@@ -321,12 +323,12 @@ async def test_a_worker_that_is_not_registered_and_silent_loses_its_requests(
     await delete(case.cluster.store, f"{WORKERS}w1")
     answer = (await answering).json()
     assert answer["choices"][0]["text"] == TEXT[:6]
-    assert [len(one.starts) for one in (frozen, other)] == [1, 1]
+    assert [len(worker.starts) for worker in (frozen, other)] == [1, 1]
     assert list(other.starts[0].output_ids) == text_ids(TEXT)[:2]
 
 
 @pytest.mark.gateway(workers=2, attach_timeout_s=300)
-async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
+async def test_a_move_to_a_worker_that_disappears_is_abandoned(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attached = asyncio.Event()
@@ -349,7 +351,7 @@ async def test_a_move_to_a_worker_that_is_gone_before_it_answers_is_given_up(
     assert list(new.starts[0].output_ids) == text_ids(TEXT)[:3]
 
 
-async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
+async def test_a_deregistered_worker_keeps_requests_while_it_responds(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = asyncio.Event()
@@ -372,7 +374,7 @@ async def test_a_worker_that_is_not_registered_goes_on_while_it_speaks(
     await eventually(lambda: not worker.calls)
 
 
-async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Case) -> None:
+async def test_a_stale_assignment_is_retried_under_the_same_id(case: Case) -> None:
     case.cluster.workers[0].stale_times = 2
     assert (await case.complete(max_tokens=4)).json()["choices"][0]["text"] == TEXT[:4]
     asks = case.cluster.scheduler.asks
@@ -380,7 +382,7 @@ async def test_a_stale_assignment_is_asked_for_again_under_the_same_id(case: Cas
     assert len({ask.request_id for ask in asks}) == 1
 
 
-async def test_what_a_worker_gives_back_gets_another_place_under_the_same_id(case: Case) -> None:
+async def test_returned_requests_are_reassigned_under_the_same_id(case: Case) -> None:
     case.cluster.workers[0].return_times = 2
     assert (await case.complete(max_tokens=4)).json()["choices"][0]["text"] == TEXT[:4]
     asks = case.cluster.scheduler.asks
@@ -411,12 +413,12 @@ async def test_failures_that_the_worker_reports(case: Case, reason: Any, status:
 
 
 @pytest.mark.gateway(expected_workers=None)
-async def test_where_no_number_is_expected_it_is_ready_while_a_request_can_be_placed(
+async def test_without_an_expected_count_readiness_needs_a_serving_group(
     case: Case, store: Store
 ) -> None:
     answer = await case.http.get("/ready")
     assert (answer.status_code, answer.json()["workers_expected"]) == (200, None)
-    # A worker that comes or goes does not matter as long as a group serves.
+    # Workers may come and go as long as a group serves.
     await put(store, f"{WORKERS}w9", worker_record("w9"))
     assert (await case.http.get("/ready")).status_code == 200
     case.cluster.scheduler.workers = []
@@ -429,7 +431,9 @@ async def test_where_no_number_is_expected_it_is_ready_while_a_request_can_be_pl
 
 
 @pytest.mark.gateway(expected_workers=None)
-async def test_groups_of_another_model_do_not_make_it_ready(case: Case, store: Store) -> None:
+async def test_groups_of_another_model_do_not_make_a_gateway_ready(
+    case: Case, store: Store
+) -> None:
     worker = worker_record("w0", address=case.cluster.workers[0].address, model="another")
     await put(store, f"{GROUPS}group-w0", group_record(worker, epoch=2))
 
@@ -475,14 +479,14 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(case: Case) -
     assert reasons[-1] == "length"
 
 
-async def test_before_it_drains_it_says_so_and_takes_requests_yet(
+async def test_requests_are_accepted_between_unreadiness_and_drain(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
     over = asyncio.Event()
 
     async def leave(drain: Drain, delay_s: float) -> None:
-        """As the real one, except that the test says when the time is over."""
+        """As the real function, except that the test decides when the delay ends."""
         asked.append(delay_s)
         await real_leave(drain, 0.0)
         await over.wait()
@@ -503,21 +507,21 @@ async def test_before_it_drains_it_says_so_and_takes_requests_yet(
         assert (await case.http.get("/live")).status_code == 200
         async with open_channel(await service_address(store, "gateway")) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            told = await health.List(health_pb2.HealthListRequest(), timeout=DEADLINE_S)
-        assert {name: one.status for name, one in told.statuses.items()} == {
+            health_list = await health.List(health_pb2.HealthListRequest(), timeout=DEADLINE_S)
+        assert {name: status.status for name, status in health_list.statuses.items()} == {
             "": health_pb2.HealthCheckResponse.SERVING,
             "tideserve.gateway.v1.GatewayService": health_pb2.HealthCheckResponse.NOT_SERVING,
             "tideserve.gateway.v1.GatewayPeerService": health_pb2.HealthCheckResponse.NOT_SERVING,
         }
         answer = await case.complete()
         assert answer.status_code == 200
-        # A client that comes again connects anew, and so reaches another gateway.
+        # A client must reconnect, and so reaches another gateway.
         assert answer.headers["connection"] == "close"
         over.set()
 
 
 @pytest.mark.gateway(drain_timeout_s=0.5)
-async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(case: Case) -> None:
+async def test_streams_end_with_an_error_at_the_drain_deadline(case: Case) -> None:
     worker = case.paused(5)
     waiting = asyncio.create_task(case.complete())
     async with case.stream() as answer:
@@ -530,7 +534,7 @@ async def test_when_the_time_for_draining_is_over_streams_end_with_an_error(case
 
 
 @pytest.mark.gateway(client_stall_s=0.5, max_model_len=400_000)
-async def test_a_client_that_does_not_read_is_cut(case: Case) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.script = lambda _: text_ids(TEXT) * 6000
     worker.tokens_per_event = 8
@@ -550,7 +554,7 @@ async def test_a_client_that_does_not_read_is_cut(case: Case) -> None:
 
 
 @pytest.mark.gateway(inflight_max=1)
-async def test_more_requests_than_allowed(case: Case) -> None:
+async def test_requests_beyond_the_limit_are_refused(case: Case) -> None:
     worker = case.paused(0)
     first = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
@@ -568,7 +572,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
 async def unfinished_body(
     case: Case, size_bytes: int
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection that has sent all of a body but its last byte."""
+    """Open a connection and send all of a body except its last byte."""
     host, port = case.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -586,7 +590,7 @@ async def body_bytes_are(case: Case, number: int) -> bool:
     return await gauge(case, "tideserve_gateway_body_bytes") == number
 
 
-async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None:
+async def test_the_total_of_bodies_is_bounded(store: Store, tmp_path: Path) -> None:
     size = 3 * 2**20
     held = size - SMALL_BYTES
     async with gateway_case(store, tmp_path / "model", body_bytes_max=8 * 2**20) as case:
@@ -596,10 +600,10 @@ async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None
                 async with unfinished_body(case, size) as (refused, _):
                     head = await refused.readuntil(b"\r\n\r\n")
                     assert head.startswith(b"HTTP/1.1 503 ")
-                    told = re.search(rb"retry-after: (\d+)\r\n", head)
-                    assert told is not None and 1 <= int(told[1]) <= 60
+                    header = re.search(rb"retry-after: (\d+)\r\n", head)
+                    assert header is not None and 1 <= int(header[1]) <= 60
                     assert b"queue_full" in await refused.readuntil(b"}}")
-                # The room that the refused request held is free again.
+                # The memory of the refused request is free again.
                 await eventually(lambda: body_bytes_are(case, 2 * held))
             await eventually(lambda: body_bytes_are(case, held))
             async with unfinished_body(case, size):
@@ -611,7 +615,7 @@ async def test_bodies_together_are_bounded(store: Store, tmp_path: Path) -> None
 
 
 @pytest.mark.gateway(body_bytes_max=4 * 2**20)
-async def test_a_large_body_does_not_keep_small_ones_out(case: Case) -> None:
+async def test_a_large_body_does_not_block_small_ones(case: Case) -> None:
     size = 4 * 2**20 - 1
     async with unfinished_body(case, size):
         await eventually(lambda: body_bytes_are(case, size - SMALL_BYTES))
@@ -620,7 +624,7 @@ async def test_a_large_body_does_not_keep_small_ones_out(case: Case) -> None:
 
 
 @pytest.mark.gateway(inflight_max=1)
-async def test_a_request_counts_from_before_its_body(case: Case) -> None:
+async def test_a_request_counts_before_its_body_arrives(case: Case) -> None:
     async with unfinished_body(case, 100):
         await eventually(lambda: inflight_is(case, 1))
         answer = await case.complete()
@@ -630,7 +634,7 @@ async def test_a_request_counts_from_before_its_body(case: Case) -> None:
     assert (await case.complete(max_tokens=4)).status_code == 200
 
 
-async def test_running_requests_hold_no_body(case: Case) -> None:
+async def test_running_requests_release_their_bodies(case: Case) -> None:
     worker = case.paused(0)
     running = asyncio.create_task(case.complete(max_tokens=4))
     await eventually(lambda: worker.active)
@@ -640,7 +644,7 @@ async def test_running_requests_hold_no_body(case: Case) -> None:
 
 
 @pytest.mark.gateway(request_timeout_s=5)
-async def test_a_request_that_takes_too_long(case: Case) -> None:
+async def test_the_deadline_of_a_request(case: Case) -> None:
     case.cluster.workers[0].pause_at = 0
     assert (await case.complete()).status_code == 504
     await eventually(lambda: case.cluster.workers[0].aborted)
@@ -659,13 +663,13 @@ async def test_sixty_four_streams_on_two_workers(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.pause_at = 20
 
-    async def one(number: int) -> str:
+    async def run_stream(number: int) -> str:
         stream = await case.openai.completions.create(
             model="m", prompt="x" * (number + 1), max_tokens=100, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    streams = [asyncio.create_task(one(number)) for number in range(64)]
+    streams = [asyncio.create_task(run_stream(number)) for number in range(64)]
     await eventually(lambda: sum(len(w.active) for w in case.cluster.workers) == 64)
     for worker in case.cluster.workers:
         worker.go.set()
@@ -687,7 +691,7 @@ def config_of(store: Store, model_dir: Path, **fields: Any) -> GatewayConfig:
     return GatewayConfig(**(known | fields))
 
 
-async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Path) -> None:
+async def test_a_port_in_use_is_reported_in_one_sentence(store: Store, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = config_of(store, write_model_folder(tmp_path), port=port)
@@ -695,7 +699,7 @@ async def test_a_port_in_use_is_said_in_one_sentence(store: Store, tmp_path: Pat
             await serve(config, asyncio.Event())
 
 
-async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -> None:
+async def test_an_unusable_model_folder_is_reported(store: Store, tmp_path: Path) -> None:
     cases = [(tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")]
     broken = write_model_folder(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
@@ -706,6 +710,6 @@ async def test_a_model_folder_that_is_not_usable(store: Store, tmp_path: Path) -
     missing = write_model_folder(tmp_path / "missing")
     (missing / "tokenizer.json").unlink()
     cases.append((missing, "needs a tokenizer.json"))
-    for folder, words in cases:
-        with pytest.raises(ConfigError, match=words):
+    for folder, message in cases:
+        with pytest.raises(ConfigError, match=message):
             await serve(config_of(store, folder), asyncio.Event())

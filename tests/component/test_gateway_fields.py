@@ -1,4 +1,4 @@
-"""What the fields of requests do, seen by clients and by the worker behind the gateway."""
+"""Request fields, as seen by clients and by the worker."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.support.gateway import TEXT, Case, gateway_case, text_ids
 from tests.support.waiting import eventually
 from tideserve.worker.v1 import worker_pb2
 
-# The first words of the answer, their ids, and what the fake worker tells of them.
+# The first words of the output, their ids and log probabilities.
 THE = text_ids("The")
 PROMPT = text_ids("hi")
 
@@ -30,7 +30,7 @@ def last_start(case: Case) -> worker_pb2.Start:
 
 
 async def events(case: Case, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The objects of a stream, to its end."""
+    """The objects of a complete stream."""
     answer = await case.http.post(path, json={"stream": True} | body)
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -38,7 +38,7 @@ async def events(case: Case, path: str, body: dict[str, Any]) -> list[dict[str, 
     return [json.loads(line) for line in lines[:-1]]
 
 
-async def test_every_bad_input_is_refused_and_the_next_good_one_served(case: Case) -> None:
+async def test_bad_inputs_are_refused_without_affecting_later_requests(case: Case) -> None:
     worker = case.cluster.workers[0]
     for bad in bad_inputs():
         path = "/v1/chat/completions" if bad.endpoint == "chat" else "/v1/completions"
@@ -56,7 +56,7 @@ def _check_refusal(bad: BadInput, status: int, body: Any) -> None:
     assert (body["error"]["param"] or "").split(".")[0] == bad.param, bad.name
 
 
-async def test_all_of_sampling_reaches_the_worker(case: Case) -> None:
+async def test_all_sampling_fields_reach_the_worker(case: Case) -> None:
     await case.chat(
         temperature=0.5,
         top_p=0.9,
@@ -117,7 +117,7 @@ async def test_choices_of_one_prompt_differ_in_their_seeds_only(case: Case) -> N
     assert f"{name} {usage['prompt_tokens']}.0" in metrics
 
 
-async def test_as_many_choices_and_stop_strings_as_allowed(case: Case) -> None:
+async def test_the_largest_numbers_of_choices_and_stop_strings(case: Case) -> None:
     stop = [f"never {number}" for number in range(15)] + ["tide"]
     for answer in (
         await case.complete(n=128, max_tokens=2, stop=stop),
@@ -131,7 +131,7 @@ async def test_as_many_choices_and_stop_strings_as_allowed(case: Case) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
 
 
-async def test_choices_of_several_prompts_come_prompt_by_prompt(case: Case) -> None:
+async def test_choices_of_several_prompts_are_ordered_by_prompt(case: Case) -> None:
     case.cluster.workers[0].script = lambda ids: [*ids] * 9
     body = {"prompt": ["a", "bc"], "n": 2, "max_tokens": 4, "seed": 1}
     answer = (await case.complete(**body)).json()
@@ -141,13 +141,13 @@ async def test_choices_of_several_prompts_come_prompt_by_prompt(case: Case) -> N
     seeds = {start.choice: start.sampling.seed for start in case.cluster.workers[0].starts}
     assert seeds == {0: 1, 1: choice_seed(1, 1), 2: 1, 3: choice_seed(1, 1)}
     streamed = await events(case, "/v1/completions", {"model": "m"} | body)
-    found = ["", "", "", ""]
+    streamed_texts = ["", "", "", ""]
     for chunk in streamed:
-        found[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    assert found == ["aaaa", "aaaa", "bcbc", "bcbc"]
+        streamed_texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed_texts == ["aaaa", "aaaa", "bcbc", "bcbc"]
 
 
-async def test_one_failed_choice_ends_the_request_and_the_others(case: Case) -> None:
+async def test_a_failed_choice_ends_the_whole_request(case: Case) -> None:
     worker = case.paused(2)
     worker.stale_times = 0
     answer = await case.chat(n=2, max_tokens=5, messages=[])
@@ -155,13 +155,13 @@ async def test_one_failed_choice_ends_the_request_and_the_others(case: Case) -> 
     worker.finish = worker_pb2.FINISH_REASON_ERROR
     worker.pause_at = None
     assert (await case.chat(n=3, max_tokens=5)).status_code == 503
-    # The gateway aborts the other choices beside its answer.
+    # The gateway aborts the other choices concurrently with its response.
     await eventually(lambda: not worker.active)
 
 
-@pytest.mark.parametrize(("options", "told"), [({}, False), ({"include_usage": True}, True)])
-async def test_usage_in_every_event_where_it_is_wanted(
-    case: Case, options: dict[str, Any], told: bool
+@pytest.mark.parametrize(("options", "continuous"), [({}, False), ({"include_usage": True}, True)])
+async def test_usage_in_every_event_if_requested(
+    case: Case, options: dict[str, Any], continuous: bool
 ) -> None:
     body = {
         "model": "m",
@@ -170,7 +170,7 @@ async def test_usage_in_every_event_where_it_is_wanted(
         "stream_options": {"continuous_usage_stats": True} | options,
     }
     chunks = await events(case, "/v1/completions", body)
-    if not told:
+    if not continuous:
         assert all("usage" not in chunk for chunk in chunks)
         return
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -196,8 +196,8 @@ async def test_usage_in_events_is_that_of_their_choice(case: Case) -> None:
     counts: dict[int, list[tuple[int, int]]] = {}
     for chunk in chunks:
         usage = chunk["usage"]
-        told = (usage["prompt_tokens"], usage["completion_tokens"])
-        counts.setdefault(chunk["choices"][0]["index"], []).append(told)
+        counted = (usage["prompt_tokens"], usage["completion_tokens"])
+        counts.setdefault(chunk["choices"][0]["index"], []).append(counted)
     for index in range(4):
         prompt_tokens = 1 if index < 2 else 3
         assert counts[index] == [(prompt_tokens, count) for count in (1, 2, 3, 4)]
@@ -209,7 +209,7 @@ async def test_nul_in_a_prompt_is_text(case: Case) -> None:
     assert list(last_start(case).prompt_ids) == text_ids("a\0b")
 
 
-async def test_unknown_fields_are_told_in_a_header(case: Case) -> None:
+async def test_unknown_fields_are_listed_in_a_header(case: Case) -> None:
     answer = await case.chat(odd=1, max_tokens=1, user="u")
     assert answer.status_code == 200
     assert answer.headers["warning"] == '299 tideserve "ignored unknown fields: odd"'
@@ -234,8 +234,8 @@ async def test_log_probabilities_of_a_chat(case: Case) -> None:
         for other in (3, 4)
     ]
     assert content == [
-        {"token": letter, "logprob": -one / 64, "bytes": [ord(letter)], "top_logprobs": top}
-        for letter, one in zip("The", THE, strict=True)
+        {"token": letter, "logprob": -token_id / 64, "bytes": [ord(letter)], "top_logprobs": top}
+        for letter, token_id in zip("The", THE, strict=True)
     ]
     chunks = await events(
         case,
@@ -244,13 +244,13 @@ async def test_log_probabilities_of_a_chat(case: Case) -> None:
          "max_tokens": 3},
     )  # fmt: skip
     assert chunks[0]["choices"][0]["logprobs"] is None
-    told = [one for chunk in chunks[1:] for one in chunk["choices"][0]["logprobs"]["content"]]
-    assert [one["token"] for one in told] == ["T", "h", "e"]
-    assert all(one["top_logprobs"] == [] for one in told)
+    tokens = [token for chunk in chunks[1:] for token in chunk["choices"][0]["logprobs"]["content"]]
+    assert [token["token"] for token in tokens] == ["T", "h", "e"]
+    assert all(token["top_logprobs"] == [] for token in tokens)
 
 
 def bytes_of(token_id: int) -> str:
-    """The letter of a token of the byte tokenizer that is one of ASCII."""
+    """The ASCII character of a token of the byte tokenizer."""
     return next(chr(code) for code in range(128) if text_ids(chr(code)) == [token_id])
 
 
@@ -259,17 +259,18 @@ async def test_log_probabilities_of_a_completion(case: Case) -> None:
     first = bytes_of(3)
     assert answer.json()["choices"][0]["logprobs"] == {
         "tokens": ["T", "h", "e"],
-        "token_logprobs": [-one / 64 for one in THE],
+        "token_logprobs": [-token_id / 64 for token_id in THE],
         "top_logprobs": [
-            {first: -3 / 64, letter: -one / 64} for letter, one in zip("The", THE, strict=True)
+            {first: -3 / 64, letter: -token_id / 64}
+            for letter, token_id in zip("The", THE, strict=True)
         ],
         "text_offset": [0, 1, 2],
     }
     assert (await case.complete(max_tokens=3)).json()["choices"][0]["logprobs"] is None
     answer = await case.complete(logprobs=0, max_tokens=1, return_tokens_as_token_ids=True)
-    told = answer.json()["choices"][0]["logprobs"]
-    assert told["tokens"] == [f"token_id:{THE[0]}"]
-    assert told["top_logprobs"] == [{f"token_id:{THE[0]}": -THE[0] / 64}]
+    logprobs = answer.json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [f"token_id:{THE[0]}"]
+    assert logprobs["top_logprobs"] == [{f"token_id:{THE[0]}": -THE[0] / 64}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -279,19 +280,22 @@ async def test_an_echo_with_log_probabilities(case: Case, stream: bool) -> None:
         chunks = await events(case, "/v1/completions", body)
         choices = [chunk["choices"][0] for chunk in chunks]
         text = "".join(choice["text"] for choice in choices)
-        told: dict[str, list[Any]] = {}
+        logprobs: dict[str, list[Any]] = {}
         for choice in choices:
             for name, values in choice["logprobs"].items():
-                told.setdefault(name, []).extend(values)
+                logprobs.setdefault(name, []).extend(values)
     else:
         (choice,) = (await case.http.post("/v1/completions", json=body)).json()["choices"]
-        text, told = choice["text"], choice["logprobs"]
+        text, logprobs = choice["text"], choice["logprobs"]
     assert text == "hiTh"
-    assert told["tokens"] == ["h", "i", "T", "h"]
-    assert told["token_logprobs"] == [None, *(-one / 64 for one in (PROMPT[1], *THE[:2]))]
-    assert told["top_logprobs"][0] is None
-    assert told["top_logprobs"][1] == {"i": -PROMPT[1] / 64}
-    assert told["text_offset"] == [0, 1, 2, 3]
+    assert logprobs["tokens"] == ["h", "i", "T", "h"]
+    assert logprobs["token_logprobs"] == [
+        None,
+        *(-token_id / 64 for token_id in (PROMPT[1], *THE[:2])),
+    ]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][1] == {"i": -PROMPT[1] / 64}
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
 
 
 async def test_an_echo_without_output(case: Case) -> None:
@@ -307,24 +311,24 @@ async def test_an_echo_without_output(case: Case) -> None:
 
 
 async def test_log_probabilities_of_prompts(case: Case) -> None:
-    told = (await case.complete(prompt_logprobs=1, max_tokens=1)).json()["choices"][0]
-    (first, second) = told["prompt_logprobs"]
+    choice = (await case.complete(prompt_logprobs=1, max_tokens=1)).json()["choices"][0]
+    (first, second) = choice["prompt_logprobs"]
     assert first is None
     own = PROMPT[1]
     assert second == {
         "3": {"logprob": -3 / 64, "rank": 1, "decoded_token": bytes_of(3)},
         str(own): {"logprob": -own / 64, "rank": own - 2, "decoded_token": "i"},
     }
-    assert told["logprobs"] is None
+    assert choice["logprobs"] is None
     chat = (await case.chat(prompt_logprobs=0, max_tokens=1)).json()
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert chat["prompt_logprobs"][0] is None
-    # One token of a prompt has none before it.
+    # The first token of a prompt has no log probability.
     single = (await case.complete(prompt="h", prompt_logprobs=1, max_tokens=1)).json()
     assert single["choices"][0]["prompt_logprobs"] == [None]
 
 
-async def test_token_ids_where_they_are_wanted(case: Case) -> None:
+async def test_token_ids_if_requested(case: Case) -> None:
     answer = (await case.complete(return_token_ids=True, max_tokens=3)).json()["choices"][0]
     assert (answer["prompt_token_ids"], answer["token_ids"]) == (PROMPT, THE)
     chat = (await case.chat(return_token_ids=True, max_tokens=3)).json()
@@ -338,14 +342,16 @@ async def test_token_ids_where_they_are_wanted(case: Case) -> None:
         chunks = await events(case, path, body)
         first = chunks[0] if "messages" in more else chunks[0]["choices"][0]
         assert first["prompt_token_ids"] == list(last_start(case).prompt_ids)
-        ids = [one for chunk in chunks for one in chunk["choices"][0].get("token_ids", [])]
+        ids = [
+            token_id for chunk in chunks for token_id in chunk["choices"][0].get("token_ids", [])
+        ]
         assert ids == THE
     plain = (await case.chat(max_tokens=3)).json()
     assert "prompt_token_ids" not in plain
     assert "token_ids" not in plain["choices"][0]
 
 
-async def test_what_stopped_the_output(case: Case) -> None:
+async def test_stop_reasons(case: Case) -> None:
     worker = case.cluster.workers[0]
     shown = {"include_stop_str_in_output": True}
     for fields, text, reason in (
@@ -388,7 +394,7 @@ async def test_special_tokens_in_the_output(case: Case) -> None:
         ({"truncate_prompt_tokens": -1}, "abcdefghij"),
     ],
 )
-async def test_a_prompt_is_cut_to_what_is_wanted(
+async def test_a_prompt_is_truncated_as_requested(
     case: Case, fields: dict[str, Any], left: str
 ) -> None:
     answer = await case.complete(prompt="abcdefghij", max_tokens=1, echo=True, **fields)
@@ -397,7 +403,7 @@ async def test_a_prompt_is_cut_to_what_is_wanted(
     assert answer.json()["usage"]["prompt_tokens"] == len(left)
 
 
-async def test_a_prompt_beyond_the_context_may_be_cut(case: Case) -> None:
+async def test_a_prompt_beyond_the_context_may_be_truncated(case: Case) -> None:
     long = "x" * 300 + "end"
     assert (await case.complete(prompt=long, max_tokens=6)).status_code == 400
     answer = await case.complete(prompt=long, max_tokens=6, truncate_prompt_tokens=-1)
@@ -434,7 +440,7 @@ PROMISES: list[tuple[dict[str, Any], dict[str, str], Service]] = [
 
 
 @pytest.mark.parametrize(("fields", "headers", "service"), PROMISES)
-async def test_promises_travel_and_answers_tell_the_tier(
+async def test_targets_reach_the_worker_and_responses_name_the_tier(
     case: Case, fields: dict[str, Any], headers: dict[str, str], service: Service
 ) -> None:
     body = {"model": "m", "prompt": "hi", "max_tokens": 1} | fields
@@ -462,7 +468,7 @@ async def test_promises_travel_and_answers_tell_the_tier(
         ({}, False),
     ],
 )
-async def test_answers_that_nobody_watches_are_gathered(
+async def test_tokens_of_whole_responses_are_coalesced(
     case: Case, fields: dict[str, Any], gathered: bool
 ) -> None:
     answer = await case.complete(max_tokens=3, **fields)
@@ -470,7 +476,7 @@ async def test_answers_that_nobody_watches_are_gathered(
     assert (last_start(case).delivery == worker_pb2.DELIVERY_COALESCED) == gathered
 
 
-async def test_neutral_promises_say_nothing(case: Case) -> None:
+async def test_neutral_targets_are_omitted(case: Case) -> None:
     answer = await case.complete(max_tokens=1, service_tier="auto", priority=0)
     assert "warning" not in answer.headers
     assert answer.json()["service_tier"] == "default"
@@ -485,7 +491,7 @@ async def test_targets_in_headers_are_checked(case: Case, value: str) -> None:
     assert answer.json()["error"]["param"] == "x-slo-ttft-ms"
 
 
-async def test_the_id_that_a_client_chose(case: Case) -> None:
+async def test_the_id_chosen_by_a_client(case: Case) -> None:
     answer = await case.complete(max_tokens=1, request_id="mine:1")
     assert answer.headers["x-request-id"] == "mine:1"
     assert answer.json()["id"].startswith("cmpl-")
@@ -497,18 +503,16 @@ async def test_the_id_that_a_client_chose(case: Case) -> None:
 
 async def test_the_text_is_the_same_with_and_without_notes(case: Case) -> None:
     plain = (await case.chat(max_tokens=90)).json()
-    told = (await case.chat(max_tokens=90, logprobs=True, top_logprobs=1)).json()
+    body = (await case.chat(max_tokens=90, logprobs=True, top_logprobs=1)).json()
     text = plain["choices"][0]["message"]["content"]
-    assert told["choices"][0]["message"]["content"] == text
+    assert body["choices"][0]["message"]["content"] == text
     assert TEXT[:20] in text
-    content = told["choices"][0]["logprobs"]["content"]
-    data = bytes(byte for one in content for byte in one["bytes"])
+    content = body["choices"][0]["logprobs"]["content"]
+    data = bytes(byte for token in content for byte in token["bytes"])
     assert data.decode(errors="replace") == text
 
 
-async def test_what_the_model_advises_holds_where_clients_say_nothing(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_the_models_sampling_defaults_apply(store: Store, tmp_path: Path) -> None:
     advice = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_new_tokens": 9}
     folder = tmp_path / "model"
     folder.mkdir()
@@ -516,18 +520,18 @@ async def test_what_the_model_advises_holds_where_clients_say_nothing(
     async with gateway_case(store, folder) as case:
         await case.chat()
         start = last_start(case)
-        told = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
-        assert told == (0.6, 0.95, 20)
+        sampling = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
+        assert sampling == (0.6, 0.95, 20)
         assert start.limits.max_tokens == 9
         await case.chat(temperature=0, top_p=1, top_k=0, max_tokens=11)
         start = last_start(case)
-        told = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
-        assert told == (0, 1, 0)
+        sampling = (start.sampling.temperature, start.sampling.top_p, start.sampling.top_k)
+        assert sampling == (0, 1, 0)
         assert start.limits.max_tokens == 11
 
 
 @pytest.mark.gateway(model_aliases="gpt-4o, m,best")
-async def test_the_model_goes_by_its_aliases_too(case: Case) -> None:
+async def test_aliases_name_the_model(case: Case) -> None:
     models = (await case.http.get("/v1/models")).json()["data"]
     assert [(row["id"], row["root"], row["parent"]) for row in models] == [
         ("m", "m", None),
@@ -543,10 +547,10 @@ async def test_the_model_goes_by_its_aliases_too(case: Case) -> None:
 
 async def test_tokens_of_prompts_and_chats(case: Case) -> None:
     body = {"prompt": "a\0b", "return_token_strs": True}
-    told = (await case.http.post("/tokenize", json=body)).json()
-    assert told["tokens"] == text_ids("a\0b")
-    assert (told["count"], told["max_model_len"]) == (3, 256)
-    assert told["token_strs"] == ["a", "\u0100", "b"]
+    tokenized = (await case.http.post("/tokenize", json=body)).json()
+    assert tokenized["tokens"] == text_ids("a\0b")
+    assert (tokenized["count"], tokenized["max_model_len"]) == (3, 256)
+    assert tokenized["token_strs"] == ["a", "\u0100", "b"]
     messages = [{"role": "user", "content": "hi"}]
     chat = (await case.http.post("/tokenize", json={"model": "m", "messages": messages})).json()
     await case.chat(messages=messages, max_tokens=1)
@@ -554,14 +558,14 @@ async def test_tokens_of_prompts_and_chats(case: Case) -> None:
     assert chat["token_strs"] is None
     empty = (await case.http.post("/tokenize", json={"prompt": ""})).json()
     assert (empty["count"], empty["tokens"]) == (0, [])
-    # More than fits can be counted, too.
+    # Prompts beyond the context can be counted, too.
     long = await case.http.post("/tokenize", json={"prompt": "x" * 900, "odd": 1})
     assert long.json()["count"] == 900
     assert "odd" in long.headers["warning"]
     assert case.cluster.workers[0].starts[:-1] == []
 
 
-async def test_text_of_tokens(case: Case) -> None:
+async def test_detokenization(case: Case) -> None:
     body = {"model": "m", "tokens": [1, *text_ids("hi"), EOS_ID]}
     answer = await case.http.post("/detokenize", json=body)
     assert answer.json() == {"prompt": "<|im_start|>hi<|im_end|>"}
@@ -594,7 +598,7 @@ async def test_bad_bodies_about_tokens(
     assert (answer.json()["error"]["param"] or "").split(".")[0] == param
 
 
-async def test_every_route_is_described(case: Case) -> None:
+async def test_all_routes_are_described(case: Case) -> None:
     description = (await case.http.get("/openapi.json")).json()
     version = (await case.http.get("/version")).json()["version"]
     assert description["info"]["version"] == version

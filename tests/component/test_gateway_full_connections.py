@@ -1,4 +1,4 @@
-"""Connections at their limit: what new clients get, and who may occupy the connections."""
+"""A full gateway: responses to new clients, and limits per address."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
 
 OPEN_FILES = 200
-"""100 are for clients: 50 of an address."""
+"""Descriptors that leave 100 connections for clients, 50 per address."""
 STREAMS = 99
 NEW = 12
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -34,7 +34,7 @@ async def asked(gateway: GatewayProcess, address: str, path: str) -> int | str:
             return type(error).__name__
 
 
-async def test_new_requests_that_come_at_once_are_refused_and_not_cut(
+async def test_simultaneous_new_requests_are_refused_with_a_response(
     store: Store, tmp_path: Path
 ) -> None:
     async with (

@@ -1,4 +1,4 @@
-"""Random requests, good and bad: no crash, no hang, nothing left behind, and good ones go on."""
+"""Random requests, valid and invalid: no crash, hang or leak, and valid ones are served."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -27,18 +27,18 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
 
 
 async def fuzzed(case: Case, seeds: range) -> Counter[int | str]:
-    """Send them, and check what is left behind."""
+    """Send the requests of these seeds, and check for leaks."""
     fuzz = HttpFuzz(case.http, "m", AT_ONCE)
     worker = case.cluster.workers[0]
     await fuzz.run(seeds)
     await eventually(lambda: not worker.active)
 
     async def nothing_left() -> bool:
-        found = samples((await case.http.get("/metrics")).text)
-        return not any(value(found, f"tideserve_gateway_{name}") for name in LEFT_OVER)
+        metrics = samples((await case.http.get("/metrics")).text)
+        return not any(value(metrics, f"tideserve_gateway_{name}") for name in LEFT_OVER)
 
     await eventually(nothing_left)
-    # A worker takes every request that the gateway lets through.
+    # Workers accept every request that the gateway accepts.
     for start in worker.starts:
         to_request(start, VOCABULARY, CONTEXT, now_s=0.0)
     for good in (case.chat, case.complete):
@@ -48,7 +48,7 @@ async def fuzzed(case: Case, seeds: range) -> Counter[int | str]:
 
 async def test_a_thousand_random_requests(case: Case) -> None:
     statuses = await fuzzed(case, range(1000))
-    # Both kinds are there in numbers, or little would be shown.
+    # Both kinds must be frequent, or the test would prove little.
     assert statuses[200] > 300
     assert statuses[400] > 200
     assert statuses["cut"] > 30

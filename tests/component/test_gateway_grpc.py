@@ -26,7 +26,7 @@ HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 SERVICE = "tideserve.gateway.v1.GatewayService"
 
 
-async def test_chat_whole_and_streamed_give_the_same(case: Case) -> None:
+async def test_a_streamed_chat_equals_the_whole_chat(case: Case) -> None:
     whole = await case.grpc.chat(HI, model="m", max_tokens=90)
     (choice,) = whole.choices
     assert whole.id.startswith("chatcmpl-") and whole.model == "m" and whole.created > 1.7e9
@@ -72,7 +72,7 @@ async def test_completions_of_text_ids_and_several_prompts(case: Case) -> None:
     assert pieces[-1].usage == several.usage
 
 
-async def test_what_ended_the_output_is_told(case: Case) -> None:
+async def test_stop_matches_are_reported(case: Case) -> None:
     answer = await case.grpc.chat(HI, model="m", stop=" comes")
     assert answer.choices[0].message.text == "The tide"
     assert answer.choices[0].stop_reason == pb.StopReason(text=" comes")
@@ -88,7 +88,7 @@ async def test_what_ended_the_output_is_told(case: Case) -> None:
     assert pieces[-1].stop_reason == pb.StopReason(text=" comes")
 
 
-async def test_timing_is_what_the_worker_told(case: Case) -> None:
+async def test_timing_is_that_of_the_worker(case: Case) -> None:
     times = worker_pb2.RequestTimes(wait_s=0.5, prefill_s=0.25, decode_s=2.0)
     case.cluster.workers[0].times = times
     answer = await case.grpc.complete("hi", model="m", max_tokens=4)
@@ -109,7 +109,7 @@ async def test_models(case: Case) -> None:
     )
 
 
-async def test_leaving_a_stream_aborts_it_at_the_worker(case: Case) -> None:
+async def test_cancelling_a_stream_aborts_it_at_the_worker(case: Case) -> None:
     worker = case.paused(3)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         await anext(stream)
@@ -117,14 +117,14 @@ async def test_leaving_a_stream_aborts_it_at_the_worker(case: Case) -> None:
     assert not worker.active
 
 
-async def test_a_deadline_ends_the_wait_for_a_place(case: Case) -> None:
+async def test_a_deadline_ends_the_wait_in_the_queue(case: Case) -> None:
     case.cluster.scheduler.holding = True
     with pytest.raises(tide.DeadlineExceeded):
         await case.grpc.chat(HI, model="m", timeout_s=0.5)
     await eventually(lambda: case.cluster.scheduler.withdrawn)
 
 
-async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: Case) -> None:
+async def test_unavailable_calls_are_retried_by_grpc(case: Case) -> None:
     scheduler = case.cluster.scheduler
     case.refuse(message="full", retry_after_s=0.01)
     with pytest.raises(tide.Unavailable) as caught:
@@ -135,7 +135,7 @@ async def test_a_call_that_cannot_be_placed_is_tried_again_by_its_library(case: 
     assert caught.value.request_id == "mine"
 
 
-async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
+async def test_a_failed_stream_reports_its_progress(case: Case) -> None:
     worker = case.paused(5)
     async with case.grpc.stream_chat(HI, model="m") as stream:
         got = await anext(stream)
@@ -149,7 +149,7 @@ async def test_a_stream_that_breaks_says_how_far_it_came(case: Case) -> None:
     assert len(worker.starts) == 4, "it went on three times, and got no further"
 
 
-async def test_calls_are_told_like_requests(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_are_logged_like_requests(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "services.gateway.records.request_log")
     await case.grpc.chat(HI, model="m", max_tokens=4, request_id="mine")
     with pytest.raises(tide.InvalidRequest):
@@ -171,12 +171,12 @@ async def test_calls_are_told_like_requests(case: Case, caplog: pytest.LogCaptur
 
 
 async def raw(case: Case, method: str, data: bytes, **options: Any) -> bytes:
-    """Call a method with these bytes."""
+    """Call a method with raw bytes."""
     async with grpc.aio.insecure_channel(case.target) as channel:
         return bytes(await channel.unary_unary(method)(data, timeout=20, **options))
 
 
-async def test_what_no_client_of_ours_sends(case: Case) -> None:
+async def test_malformed_messages(case: Case) -> None:
     cases = [
         (f"/{SERVICE}/Chat", b"\xff\xff", "INVALID_ARGUMENT", "UNDECODABLE"),
         (f"/{SERVICE}/Chat", b"", "INVALID_ARGUMENT", "INVALID_REQUEST"),
@@ -189,14 +189,14 @@ async def test_what_no_client_of_ours_sends(case: Case) -> None:
             await raw(case, method, data)
         assert caught.value.code().name == code, method
         status = rpc_status.from_call(caught.value)
-        found = error_details_pb2.ErrorInfo()
+        info = error_details_pb2.ErrorInfo()
         if status is not None:
-            assert status.details[0].Unpack(found)
-        assert found.reason == reason
+            assert status.details[0].Unpack(info)
+        assert info.reason == reason
 
 
 def odd(request: Any) -> bytes:
-    """The request with a field that its contract does not have, on the wire."""
+    """The encoded request with an unknown field."""
     return bytes(request.SerializeToString()) + b"\xf8\x06\x01"
 
 
@@ -215,7 +215,7 @@ def unknown_requests() -> dict[str, Any]:
     }
 
 
-async def test_tokens_of_an_empty_text(case: Case) -> None:
+async def test_tokenizing_an_empty_text(case: Case) -> None:
     empty = pb.TokenizeRequest(model="m", text="").SerializeToString()
     answer = await raw(case, f"/{SERVICE}/Tokenize", empty)
     assert list(pb.TokenizeResponse.FromString(answer).token_ids) == []
@@ -224,7 +224,7 @@ async def test_tokens_of_an_empty_text(case: Case) -> None:
     assert pb.DetokenizeResponse.FromString(answer).text == ""
 
 
-async def test_fields_that_nobody_knows_are_told(case: Case) -> None:
+async def test_unknown_fields_are_listed(case: Case) -> None:
     async with grpc.aio.insecure_channel(case.target) as channel:
         for method, request in unknown_requests().items():
             call = channel.unary_stream(f"/{SERVICE}/{method}")(odd(request), timeout=20)
@@ -235,7 +235,7 @@ async def test_fields_that_nobody_knows_are_told(case: Case) -> None:
 
 
 @pytest.mark.gateway(unknown_fields="refuse")
-async def test_fields_that_nobody_knows_can_be_refused(case: Case) -> None:
+async def test_unknown_fields_can_be_refused(case: Case) -> None:
     for method, request in unknown_requests().items():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw(case, f"/{SERVICE}/{method}", odd(request))
@@ -293,12 +293,12 @@ async def test_health_and_reflection(case: Case) -> None:
     async with grpc.aio.insecure_channel(case.target) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = [one async for one in stub.ServerReflectionInfo(iter([asked]))]
+        (answer,) = [response async for response in stub.ServerReflectionInfo(iter([asked]))]
     listed = {service.name for service in answer.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= listed
 
 
-async def test_health_checks_that_say_nothing_end(
+async def test_incomplete_health_checks_time_out(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_health, "MESSAGE_TIMEOUT_S", 0.05)
@@ -322,7 +322,7 @@ async def test_health_checks_that_say_nothing_end(
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "no message arrived" in str(caught.value.details())
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-    # A watch that its client leaves is no stream that broke.
+    # A watch cancelled by its client is not a failed stream.
     async with grpc.aio.insecure_channel(case.target) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         await watch.read()
@@ -332,24 +332,24 @@ async def test_health_checks_that_say_nothing_end(
 
 
 @pytest.mark.gateway(drain_delay_s=0.5)
-async def test_a_gateway_that_drains_finishes_streams_and_says_so(case: Case) -> None:
+async def test_a_draining_gateway_finishes_streams_and_reports_it(case: Case) -> None:
     worker = case.paused(3)
     async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
         texts = [(await anext(stream)).text]
         async with grpc.aio.insecure_channel(case.target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=20)
-            told = [(await watch.read()).status]
+            statuses = [(await watch.read()).status]
             case.stop.set()
-            told.append((await watch.read()).status)
-        assert told == [1, 2], "SERVING, then NOT_SERVING"
+            statuses.append((await watch.read()).status)
+        assert statuses == [1, 2], "SERVING, then NOT_SERVING"
         worker.go.set()
         texts += [piece.text async for piece in stream]
     assert "".join(texts) == TEXT[:6]
 
 
 @pytest.mark.gateway(drain_timeout_s=0.2)
-async def test_what_still_runs_after_the_drain_is_told(case: Case) -> None:
+async def test_calls_running_after_the_drain_are_notified(case: Case) -> None:
     case.cluster.workers[0].pause_at = 3
     async with case.grpc.stream_chat(HI, model="m", max_tokens=6) as stream:
         await anext(stream)
@@ -361,14 +361,14 @@ async def test_what_still_runs_after_the_drain_is_told(case: Case) -> None:
 
 
 @pytest.mark.gateway(api_key="k" * 24)
-async def test_a_caller_without_a_key_is_not_waited_for(case: Case) -> None:
+async def test_a_drain_does_not_wait_for_unauthenticated_callers(case: Case) -> None:
     async with grpc.aio.insecure_channel(case.target) as channel:
         silent = channel.stream_unary(f"/{SERVICE}/Chat")(timeout=20)
         assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.gateway(client_stall_s=0.4, max_model_len=200_000)
-async def test_slow_readers_are_cut(case: Case) -> None:
+async def test_slow_readers_are_disconnected(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.script, worker.step_s = (lambda _: text_ids(TEXT) * 2000), 0.0
     worker.tokens_per_event = 500
@@ -376,7 +376,7 @@ async def test_slow_readers_are_cut(case: Case) -> None:
     async def counted(line: str) -> bool:
         return line in (await case.http.get("/metrics")).text
 
-    # The library reads ahead, but no further than this.
+    # The library reads ahead, but not beyond this.
     options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
     async with grpc.aio.insecure_channel(case.target, options=options) as channel:
         stub: gateway_pb2_grpc.GatewayServiceAsyncStub = gateway_pb2_grpc.GatewayServiceStub(
@@ -389,7 +389,7 @@ async def test_slow_readers_are_cut(case: Case) -> None:
         )
         stream = stub.StreamComplete(pb.StreamCompleteRequest(completion=request))
         await stream.read()
-        # It reads nothing more.
+        # The client stops reading.
         await eventually(
             lambda: counted('tideserve_gateway_stream_errors_total{code="client_gone"} 1.0')
         )
@@ -401,14 +401,14 @@ async def test_slow_readers_are_cut(case: Case) -> None:
         assert (await case.complete(max_tokens=3)).status_code == 200
         answer = await case.grpc.complete("hi", model="m", max_tokens=3)
         assert answer.usage.completion_tokens == 3
-        # Late, it learns that it was cut.
+        # The client later learns that it was disconnected.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await stream.read() is not grpc.aio.EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
-async def test_calls_without_a_message_are_in_nobodys_way(
+async def test_calls_without_a_message_do_not_block_others(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_module, "MESSAGE_TIMEOUT_S", 2.0)

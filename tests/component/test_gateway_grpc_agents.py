@@ -1,4 +1,4 @@
-"""Tools, reasoning and forms of output over gRPC: what HTTP gives for the same."""
+"""Tools, reasoning and output formats over gRPC, equal to those over HTTP."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gateway(max_model_len=4096, reasoning_format="qwen3")
 
 
 async def streamed(case: Case, **fields: Any) -> tuple[pb.Message, int]:
-    """The message that a stream adds up to, and why it ended."""
+    """The accumulated message of a stream, and its finish reason."""
     whole = pb.Message(role=pb.ROLE_ASSISTANT)
     text, reason = "", 0
     async with case.grpc.stream_chat(HI, model="m", **fields) as stream:
@@ -62,13 +62,13 @@ async def test_calls_reasoning_and_text(case: Case, tokens_per_event: int) -> No
     assert answer.choices[0].finish_reason == pb.FINISH_REASON_TOOL_CALLS
     again, reason = await streamed(case, tools=[TOOL])
     assert reason == pb.FINISH_REASON_TOOL_CALLS
-    for one in (message, again):
-        for call in one.tool_calls:
+    for received in (message, again):
+        for call in received.tool_calls:
             call.id = ""
     assert again == message
 
 
-async def test_what_was_answered_can_be_sent_back(case: Case) -> None:
+async def test_a_response_can_be_sent_back(case: Case) -> None:
     case.answer_with(CALL)
     first = (await case.grpc.chat(HI, model="m", tools=[TOOL])).choices[0].message
     assert first.WhichOneof("content") is None
@@ -125,7 +125,7 @@ async def test_what_was_answered_can_be_sent_back(case: Case) -> None:
         ),
     ],
 )
-async def test_the_worker_is_told_the_same(case: Case, fields: Any, body: Any) -> None:
+async def test_workers_get_the_same_as_over_http(case: Case, fields: Any, body: Any) -> None:
     answer = await case.chat(max_tokens=2, seed=1, **body)
     if answer.status_code != 200:
         with pytest.raises(tide.TideserveError) as caught:
@@ -139,8 +139,8 @@ async def test_the_worker_is_told_the_same(case: Case, fields: Any, body: Any) -
     assert grpc.prompt_ids == http.prompt_ids
 
 
-async def test_the_shape_of_schemas_is_kept(case: Case) -> None:
-    """Models see the order in which properties were written."""
+async def test_the_order_of_schema_properties_is_kept(case: Case) -> None:
+    """Models see properties in the order in which they were written."""
     schema = {"type": "object", "properties": {name: {"type": "integer"} for name in "zay"}}
     await case.grpc.chat(HI, model="m", max_tokens=2, json_schema=json.dumps(schema))
     grammar = case.cluster.workers[0].starts[-1].sampling.grammar
@@ -170,7 +170,7 @@ async def test_errors_name_fields_of_the_contract(case: Case, fields: Any, field
 
 
 def run(example: str, target: str) -> str:
-    """What an example of the page writes when it calls the gateway at `target`."""
+    """The output of an example of the page that calls the gateway at `target`."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written):
         exec(example.replace("localhost:50051", target), {})
@@ -190,7 +190,7 @@ async def test_examples_of_the_page(case: Case) -> None:
     case.answer_with('{"capital": "Paris"}')
     assert await asyncio.to_thread(run, form, case.target) == "Paris\n"
     assert worker.starts[-1].sampling.HasField("grammar")
-    # It writes no more than that before it is cancelled, and would never end.
+    # It writes no more than this until it is cancelled, as it never ends.
     case.answer_with("sea " * 10)
     worker.pause_at = 30
     written = await asyncio.to_thread(run, cancelled, case.target)

@@ -1,4 +1,4 @@
-"""Random messages over gRPC, good and bad: every one is answered, and nothing is left behind."""
+"""Random gRPC messages, valid and invalid: each is answered, and nothing leaks."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -27,15 +27,15 @@ LEFT_OVER = ("requests_inflight", "requests_admitting", "requests_running", "bod
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Quotas]:
-    """The quotas of gateways."""
-    found: list[Quotas] = []
+    """The `Quotas` objects that gateways create."""
+    quotas: list[Quotas] = []
 
     def noted(*arguments: Any, **named: Any) -> Quotas:
-        found.append(Quotas(*arguments, **named))
-        return found[-1]
+        quotas.append(Quotas(*arguments, **named))
+        return quotas[-1]
 
     monkeypatch.setattr(gateway_app, "Quotas", noted)
-    return found
+    return quotas
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def case(store: Store, tmp_path: Path, made: list[Quotas], key: str) -> As
 
 
 async def fuzzed(case: Case, quotas: Quotas, key: str, seeds: range) -> Counter[str]:
-    """Send them, and check what is left behind."""
+    """Send the messages of these seeds, and check for leaks."""
     worker = case.cluster.workers[0]
     async with grpc.aio.insecure_channel(case.target) as channel:
         fuzz = GrpcFuzz(channel, key, "m", AT_ONCE)
@@ -68,15 +68,15 @@ async def fuzzed(case: Case, quotas: Quotas, key: str, seeds: range) -> Counter[
         return samples((await case.admin.get("/metrics", headers=headers)).text)
 
     async def nothing_left() -> bool:
-        found = await metrics()
-        return not any(value(found, f"tideserve_gateway_{name}") for name in LEFT_OVER)
+        scraped = await metrics()
+        return not any(value(scraped, f"tideserve_gateway_{name}") for name in LEFT_OVER)
 
     await eventually(nothing_left)
     statuses = {dict(labels).get("status") for _, labels in await metrics()}
     assert "200" in statuses and "500" not in statuses
     use = quotas.state.use("alice", LIMITS, quotas._now_s())
     assert use.running == 0
-    # A worker takes every request that the gateway lets through.
+    # Workers accept every request that the gateway accepts.
     for start in worker.starts:
         to_request(start, VOCABULARY, CONTEXT, now_s=0.0)
     assert (await case.grpc.complete("hi", model="m", max_tokens=3)).usage.completion_tokens == 3
@@ -86,7 +86,7 @@ async def fuzzed(case: Case, quotas: Quotas, key: str, seeds: range) -> Counter[
 
 async def test_three_hundred_random_messages(case: Case, made: list[Quotas], key: str) -> None:
     codes = await fuzzed(case, made[0], key, range(300))
-    # Both kinds are there in numbers, or little would be shown.
+    # Both kinds must be frequent, or the test would prove little.
     assert codes["OK"] > 100 and codes["INVALID_ARGUMENT"] > 50 and codes["cut"] > 5, codes
 
 

@@ -1,4 +1,4 @@
-"""Calls that stall in the middle of their message, as no library makes them."""
+"""Calls that stall in the middle of their message, over raw HTTP/2."""
 
 import asyncio
 import struct
@@ -35,13 +35,13 @@ MESSAGE_BYTES = 4 * 2**20
 
 
 def stalled_call(stream: int, path: str) -> bytes:
-    """A call that announces a large message and sends a little of it."""
+    """A call that announces a large message and sends a small part."""
     begun = b"\0" + struct.pack(">I", MESSAGE_BYTES) + b"x" * 100
     return head_of(stream, path) + frame(DATA, 0, stream, begun)
 
 
 async def next_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, int]:
-    """Kind and stream of the next frame; those that want an answer get it."""
+    """Type and stream of the next frame; settings and pings are acknowledged."""
     head = await reader.readexactly(9)
     kind, flags, stream = struct.unpack(">BBI", head[3:])
     payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -51,18 +51,18 @@ async def next_frame(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 async def ended_streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Wait until the server has reset all calls; how many it told the end of before."""
-    told, reset = set[int](), set[int]()
+    """Wait until the server has reset all calls; returns how many got a status before."""
+    ended, reset = set[int](), set[int]()
     while len(reset) < CALLS:
         kind, stream = await next_frame(reader, writer)
         if kind == HEADERS:
-            told.add(stream)
+            ended.add(stream)
         if kind == RST_STREAM:
             reset.add(stream)
-    return len(told)
+    return len(ended)
 
 
-async def test_calls_that_stall_in_their_message_end_and_are_in_nobodys_way(
+async def test_calls_that_stall_in_their_message_end_without_blocking_others(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_module, "MESSAGE_TIMEOUT_S", 0.5)
@@ -82,13 +82,13 @@ async def test_calls_that_stall_in_their_message_end_and_are_in_nobodys_way(
         writer.close()
 
 
-async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_counted(
+async def test_a_failed_call_of_a_stalled_client_is_logged_and_counted(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_limits, "PARKED_MAX", 1)
     async with gateway_case(store, tmp_path / "model") as case:
 
-        async def told() -> bool:
+        async def reported() -> bool:
             rows = (await case.http.get("/metrics")).text.splitlines()
             return any("GatewayService/StreamChat" in row and 'status="499"' in row for row in rows)
 
@@ -101,12 +101,12 @@ async def test_a_call_that_failed_and_whose_client_takes_nothing_is_told_and_cou
         request = pb.StreamChatRequest(chat=chat).SerializeToString()
         path = "/tideserve.gateway.v1.GatewayService/StreamChat"
         writer.write(PREFACE + frame(SETTINGS, 0, 0, small) + whole_call(1, path, request))
-        # The beginning of the first message is all that the client takes.
+        # The client reads only the beginning of the first message.
         async with asyncio.timeout(TIMEOUT_S):
             while await next_frame(reader, writer) != (DATA, 1):
                 pass
         assert await case.grpc.cancel("chosen")
-        await eventually(told)
+        await eventually(reported)
         async with grpc.aio.insecure_channel(case.target) as channel:
             stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
 

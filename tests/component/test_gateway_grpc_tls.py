@@ -1,4 +1,4 @@
-"""gRPC over TLS at the public port: with HTTPS's certificate, its renewal, and clients' own."""
+"""gRPC over TLS at the public port: certificate, renewal, and client certificates."""
 
 import os
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ HOSTS = ("localhost", "127.0.0.1")
 
 @asynccontextmanager
 async def gateway(store: Store, folder: Path, **fields: Any) -> AsyncIterator[str]:
-    """Where a gateway without a cluster serves gRPC over TLS."""
+    """Run a gateway without a cluster; yields the address of its gRPC over TLS."""
     write_model_folder(folder / "model")
     port = free_port()
     config = GatewayConfig(
@@ -45,7 +45,7 @@ async def gateway(store: Store, folder: Path, **fields: Any) -> AsyncIterator[st
 
 
 async def lets_in(target: str, tls: Tls | bool) -> bool:
-    """Whether a client gets an answer."""
+    """Whether a client gets a response."""
     async with AsyncClient(target, tls=tls, timeout_s=3) as client:
         try:
             return [model.id for model in await client.models()] == ["m"]
@@ -60,7 +60,7 @@ def certified(tmp_path: Path) -> Certified:
     return certified
 
 
-async def test_only_tls_is_answered_and_only_a_trusted_server_is_called(
+async def test_only_tls_is_accepted_and_only_trusted_servers_are_called(
     store: Store, tmp_path: Path, certified: Certified
 ) -> None:
     stranger = tmp_path / "stranger.pem"
@@ -74,7 +74,7 @@ async def test_only_tls_is_answered_and_only_a_trusted_server_is_called(
         assert await lets_in(target, Tls(ca_file=certified.ca_file, server_name="localhost"))
 
 
-async def test_a_renewed_certificate_is_taken_up(
+async def test_a_renewed_certificate_is_used(
     store: Store, tmp_path: Path, certified: Certified
 ) -> None:
     async with gateway(store, tmp_path) as target:
@@ -93,7 +93,7 @@ async def test_a_renewed_certificate_is_taken_up(
             assert await standing.models(), "a connection keeps what it began with"
 
 
-async def test_clients_may_have_to_have_certificates(
+async def test_client_certificates_can_be_required(
     store: Store, tmp_path: Path, certified: Certified
 ) -> None:
     clients = Authority.create("clients")
@@ -112,7 +112,7 @@ async def test_clients_may_have_to_have_certificates(
         assert not await lets_in(target, Tls(ca_file=certified.ca_file))
 
 
-async def test_a_clients_ca_needs_the_servers_certificate(store: Store, tmp_path: Path) -> None:
+async def test_a_client_ca_needs_a_server_certificate(store: Store, tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model")
     config = GatewayConfig(
         etcd_url=store.url,

@@ -1,4 +1,4 @@
-"""Header blocks without end at the gRPC port: bounded memory, and everybody else is served."""
+"""Endless header blocks at the gRPC port: memory is bounded, and other clients are served."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ ATTACKERS, HONEST = 300, 64
 ROUNDS = 3
 GROWTH_MAX_BYTES = 64 * 2**20
 SENT_MAX_BYTES = 2**29
-"""What the attackers send to a gateway that takes it all."""
+"""Bytes that attackers would send to an unprotected gateway."""
 LEFT_MAX_BYTES = 32 * 2**20
 OTHER = "127.0.0.2"
 LIST = "/tideserve.gateway.v1.GatewayService/ListModels"
@@ -37,7 +37,7 @@ ENDLESS = 16 * frame(CONTINUATION, 0, 1, literal("a" * 20, "b" * 8000))
 
 
 class Attack:
-    """Clients of 127.0.0.1 that begin a call whose headers never end, again and again."""
+    """Clients at 127.0.0.1 that repeatedly begin calls with endless headers."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -52,7 +52,7 @@ class Attack:
 
     @property
     def over(self) -> bool:
-        """Whether the gateway closed enough connections, or took too many bytes."""
+        """Whether the gateway closed enough connections, or read too many bytes."""
         return self.closed >= ROUNDS * ATTACKERS or self.sent_bytes > SENT_MAX_BYTES
 
     async def _client(self) -> None:
@@ -75,7 +75,7 @@ class Attack:
 
 @asynccontextmanager
 async def called(port: int, address: str) -> AsyncIterator[bool]:
-    """Whether a new connection from `address` is served a call; keeps it for the body."""
+    """Whether a call on a new connection from `address` succeeds; keeps it open."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     try:
         writer.write(PREFACE + frame(SETTINGS, 0, 0) + whole_call(1, LIST, b""))
@@ -90,7 +90,7 @@ async def called(port: int, address: str) -> AsyncIterator[bool]:
 
 
 async def served(gateway: GatewayProcess) -> None:
-    """Probes and calls of another address, and connections of the attackers', are served."""
+    """Check that probes and calls of other addresses, and of the attackers' address, are served."""
     transport = httpx.AsyncHTTPTransport(local_address=OTHER)
     async with httpx.AsyncClient(base_url=gateway.url, transport=transport) as client:
         for path in ("/live", "/ready"):
@@ -101,7 +101,7 @@ async def served(gateway: GatewayProcess) -> None:
         assert all(await asyncio.gather(*calls))
 
 
-async def test_header_blocks_without_end_take_little_memory_and_hurt_nobody(
+async def test_endless_header_blocks_are_bounded_and_others_are_served(
     store: Store, tmp_path: Path
 ) -> None:
     async with (

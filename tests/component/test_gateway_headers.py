@@ -1,4 +1,4 @@
-"""Headers that decide about a request: sent as trailers, twice, or under another name."""
+"""Security-relevant headers sent as trailers, twice, or under another spelling."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def send(
     trailers: Headers | None = None,
     apart: bool = False,
 ) -> tuple[int, httpx.Headers, str]:
-    """The response to a request in chunks; `apart`: the trailers come when the rest is read."""
+    """Send a chunked request; `apart`: trailers are sent after the rest was read."""
     body = json.dumps(BODY)
     head = f"POST {path} HTTP/1.1\r\n{lines(ALWAYS + headers)}"
     parts = [f"{head}{len(body):x}\r\n{body}\r\n0\r\n", lines(trailers or [])]
@@ -58,7 +58,7 @@ async def send(
         for part in parts if apart else ["".join(parts)]:
             writer.write(part.encode())
             await writer.drain()
-            # When this is answered, the gateway has read the part.
+            # Once this is answered, the gateway has read the part.
             await case.http.get("/live")
         async with asyncio.timeout(TIMEOUT_S):
             head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
@@ -71,7 +71,7 @@ async def send(
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["at once", "later"])
-async def test_trailers_are_no_headers(case: Case, apart: bool) -> None:
+async def test_trailers_are_not_headers(case: Case, apart: bool) -> None:
     async def trailed(headers: Headers, *trailers: tuple[str, str]) -> tuple[int, httpx.Headers]:
         status, received, _ = await send(case, headers, trailers=list(trailers), apart=apart)
         return status, received
@@ -91,7 +91,7 @@ async def test_trailers_are_no_headers(case: Case, apart: bool) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_headers_that_decide_come_once(case: Case, path: str) -> None:
+async def test_repeated_security_headers_are_refused(case: Case, path: str) -> None:
     sent = dict(ALWAYS + keyed())
     for name in sorted(SINGLE_HEADERS):
         more = (name, sent.get(name, "1"))
@@ -101,13 +101,13 @@ async def test_headers_that_decide_come_once(case: Case, path: str) -> None:
     assert not case.cluster.workers[0].starts
 
 
-async def test_the_admin_port_refuses_them_too(case: Case) -> None:
+async def test_the_admin_port_refuses_repeated_headers(case: Case) -> None:
     twice = [("x-tideserve-admin", "1"), ("x-tideserve-admin", "1")]
     answer = await case.admin.get("/tideserve/v1/status", headers=twice)
     assert answer.status_code == 400 and "is repeated" in answer.text
 
 
-async def test_metadata_that_decides_comes_once(case: Case) -> None:
+async def test_repeated_security_metadata_is_refused(case: Case) -> None:
     request = gateway_pb2.CompleteRequest(model="m", prompts=[gateway_pb2.Prompt(text="hi")])
     async with grpc.aio.insecure_channel(case.target) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -128,6 +128,6 @@ async def test_names_with_underscores_and_two_kinds_of_keys(case: Case) -> None:
 
     assert await status(("x-api-key", KEY)) == 200
     assert await status(("x_api_key", KEY)) == 401
-    # `authorization` counts.
+    # `authorization` takes precedence.
     assert await status(("authorization", f"Bearer {KEY}"), ("x-api-key", "wrong")) == 200
     assert await status(("authorization", "Bearer wrong"), ("x-api-key", KEY)) == 401

@@ -1,4 +1,4 @@
-"""Requests that are sent again with their Idempotency-Key get one answer, made once."""
+"""Requests repeated with an Idempotency-Key share a response that is generated once."""
 
 import asyncio
 import json
@@ -45,20 +45,20 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def text_of(answer: httpx.Response) -> str:
-    """The text of a stream that ends as it should."""
+    """The text of a complete stream."""
     *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert last == "[DONE]"
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
 async def metric(case: Case, name: str) -> float:
-    found = value(samples((await case.http.get("/metrics", headers=OPERATOR)).text), name)
-    assert found is not None
-    return found
+    metric_value = value(samples((await case.http.get("/metrics", headers=OPERATOR)).text), name)
+    assert metric_value is not None
+    return metric_value
 
 
 async def gone_after(case: Case, body: dict[str, Any], key: str, at: int) -> None:
-    """A client that goes when the worker is about to emit token `at`."""
+    """Send a request and disconnect when the worker is about to emit token `at`."""
     worker = case.paused(at)
     asking = asyncio.create_task(post(case, body, key))
     await eventually(lambda: worker.active and worker.emitted >= at)
@@ -67,14 +67,14 @@ async def gone_after(case: Case, body: dict[str, Any], key: str, at: int) -> Non
 
 
 async def idle(case: Case) -> bool:
-    """Whether the gateway holds nothing, and no request waits at a worker."""
+    """Whether the gateway holds no request, and none waits at a worker."""
     held = await metric(case, "tideserve_gateway_requests_inflight")
     return not held and not case.cluster.workers[0].active
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), DIALECTS)
-async def test_a_request_that_is_sent_again_gets_the_same_bytes(
+async def test_a_repeated_request_gets_the_same_bytes(
     case: Case, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     first = await post(case, body | {"stream": stream}, path=path)
@@ -98,7 +98,7 @@ async def test_a_request_that_is_sent_again_gets_the_same_bytes(
         assert error["code"] == "idempotency_key_reused"
 
 
-async def test_a_key_is_good_for_one_route_and_one_form_of_quotes(case: Case) -> None:
+async def test_a_key_is_specific_to_its_route_and_quoting(case: Case) -> None:
     chat = await post(case, CHAT, path="/v1/chat/completions")
     messages = await post(case, CHAT, path="/v1/messages")
     assert chat.status_code == messages.status_code == 200
@@ -108,7 +108,7 @@ async def test_a_key_is_good_for_one_route_and_one_form_of_quotes(case: Case) ->
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "two words", '"', '""', '"open', "é"])
-async def test_what_is_no_key_is_refused(case: Case, key: str) -> None:
+async def test_invalid_keys_are_refused(case: Case, key: str) -> None:
     sent = [(b"idempotency-key", key.encode())]
     answer = await case.http.post("/v1/completions", json=COMPLETION, headers=sent)
     assert answer.status_code == 400 and error_of(answer)["code"] == "invalid_idempotency_key"
@@ -121,30 +121,30 @@ async def test_two_keys_are_refused(case: Case) -> None:
     assert answer.status_code == 400
 
 
-async def test_what_is_ignored_is_told_again(case: Case) -> None:
+async def test_ignored_fields_are_listed_again(case: Case) -> None:
     first, again = [await post(case, COMPLETION | {"unheard_of": 1}) for _ in range(2)]
     assert first.headers["warning"] == again.headers["warning"]
 
 
-async def test_others_join_while_it_runs(case: Case) -> None:
+async def test_repeated_requests_join_a_running_one(case: Case) -> None:
     worker = case.paused(4)
     url, key = "/v1/completions", {"idempotency-key": "a"}
     async with (
         case.http.stream("POST", url, json=STREAM, headers=key) as first,
         case.http.stream("POST", url, json=STREAM, headers=key) as second,
     ):
-        # Both have what has come, and the worker has been asked once.
-        lines = [aiter(one.aiter_lines()) for one in (first, second)]
+        # Both have the output so far, and the worker has one request.
+        lines = [aiter(response.aiter_lines()) for response in (first, second)]
         assert await anext(lines[0]) == await anext(lines[1])
         assert len(worker.starts) == 1
         worker.go.set()
-        rests = [[line async for line in one] for one in lines]
+        rests = [[line async for line in part] for part in lines]
     assert rests[0] == rests[1] and rests[0][-2] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("body", [COMPLETION, STREAM])
 @pytest.mark.parametrize("at", [0, 4])
-async def test_a_retry_takes_over_from_a_client_that_has_gone(
+async def test_a_retry_takes_over_from_a_disconnected_client(
     case: Case, body: dict[str, Any], at: int
 ) -> None:
     worker = case.cluster.workers[0]
@@ -169,14 +169,14 @@ async def _replayed(case: Case) -> bool:
 
 
 @pytest.mark.gateway(idempotency_grace_s=0.3)
-async def test_a_request_whose_client_has_gone_ends_after_the_time_of_grace(case: Case) -> None:
+async def test_an_abandoned_request_ends_after_the_grace_period(case: Case) -> None:
     worker = case.cluster.workers[0]
     body = COMPLETION | {"seed": 7}
     await gone_after(case, body, "a", 4)
     await eventually(lambda: worker.aborted)
     await eventually(lambda: idle(case))
     assert await metric(case, "tideserve_gateway_answer_bytes") == 0
-    # It runs anew, as at another gateway: the same seed, another id.
+    # It runs again, as at another gateway: same seed, different id.
     worker.pause_at = None
     answer = await post(case, body)
     assert answer.json()["choices"][0]["text"] == TEXT[:9]
@@ -185,7 +185,7 @@ async def test_a_request_whose_client_has_gone_ends_after_the_time_of_grace(case
     assert "idempotent-replayed" not in answer.headers
 
 
-async def test_one_without_a_key_ends_at_once(case: Case) -> None:
+async def test_without_a_key_an_abandoned_request_ends_at_once(case: Case) -> None:
     worker = case.paused(4)
     asking = asyncio.create_task(case.complete(max_tokens=9))
     await eventually(lambda: worker.active)
@@ -194,7 +194,7 @@ async def test_one_without_a_key_ends_at_once(case: Case) -> None:
     assert await metric(case, "tideserve_gateway_answer_bytes") == 0
 
 
-async def test_a_failure_is_told_to_all_and_not_kept(case: Case) -> None:
+async def test_a_failure_is_reported_to_all_and_not_stored(case: Case) -> None:
     scheduler = case.cluster.scheduler
     case.refuse(message="full")
     refused = await post(case, COMPLETION)
@@ -204,7 +204,7 @@ async def test_a_failure_is_told_to_all_and_not_kept(case: Case) -> None:
     assert len(case.cluster.workers[0].starts) == 1
 
 
-async def test_a_stream_that_breaks_off_runs_anew(case: Case) -> None:
+async def test_a_failed_stream_runs_again(case: Case) -> None:
     worker = case.cluster.workers[0]
     worker.script, worker.finish = lambda _: [65, 66], worker_pb2.FINISH_REASON_ERROR
     broken = await post(case, STREAM)
@@ -214,20 +214,20 @@ async def test_a_stream_that_breaks_off_runs_anew(case: Case) -> None:
     assert len(text_of(again)) == 2 and "idempotent-replayed" not in again.headers
 
 
-async def test_a_cancelled_one_ends_for_all_its_clients(case: Case) -> None:
+async def test_a_cancelled_request_ends_for_all_its_clients(case: Case) -> None:
     worker = case.paused(2)
     asking = [asyncio.create_task(post(case, COMPLETION)) for _ in range(2)]
     await eventually(lambda: _replayed(case))
     await case.http.post(f"/v1/requests/{worker.starts[0].request_id}/cancel")
     answers = await asyncio.gather(*asking)
-    assert [one.status_code for one in answers] == [499, 499]
-    assert [error_of(one)["code"] for one in answers] == ["cancelled"] * 2
+    assert [answer.status_code for answer in answers] == [499, 499]
+    assert [error_of(answer)["code"] for answer in answers] == ["cancelled"] * 2
     await eventually(lambda: idle(case))
     assert await metric(case, "tideserve_gateway_answer_bytes") == 0
 
 
 @pytest.mark.gateway(idempotency_bytes_max=2**16)
-async def test_an_answer_that_finds_no_room_is_served_and_not_kept(case: Case) -> None:
+async def test_a_response_that_does_not_fit_is_served_and_not_stored(case: Case) -> None:
     body = STREAM | {"max_tokens": 200}
     first, second = [await post(case, body) for _ in range(2)]
     assert text_of(first) == text_of(second)
@@ -236,7 +236,7 @@ async def test_an_answer_that_finds_no_room_is_served_and_not_kept(case: Case) -
     assert await metric(case, "tideserve_gateway_answer_bytes") == 0
 
 
-async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
+async def test_keys_are_separate_by_owner_and_repetitions_cost_no_quota(
     store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
@@ -267,9 +267,9 @@ async def test_owners_never_meet_and_a_repeated_request_costs_nothing(
 
 
 @pytest.mark.gateway(idempotency_grace_s=0.1, idempotency_keep_s=0)
-async def test_nothing_is_left_of_clients_that_vanish(case: Case) -> None:
-    """Many clients share few keys, and go at any moment, some before they are answered."""
-    await case.complete(max_tokens=2)  # what is opened once is open
+async def test_vanishing_clients_leave_no_state(case: Case) -> None:
+    """Many clients share few keys and disconnect at any moment, some before a response."""
+    await case.complete(max_tokens=2)  # opened once per process
     await eventually(lambda: idle(case))
     before = len(asyncio.all_tasks())
     chosen = random.Random(7)
@@ -291,7 +291,7 @@ async def test_nothing_is_left_of_clients_that_vanish(case: Case) -> None:
     await asyncio.gather(*(vanish(number) for number in range(60)))
     await eventually(lambda: idle(case))
     await eventually(lambda: len(asyncio.all_tasks()) <= before)
-    # A new key looks for those that are over.
+    # A new key purges finished entries.
     assert (await post(case, COMPLETION, "new")).status_code == 200
     assert (await post(case, COMPLETION, "newer")).status_code == 200
     await eventually(lambda: idle(case))

@@ -49,7 +49,7 @@ async def case(
         yield case
 
 
-async def test_clients_keys_open_neither_metrics_nor_the_admin_port(
+async def test_client_keys_grant_no_access_to_metrics_or_the_admin_port(
     case: Case, client_key: str, admin_key: str
 ) -> None:
     for http, method, path in (
@@ -66,13 +66,15 @@ async def test_clients_keys_open_neither_metrics_nor_the_admin_port(
         assert admins.status_code not in (401, 403), path
 
 
-async def test_a_key_is_for_its_models(case: Case, keys: Path, client_key: str) -> None:
+async def test_a_key_grants_access_to_its_models_only(
+    case: Case, keys: Path, client_key: str
+) -> None:
     allowed = add_key(keys, "bob", False, ["other", "m"], QuotaLimits())
     foreign = add_key(keys, "carol", False, ["other"], QuotaLimits())
 
     async def models(key: str) -> list[str] | None:
         answer = await case.http.get("/v1/models", headers=bearer(key))
-        return [one["id"] for one in answer.json()["data"]] if answer.is_success else None
+        return [model["id"] for model in answer.json()["data"]] if answer.is_success else None
 
     assert await eventually(lambda: models(allowed)) == ["m"]
     assert await models(client_key) == ["m"] and await models(foreign) == []
@@ -104,7 +106,7 @@ async def test_errors_do_not_name_the_model_to_other_keys(case: Case, keys: Path
             assert answer.status_code == 403, (path, name)
 
 
-async def test_keys_rotate_under_load_without_a_lost_request(
+async def test_keys_rotate_under_load_without_a_failed_request(
     case: Case, keys: Path, client_key: str
 ) -> None:
     current, done = [client_key], [0]
@@ -136,7 +138,7 @@ async def test_keys_rotate_under_load_without_a_lost_request(
             old, new = current[0], add_key(keys, "alice", False, None, QuotaLimits())
             await eventually(lambda new=new: taken(new))
             current[0], before = new, done[0]
-            # The requests with the old one have ended meanwhile.
+            # The requests with the old key have ended meanwhile.
             await eventually(lambda before=before: done[0] >= before + 20)
             revoke_keys(keys, [hash_of(old)[:ID_DIGITS]], None)
             await eventually(lambda old=old: refused(old))
@@ -146,7 +148,7 @@ async def test_keys_rotate_under_load_without_a_lost_request(
     assert len(statuses) > 60 and set(statuses) == {200}
 
 
-async def test_keys_of_a_secret_of_kubernetes_rotate_at_both_doors(
+async def test_keys_in_a_kubernetes_secret_rotate_over_http_and_grpc(
     store: Store, tmp_path: Path
 ) -> None:
     made, admin = tmp_path / "made.jsonl", bearer("a" * 32)
@@ -166,15 +168,15 @@ async def test_keys_of_a_secret_of_kubernetes_rotate_at_both_doors(
                     return False
 
         async def file_refused() -> bool:
-            found = samples((await case.admin.get("/metrics", headers=admin)).text)
-            return value(found, "tideserve_gateway_keys_file_refused") == 1
+            metrics = samples((await case.admin.get("/metrics", headers=admin)).text)
+            return value(metrics, "tideserve_gateway_keys_file_refused") == 1
 
         new = add_key(made, "alice", False, None, QuotaLimits())
         volume.update({FILE: made.read_text()})
         for let_in in (over_http, over_grpc):
             await eventually(lambda let_in=let_in: let_in(new))
             assert await let_in(old)
-        # The file is not usable: the old keys stay valid, and it shows.
+        # The file is invalid: the old keys stay valid, and a metric shows it.
         volume.update({FILE: "replace-me\n"})
         await eventually(file_refused)
         assert await over_http(new) and await over_grpc(old)

@@ -58,7 +58,7 @@ def is_final(response: pb.ModelInferResponse) -> bool:
     return response.parameters["triton_final_response"].bool_param
 
 
-async def test_what_is_served(case: Case, stub: Stub) -> None:
+async def test_model_metadata(case: Case, stub: Stub) -> None:
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     known = {("m", ""): True, ("m", "1"): True, ("m", "2"): False, ("x", ""): False}
@@ -84,7 +84,7 @@ async def test_what_is_served(case: Case, stub: Stub) -> None:
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_aliases_are_models_as_well(store: Store, tmp_path: Path) -> None:
+async def test_aliases_are_served_as_models(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     keys = {
         names: add_key(path, f"for-{names}", False, names.split("+"), QuotaLimits())
@@ -122,7 +122,7 @@ async def test_aliases_are_models_as_well(store: Store, tmp_path: Path) -> None:
             assert {model["id"] for model in listed} == allowed[names]
 
 
-async def test_whole_answers(case: Case, stub: Stub) -> None:
+async def test_whole_responses(case: Case, stub: Stub) -> None:
     answer = await stub.ModelInfer(ask("hi", max_tokens=8, request_id="7"))
     assert (texts_of(answer), texts_of(answer, "finish_reason")) == ([TEXT[:8]], ["length"])
     assert answer.id == "7"
@@ -133,7 +133,7 @@ async def test_whole_answers(case: Case, stub: Stub) -> None:
     assert texts_of(await stub.ModelInfer(request)) == ["hi" + TEXT[:8]], "as Triton does it"
 
 
-async def test_errors_of_whole_answers(stub: Stub) -> None:
+async def test_errors_of_whole_responses(stub: Stub) -> None:
     cases = [
         (ask("hi", model="x"), grpc.StatusCode.NOT_FOUND),
         (ask("hi", temperature=9), grpc.StatusCode.INVALID_ARGUMENT),
@@ -154,29 +154,29 @@ async def test_a_stream_of_requests(case: Case, stub: Stub) -> None:
         ask("hi", request_id="other", model="x"),
         ask("hi", stream=True, request_id="last", max_tokens=3),
     ]
-    told: dict[str, list[pb.ModelStreamInferResponse]] = {}
+    by_request: dict[str, list[pb.ModelStreamInferResponse]] = {}
     async for response in stub.ModelStreamInfer(iter(requests), timeout=TIMEOUT_S):
-        told.setdefault(response.infer_response.id, []).append(response)
-    assert set(told) == {"streamed", "whole", "wrong", "other", "last"}
-    for responses in told.values():
-        finals = [is_final(one.infer_response) for one in responses]
+        by_request.setdefault(response.infer_response.id, []).append(response)
+    assert set(by_request) == {"streamed", "whole", "wrong", "other", "last"}
+    for responses in by_request.values():
+        finals = [is_final(response.infer_response) for response in responses]
         assert finals == [False] * (len(finals) - 1) + [True]
     texts = {
-        name: "".join(texts_of(one.infer_response)[0] for one in told[name])
+        name: "".join(texts_of(response.infer_response)[0] for response in by_request[name])
         for name in ("streamed", "whole", "last")
     }
     assert texts == {"streamed": TEXT[:8], "whole": TEXT[:8], "last": TEXT[:3]}
-    assert len(told["streamed"]) > 1 and len(told["whole"]) == 1
-    assert texts_of(told["streamed"][-1].infer_response, "finish_reason") == ["length"]
-    assert "temperature" in told["wrong"][0].error_message
-    assert "does not exist" in told["other"][0].error_message
+    assert len(by_request["streamed"]) > 1 and len(by_request["whole"]) == 1
+    assert texts_of(by_request["streamed"][-1].infer_response, "finish_reason") == ["length"]
+    assert "temperature" in by_request["wrong"][0].error_message
+    assert "does not exist" in by_request["other"][0].error_message
     metrics = (await case.http.get("/metrics")).text
     for status, count in (("200", 3), ("400", 1), ("404", 1)):
         labels = f'endpoint="/{SERVICE}/ModelStreamInfer",status="{status}"'
         assert f"tideserve_gateway_requests_total{{{labels}}} {count}.0" in metrics
 
 
-async def test_garbage_in_a_stream_ends_nothing_else(case: Case) -> None:
+async def test_an_invalid_request_in_a_stream_does_not_affect_others(case: Case) -> None:
     good = ask("hi", request_id="good", max_tokens=3).SerializeToString()
     async with grpc.aio.insecure_channel(case.target) as channel:
         call = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
@@ -184,10 +184,10 @@ async def test_garbage_in_a_stream_ends_nothing_else(case: Case) -> None:
             pb.ModelStreamInferResponse.FromString(data)
             async for data in call(iter([b"\xff\xff", good]), timeout=TIMEOUT_S)
         ]
-    assert {bool(one.error_message) for one in answers} == {True, False}
+    assert {bool(answer.error_message) for answer in answers} == {True, False}
 
 
-async def test_leaving_a_stream_aborts_its_requests(case: Case, stub: Stub) -> None:
+async def test_cancelling_a_stream_aborts_its_requests(case: Case, stub: Stub) -> None:
     worker = case.paused(2)
 
     async def requests() -> AsyncIterator[pb.ModelInferRequest]:
@@ -205,7 +205,7 @@ async def test_leaving_a_stream_aborts_its_requests(case: Case, stub: Stub) -> N
 
 
 @pytest.mark.gateway(drain_timeout_s=50.0)
-async def test_a_gateway_that_drains_waits_for_no_idle_stream(case: Case) -> None:
+async def test_a_draining_gateway_does_not_wait_for_idle_streams(case: Case) -> None:
     async with grpc.aio.insecure_channel(case.target) as channel:
         stub: Stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
@@ -217,7 +217,7 @@ async def test_a_gateway_that_drains_waits_for_no_idle_stream(case: Case) -> Non
         assert await call.code() is grpc.StatusCode.OK
 
 
-async def test_a_key_that_is_taken_away_starts_nothing_more(store: Store, tmp_path: Path) -> None:
+async def test_a_revoked_key_starts_no_more_requests(store: Store, tmp_path: Path) -> None:
     keys = tmp_path / "keys.jsonl"
     add_key(keys, "bob", False, None, QuotaLimits())
     key = add_key(keys, "alice", False, None, QuotaLimits())

@@ -18,13 +18,13 @@ from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-# HI as the template writes it, in tokens of one byte, two of them special.
+# HI rendered by the template, in tokens of a byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 8, "messages": HI}
 
 
 async def send(case: Case, **fields: Any) -> httpx.Response:
-    """A message, by hand."""
+    """Send a message without the official client."""
     return await case.http.post("/v1/messages", json=ASK | fields)
 
 
@@ -51,7 +51,7 @@ async def test_whole(case: Case) -> None:
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 7])
-async def test_events_of_a_stream_in_the_order_of_the_api(
+async def test_a_streams_events_follow_the_order_of_the_api(
     case: Case, tokens_per_event: int
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
@@ -83,7 +83,7 @@ async def test_events_of_a_stream_in_the_order_of_the_api(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_why_it_stopped(case: Case, stream: bool) -> None:
+async def test_stop_reasons(case: Case, stream: bool) -> None:
     async def stop_of(**fields: Any) -> tuple[str, str | None, str]:
         answer = await send(case, max_tokens=40, stream=stream, **fields)
         if not stream:
@@ -102,12 +102,12 @@ async def test_why_it_stopped(case: Case, stream: bool) -> None:
     )
     case.cluster.workers[0].script = lambda _: [*text_ids("end"), EOS_ID]
     assert await stop_of() == ("end_turn", None, "end")
-    # Nothing at all is an answer without blocks.
+    # An empty output is a response without blocks.
     case.cluster.workers[0].script = lambda _: [EOS_ID]
     assert await stop_of() == ("end_turn", None, "")
 
 
-async def test_messages_become_the_chat_that_they_stand_for(case: Case) -> None:
+async def test_messages_are_converted_to_a_chat(case: Case) -> None:
     hint = {"cache_control": {"type": "ephemeral"}}
     await send(
         case,
@@ -141,7 +141,7 @@ async def test_messages_become_the_chat_that_they_stand_for(case: Case) -> None:
     assert prompt == case.prompt
 
 
-async def test_sampling_is_that_of_the_chat(case: Case) -> None:
+async def test_sampling_equals_that_of_a_chat(case: Case) -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "ignore_eos": True}
     await send(case, **fields, metadata={"user_id": "u"}, service_tier="auto")
     start = case.cluster.workers[0].starts[-1]
@@ -153,21 +153,21 @@ async def test_sampling_is_that_of_the_chat(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [("standard_only", "standard"), ("flex", "batch"), ("priority", "priority")]
+    ("asked", "tier"), [("standard_only", "standard"), ("flex", "batch"), ("priority", "priority")]
 )
-async def test_the_tier_may_be_asked_for(case: Case, asked: str, told: str) -> None:
+async def test_the_service_tier_can_be_requested(case: Case, asked: str, tier: str) -> None:
     answer = await send(case, service_tier=asked)
-    assert answer.json()["usage"]["service_tier"] == told
+    assert answer.json()["usage"]["service_tier"] == tier
 
 
-async def test_an_answer_that_has_begun_goes_on(case: Case) -> None:
+async def test_a_partial_answer_is_continued(case: Case) -> None:
     begun = {"role": "assistant", "content": "The"}
     assert (await send(case, messages=[*HI, begun])).status_code == 200
     assert case.prompt.endswith("<|im_start|>assistant\nThe")
 
 
 @pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
-async def test_an_answer_without_text_is_as_if_absent(case: Case, content: Any) -> None:
+async def test_an_empty_partial_answer_is_ignored(case: Case, content: Any) -> None:
     begun = {"role": "assistant", "content": content}
     prompts = []
     for messages in (HI, [*HI, begun]):
@@ -177,8 +177,8 @@ async def test_an_answer_without_text_is_as_if_absent(case: Case, content: Any) 
     assert prompts[0] == prompts[1]
 
 
-async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) -> None:
-    # Names of the chat that are spelled otherwise here, or have no place, are as unknown as others.
+async def test_unknown_fields_are_listed_or_refused(store: Store, tmp_path: Path) -> None:
+    # Chat fields that are named differently or missing here count as unknown.
     fields: dict[str, Any] = {"odd": 1, "n": 2, "stop": ["x"]}
     async with gateway_case(store, tmp_path / "model") as case:
         answer = await send(case, **fields, speed="fast", cache_control={"type": "ephemeral"})
@@ -193,7 +193,7 @@ async def test_unknown_fields_are_told_or_refused(store: Store, tmp_path: Path) 
         assert (await send(case, speed="fast")).status_code == 200
 
 
-async def test_models_as_clients_of_both_apis_read_them(case: Case) -> None:
+async def test_the_model_list_suits_clients_of_both_apis(case: Case) -> None:
     models = (await case.http.get("/v1/models")).json()
     assert models["has_more"] is False
     assert (models["first_id"], models["last_id"]) == ("m", "m")
@@ -226,14 +226,14 @@ async def test_count_tokens(case: Case) -> None:
 
 
 @pytest.mark.gateway(api_key="secret")
-async def test_the_key_may_stand_in_a_header_of_its_own(case: Case) -> None:
+async def test_the_key_may_be_in_x_api_key(case: Case) -> None:
     async with httpx.AsyncClient(base_url=case.url) as http:
         for headers, status in (
             ({"x-api-key": "secret"}, 200),
             ({"authorization": "Bearer secret"}, 200),
             ({"x-api-key": "wrong"}, 401),
             ({"x-api-key": ""}, 401),
-            # One that is wrong is not made good by another one.
+            # A valid key does not make up for a wrong one.
             ({"x-api-key": "secret", "authorization": "Bearer wrong"}, 401),
             ({}, 401),
         ):
@@ -299,9 +299,7 @@ async def test_errors(case: Case) -> None:
         ("POST", "/v1/messages/batches", 404, "not_found_error"),
     ],
 )
-async def test_what_is_not_there(
-    case: Case, method: str, path: str, status: int, kind: str
-) -> None:
+async def test_missing_routes(case: Case, method: str, path: str, status: int, kind: str) -> None:
     answer = await case.http.request(method, path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
 
@@ -348,7 +346,7 @@ async def test_a_client_that_hangs_up_ends_the_generation(case: Case) -> None:
     await eventually(lambda: worker.aborted == [worker.starts[-1].request_id])
 
 
-async def test_metrics_tell_the_endpoints(case: Case) -> None:
+async def test_metrics_are_labelled_by_endpoint(case: Case) -> None:
     assert (await send(case)).status_code == 200
     await case.http.post("/v1/messages/count_tokens", json={"model": "m", "messages": HI})
     metrics = (await case.http.get("/metrics")).text.splitlines()
@@ -358,7 +356,7 @@ async def test_metrics_tell_the_endpoints(case: Case) -> None:
     assert 'vllm:request_success_total{finished_reason="length",model_name="m"} 1.0' in metrics
 
 
-async def test_the_description_tells_the_fields(case: Case) -> None:
+async def test_the_description_lists_the_fields(case: Case) -> None:
     paths = (await case.http.get("/openapi.json")).json()["paths"]
     body = paths["/v1/messages"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "max_tokens", "stop_sequences", "temperature"} <= body["properties"].keys()
@@ -379,14 +377,14 @@ FUNCTION = {
 
 @pytest.fixture
 async def roomy(store: Store, tmp_path: Path) -> AsyncIterator[Case]:
-    """With room for tools in the prompt."""
+    """A gateway whose context leaves room for tools."""
     fields = {"max_model_len": 4096, "reasoning_format": "qwen3"}
     async with gateway_case(store, tmp_path / "model", **fields) as case:
         yield case
 
 
 def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks of a stream, as its clients put them together."""
+    """The blocks of a stream, accumulated as by clients."""
     blocks: list[dict[str, Any]] = []
     for event in events:
         match event["type"]:
@@ -412,7 +410,7 @@ def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks without what differs from one answer to the next."""
+    """The blocks without fields that differ between responses."""
     return [{name: value for name, value in block.items() if name != "id"} for block in blocks]
 
 
@@ -447,14 +445,14 @@ async def test_a_call_and_its_result(roomy: Case) -> None:
     assert (await send(roomy, tools=[TOOL], messages=messages)).status_code == 200
     prompt = roomy.prompt
     function = {"name": "get_weather", "arguments": ARGUMENTS}
-    told = {
+    message = {
         "role": "assistant",
         "content": "Let me see.",
         "reasoning": first["content"][0]["thinking"],
         "tool_calls": [{"id": use["id"], "type": "function", "function": function}],
     }
     answer = {"role": "tool", "tool_call_id": use["id"], "content": "rain"}
-    chat = [*HI, told, answer, {"role": "user", "content": "So?"}]
+    chat = [*HI, message, answer, {"role": "user", "content": "So?"}]
     assert (await roomy.chat(tools=[FUNCTION], messages=chat)).status_code == 200
     assert prompt == roomy.prompt
     counted = {"model": "m", "messages": messages, "tools": [TOOL]}
@@ -488,7 +486,7 @@ async def test_choices_of_tools(roomy: Case, asked: dict[str, Any], chat: dict[s
 
 
 @pytest.mark.parametrize("name", ["output_config", "output_format"])
-async def test_a_form_of_the_text(roomy: Case, name: str) -> None:
+async def test_output_formats(roomy: Case, name: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form: dict[str, Any] = {"type": "json_schema", "schema": schema}
     asked = {name: {"format": form} if name == "output_config" else form}
@@ -505,7 +503,7 @@ async def test_a_form_of_the_text(roomy: Case, name: str) -> None:
     assert "output_config.format" in answer.json()["error"]["message"]
 
 
-async def test_a_call_that_is_cut_short(roomy: Case) -> None:
+async def test_a_truncated_call(roomy: Case) -> None:
     roomy.answer_with(CALL)
     message = (await send(roomy, tools=[TOOL], max_tokens=60)).json()
     assert message["stop_reason"] == "max_tokens"
@@ -527,7 +525,7 @@ async def test_a_truncated_call_leaves_the_stop_reason_of_calls_before_it(
     assert message["stop_reason"] == reason
 
 
-async def test_a_quota_in_the_form_of_the_api(store: Store, tmp_path: Path) -> None:
+async def test_a_quota_error_in_the_format_of_the_api(store: Store, tmp_path: Path) -> None:
     keys = tmp_path / "keys.jsonl"
     keys.touch(0o600)
     key = add_key(keys, "owner", False, None, QuotaLimits(requests_per_minute=1))

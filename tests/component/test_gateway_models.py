@@ -1,4 +1,4 @@
-"""A gateway with two models, whose tokenizers, templates and sizes differ, before fake services."""
+"""A gateway in front of fake services with two models of different tokenizers and templates."""
 
 import asyncio
 import json
@@ -30,13 +30,15 @@ from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key
 from tideserve.client import AsyncClient
 from tideserve.client.errors import ModelNotFound
+from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tideserve.kserve.v2 import inference_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2_grpc
+from tideserve.scheduler.v1 import scheduler_pb2
 
 TEXTS = {"m": TEXT, "n": "Ebb and flow. "}
 TOKENIZERS = {"m": byte_tokenizer(), "n": byte_tokenizer(other=True)}
 LENGTHS = {"m": 256, "n": 128}
-# The names of each model: its own and an alias.
+# The names of each model: its name and an alias.
 NAMES = {"m": "m", "first": "m", "n": "n", "second": "n"}
 OTHER = {"m": "n", "n": "m"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -48,7 +50,7 @@ def ids_of(model: str, text: str) -> list[int]:
 
 
 def prompt_of(case: "Models", model: str) -> str:
-    """The text of the prompt that the worker of a model got last."""
+    """The text of the newest prompt at the worker of a model."""
     (worker,) = (w for w in case.gateway.cluster.workers if w.model == model)
     ids = list(worker.starts[-1].prompt_ids)
     return str(TOKENIZERS[model].decode(ids, skip_special_tokens=False))
@@ -60,7 +62,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @dataclass
 class Models:
-    """The gateway, and keys: of `m`, of `n`, of both, of neither, and of an operator."""
+    """The gateway, and keys for `m`, `n`, both, neither, and an operator."""
 
     gateway: Case
     keys: dict[str, str]
@@ -105,7 +107,7 @@ async def case(store: Store, tmp_path: Path) -> AsyncIterator[Models]:
 
 
 def text_in(path: str, answer: dict[str, Any]) -> str:
-    """The output text of an answer."""
+    """The output text of a response."""
     match path:
         case "/v1/completions":
             return str(answer["choices"][0]["text"])
@@ -134,8 +136,8 @@ PROMPTS = {
 }
 
 
-async def test_doors_serve_two_models_interleaved_on_a_connection(case: Models) -> None:
-    """Also by alias; the first names alternate, so that each request has another model."""
+async def test_apis_serve_two_models_interleaved_on_a_connection(case: Models) -> None:
+    """Also by alias; names alternate, so that consecutive requests use different models."""
     limits = httpx.Limits(max_connections=1)
     url, headers = case.gateway.url, bearer(case.keys["both"])
     async with httpx.AsyncClient(base_url=url, limits=limits, headers=headers) as http:
@@ -221,9 +223,9 @@ async def test_a_key_of_a_model_sees_no_other(case: Models, mine: str) -> None:
         hidden = await case.post(path, {**body, "model": other}, mine)
         assert unknown.status_code == hidden.status_code == 404
         # Like a model that does not exist.
-        told, wanted = (r.json()["error"]["message"] for r in (hidden, unknown))
-        assert told.replace(f"'{other}'", "'none'") == wanted
-        assert told.endswith(f"this server has '{mine}'")
+        shown, wanted = (r.json()["error"]["message"] for r in (hidden, unknown))
+        assert shown.replace(f"'{other}'", "'none'") == wanted
+        assert shown.endswith(f"this server has '{mine}'")
         assert (await case.post(path, {**body, "model": alias}, mine)).status_code == 200
         foreign = await case.post(path, {**body, "model": mine}, "neither")
         assert foreign.status_code == 403
@@ -283,6 +285,44 @@ def _answers(case: Models, path: str, status: int) -> Any:
     return answers
 
 
+async def test_a_model_without_workers_is_unavailable_and_an_unknown_name_not_found(
+    case: Models,
+) -> None:
+    case.gateway.cluster.scheduler.refusal = scheduler_pb2.Refusal(
+        reason=scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL,
+        message="no worker serves it",
+        retry_after_s=10,
+    )
+    for path, body in BODIES.items():
+        answer = await case.post(path, {**body, "model": "second"})
+        # Anthropic's API has a status of its own for it.
+        assert answer.status_code == (529 if path == "/v1/messages" else 503), path
+        assert int(answer.headers["retry-after"]) >= 10
+        assert answer.json()["error"]["message"] == "no worker serves it"
+        assert (await case.post(path, {**body, "model": "third"})).status_code == 404, path
+    metadata = [("authorization", f"Bearer {case.keys['both']}")]
+    text = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"hi")
+    options = [("grpc.enable_retries", 0)]
+    async with grpc.aio.insecure_channel(case.gateway.target, options=options) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        kserve: Any = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for name, code in (
+            ("second", grpc.StatusCode.UNAVAILABLE),
+            ("third", grpc.StatusCode.NOT_FOUND),
+        ):
+            prompt = gateway_pb2.Prompt(text="hi")
+            complete = gateway_pb2.CompleteRequest(model=name, prompts=[prompt])
+            infer = pb.ModelInferRequest(model_name=name, inputs=[text])
+            for call in (
+                stub.Complete(complete, metadata=metadata),
+                kserve.ModelInfer(infer, metadata=metadata),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is code
+
+
 async def test_lines_of_a_batch_name_several_models(case: Models) -> None:
     lines = [chat_line(number, model=name) for number, name in enumerate([*NAMES] * 2)]
     async with open_client(case.gateway.url, case.keys["both"]) as client:
@@ -298,7 +338,7 @@ async def test_lines_of_a_batch_name_several_models(case: Models) -> None:
         assert {error.code for error in batch.errors.data} == {"model_not_found"}
 
 
-async def test_an_idempotency_key_is_that_of_the_model_by_any_name(case: Models) -> None:
+async def test_an_idempotency_key_is_shared_by_all_names_of_a_model(case: Models) -> None:
     async def ask(name: str, number: str, **fields: Any) -> httpx.Response:
         headers = {"idempotency-key": number} | bearer(case.keys["both"])
         body = {"model": name, "prompt": "hi", "max_tokens": 4} | fields

@@ -1,4 +1,4 @@
-"""Requests whose KV was shipped: the gateway starts them at that worker, without an ask."""
+"""Requests whose KV was shipped: the gateway starts them at the target without an ask."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def moving(case: Case) -> None:
         worker.go_to = other
 
 
-async def test_a_request_goes_where_its_kv_is(case: Case) -> None:
+async def test_a_request_follows_its_kv(case: Case) -> None:
     answer = await case.complete(max_tokens=12)
     assert answer.json()["choices"][0]["text"] == TEXT[:12]
     scheduler = case.cluster.scheduler
@@ -36,7 +36,7 @@ async def test_a_request_goes_where_its_kv_is(case: Case) -> None:
 
 
 async def test_a_prefill_worker_learns_where_to_hand_a_request_over(case: Case) -> None:
-    """Only the start that the scheduler assigned names a worker: the next worker decodes."""
+    """Only the assigned start names a target worker; the next worker decodes."""
     source, target = case.cluster.workers
     case.cluster.scheduler.workers = (source,)
     source.fails_after, target.fails_after = 1, None
@@ -52,13 +52,13 @@ async def test_a_prefill_worker_learns_where_to_hand_a_request_over(case: Case) 
 @pytest.mark.parametrize(
     "reason", [worker_pb2.FINISH_REASON_STALE_EPOCH, worker_pb2.FINISH_REASON_OVERLOADED]
 )
-async def test_it_asks_if_the_place_refuses(
+async def test_a_refusal_of_the_target_causes_an_ask(
     case: Case, reason: "worker_pb2.FinishReason.ValueType"
 ) -> None:
     source, target = case.cluster.workers
     for worker in (source, target):
         worker.fails_after = None
-    case.cluster.scheduler.workers = (source,)  # asks are answered with the first
+    case.cluster.scheduler.workers = (source,)  # asks are assigned to the first worker
     source.fails_after, target.fails_after, target.failure = 3, 0, reason
 
     async def generate(start: worker_pb2.Start, *others: object) -> None:
@@ -75,7 +75,7 @@ async def test_it_asks_if_the_place_refuses(
     assert (again.refused_group_id, again.returned) == (f"group-{target.worker_id}", False)
 
 
-async def test_a_request_that_is_only_moved_ends(case: Case) -> None:
+async def test_a_request_that_moves_endlessly_ends(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.fails_after = 0
     source = case.cluster.workers[0]

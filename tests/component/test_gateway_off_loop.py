@@ -1,4 +1,4 @@
-"""Log probabilities of long prompts keep the gateway's event loop from nothing else."""
+"""Log probabilities of long prompts do not block the gateway's event loop."""
 
 import threading
 from typing import Any
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.gateway(max_model_len=2000)
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[bool]]:
-    """By what was done with many log probabilities: whether it was on the loop."""
-    found: dict[str, set[bool]] = {}
+    """By operation on many log probabilities: whether it ran on the event loop."""
+    on_loop: dict[str, set[bool]] = {}
 
     def noted(place: Any, name: str) -> None:
         original = getattr(place, name)
 
         def note(*arguments: Any) -> Any:
-            if any(len(one) > MANY for one in arguments if hasattr(one, "__len__")):
+            if any(len(argument) > MANY for argument in arguments if hasattr(argument, "__len__")):
                 here = threading.current_thread() is threading.main_thread()
-                found.setdefault(name, set()).add(here)
+                on_loop.setdefault(name, set()).add(here)
             return original(*arguments)
 
         monkeypatch.setattr(place, name, note)
@@ -38,7 +38,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[bool]]:
     noted(LogprobFormat, "prompt")
     noted(LogprobFormat, "completion")
     noted(translate, "logprobs")
-    return found
+    return on_loop
 
 
 async def test_prompt_logprobs_over_http_are_read_and_written_off_the_loop(
@@ -65,24 +65,24 @@ async def test_prompt_logprobs_over_http_are_read_and_written_off_the_loop(
 async def test_prompt_logprobs_over_grpc_are_read_and_written_off_the_loop(
     case: Case, threads: dict[str, set[bool]]
 ) -> None:
-    told = {"model": "m", "max_tokens": 2}
-    whole = await case.grpc.complete(PROMPT, prompt_logprobs=20, **told)
+    options = {"model": "m", "max_tokens": 2}
+    whole = await case.grpc.complete(PROMPT, prompt_logprobs=20, **options)
     assert len(whole.choices[0].prompt_logprobs) == len(PROMPT) - 1
     assert threads == {"__iter__": {False}, "logprobs": {False}}
     threads.clear()
-    await case.grpc.chat(PROMPT, prompt_logprobs=20, **told)
+    await case.grpc.chat(PROMPT, prompt_logprobs=20, **options)
     assert threads == {"__iter__": {False}, "logprobs": {False}}
     threads.clear()
-    async with case.grpc.stream_complete(PROMPT, echo=True, logprobs=5, **told) as stream:
+    async with case.grpc.stream_complete(PROMPT, echo=True, logprobs=5, **options) as stream:
         pieces = [piece async for piece in stream]
     assert len(pieces[0].prompt_logprobs) == len(PROMPT) - 1
     assert threads == {"__iter__": {False}, "logprobs": {False}}
 
 
-async def test_prompt_logprobs_are_bounded_over_all_choices(case: Case) -> None:
+async def test_the_total_of_prompt_logprobs_is_bounded(case: Case) -> None:
     few = {"prompt": ["x" * 1900] * 3, "prompt_logprobs": 20, "max_tokens": 1}
     assert (await case.complete(**few)).status_code == 200
-    # These are 119,700 numbers, below the bound of 131,072 which two choices of each are above.
+    # 119,700 numbers, below the limit of 131,072, which two choices exceed.
     many = few | {"n": 2}
     answer = await case.complete(**many)
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Idle connections beyond the limit of open files: the gateway serves, and reaches its cluster."""
+"""Idle connections beyond the limit of open files: the gateway still serves and dials."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 
 OPEN_FILES = 256
 SPARE = 16
-"""Descriptors that are free at all times."""
+"""Descriptors that stay free."""
 IDLE_HTTP, IDLE_GRPC = 400, 100
 PAUSE_S = 5.0
 OTHER = "127.0.0.2"
@@ -25,7 +25,7 @@ TOKENS = 40
 
 
 class IdleClients:
-    """Clients that connect, send something and are idle; they connect again when closed."""
+    """Clients that connect, send some bytes and idle; they reconnect when closed."""
 
     def __init__(self, gateway: GatewayProcess) -> None:
         self._http_port = int(gateway.url.rpartition(":")[2])
@@ -48,7 +48,7 @@ class IdleClients:
             await asyncio.sleep(PAUSE_S)
 
     async def _connect(self, port: int, sent: bytes) -> None:
-        """Connect, and stay until the gateway closes the connection."""
+        """Connect, and wait until the gateway closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         self.connected += 1
         try:
@@ -77,7 +77,7 @@ async def completed(gateway: GatewayProcess, address: str) -> int:
 
 
 async def streamed(gateway: GatewayProcess) -> str:
-    """The end of a stream that lasts as long as the worker pauses."""
+    """The events of a stream that lasts as long as the worker pauses."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=TIMEOUT_S) as client:
         body = {"model": "m", "prompt": "hi", "max_tokens": TOKENS, "stream": True}
         return (await client.post("/v1/completions", json=body)).text
@@ -99,13 +99,13 @@ async def test_idle_connections_beyond_the_limit_of_open_files(
         await eventually(lambda: idle.connected >= IDLE_HTTP + IDLE_GRPC + OPEN_FILES)
         for path in ("/live", "/ready"):
             assert await asked(gateway, OTHER, "GET", path) == 200
-        # The gateway opens a channel to a new worker, and etcd's watch reports it.
+        # The gateway opens a channel to a new worker reported by etcd's watch.
         second = FakeWorker("later", lambda _: text_ids(TEXT))
         async with running_worker(store, second):
             cluster.scheduler.workers = [second]
             assert await completed(gateway, OTHER) == 200
             assert second.starts
-            # The channel breaks, and is opened again.
+            # The channel breaks and is reopened.
             second.hang_up()
             assert await eventually(lambda: completed(gateway, OTHER)) == 200
 

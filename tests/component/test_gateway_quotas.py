@@ -26,20 +26,20 @@ from tideserve.cli.keys import add_key
 from tideserve.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tideserve.kserve.v2 import inference_pb2, inference_pb2_grpc
 
-# The key of the settings, which has no owner.
+# The key in the settings, which has no owner.
 OPERATORS = "operators-key"
 REQUEST = {"model": "m", "prompt": "hi", "max_tokens": 1}
 
 
 class Door:
-    """A gateway as one owner sees it."""
+    """A gateway with the key of an owner."""
 
     def __init__(self, case: Case, key: str) -> None:
         self.case = case
         self.headers = {"authorization": f"Bearer {key}"}
 
     async def complete(self, **fields: Any) -> httpx.Response:
-        """A completion."""
+        """Send a completion."""
         body = REQUEST | fields
         return await self.case.http.post("/v1/completions", json=body, headers=self.headers)
 
@@ -65,7 +65,7 @@ def quick_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def door(case: Case, keys: Path, owner: str, **limits: int) -> Door:
-    """A door that opens to a new key."""
+    """A gateway that has accepted a new key."""
     made = Door(case, add_key(keys, owner, False, None, QuotaLimits(**limits)))
 
     async def opens() -> bool:
@@ -76,19 +76,21 @@ async def door(case: Case, keys: Path, owner: str, **limits: int) -> Door:
 
 
 async def metric(case: Case, name: str, **labels: str) -> float | None:
-    """One of the gateway's own metrics."""
+    """A metric of the gateway."""
     answer = await case.http.get("/metrics", headers={"authorization": f"Bearer {OPERATORS}"})
     return value(samples(answer.text), name, **labels)
 
 
-async def test_requests_beyond_the_limit_are_told_when_to_come_again(
-    case: Case, keys: Path
-) -> None:
+async def test_requests_beyond_the_limit_get_retry_after(case: Case, keys: Path) -> None:
     alice = await door(case, keys, "alice", requests_per_minute=2)
     bob = await door(case, keys, "bob")
     answers = [await alice.complete() for _ in range(3)]
-    assert [one.status_code for one in answers] == [200, 200, 429]
-    assert [one.headers["x-ratelimit-remaining-requests"] for one in answers] == ["1", "0", "0"]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == [
+        "1",
+        "0",
+        "0",
+    ]
     refused = answers[2]
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
     assert 20 <= int(refused.headers["retry-after"]) <= 38
@@ -96,7 +98,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert f"; retry in {refused.headers['retry-after']} s" in error["message"]
     assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
     assert "alice has reached its limit of 2 requests per minute" in error["message"]
-    # Before anything of it is read, and looking around costs nothing.
+    # Refused before the body is read; listing models costs nothing.
     broken = await case.http.post("/v1/completions", content=b"{", headers=alice.headers)
     assert broken.status_code == 429
     models = await case.http.get("/v1/models", headers=alice.headers)
@@ -107,7 +109,7 @@ async def test_requests_beyond_the_limit_are_told_when_to_come_again(
     assert await metric(case, name, owner="alice", limit="requests") == 2
 
 
-async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
+async def test_http_and_grpc_share_a_quota(case: Case, keys: Path) -> None:
     alice = await door(case, keys, "alice", requests_per_minute=2)
     assert (await alice.complete()).is_success
     async with grpc.aio.insecure_channel(case.target) as channel:
@@ -120,14 +122,14 @@ async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
         metadata = tuple(alice.headers.items())
         call = stub.Complete(request, metadata=metadata, timeout=30)
         await call
-        told = dict(await call.initial_metadata())
-        assert told["x-ratelimit-remaining-requests"] == "0"
+        initial = dict(await call.initial_metadata())
+        assert initial["x-ratelimit-remaining-requests"] == "0"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Complete(request, metadata=metadata, timeout=30)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     status = rpc_status.from_call(caught.value)
     assert status is not None
-    details = {one.type_url.rpartition(".")[2]: one for one in status.details}
+    details = {detail.type_url.rpartition(".")[2]: detail for detail in status.details}
     quota, retry = error_details_pb2.QuotaFailure(), error_details_pb2.RetryInfo()
     assert details["QuotaFailure"].Unpack(quota) and details["RetryInfo"].Unpack(retry)
     assert quota.violations[0].subject == "owner:alice"
@@ -135,7 +137,7 @@ async def test_both_doors_share_a_quota(case: Case, keys: Path) -> None:
     assert (await alice.complete()).status_code == 429
 
 
-async def test_tokens_beyond_the_limit_are_refused_before_a_worker_has_them(
+async def test_tokens_beyond_the_limit_are_refused_before_a_worker_gets_them(
     case: Case, keys: Path
 ) -> None:
     alice = await door(case, keys, "alice", tokens_per_minute=100)
@@ -151,9 +153,7 @@ async def test_tokens_beyond_the_limit_are_refused_before_a_worker_has_them(
     assert never.status_code == 429 and "retry-after" not in never.headers
 
 
-async def test_places_are_free_again_when_a_request_ends_or_its_client_goes(
-    case: Case, keys: Path
-) -> None:
+async def test_concurrency_is_released_at_the_end_or_a_disconnect(case: Case, keys: Path) -> None:
     alice = await door(case, keys, "alice", concurrent=1)
     worker = case.paused(1)
     running = asyncio.create_task(alice.complete(max_tokens=5))
@@ -174,7 +174,7 @@ async def test_places_are_free_again_when_a_request_ends_or_its_client_goes(
     await eventually(served)
 
 
-async def test_what_the_gateway_cannot_serve_costs_nothing(case: Case, keys: Path) -> None:
+async def test_unservable_requests_cost_nothing(case: Case, keys: Path) -> None:
     alice = await door(case, keys, "alice", requests_per_minute=2, tokens_per_minute=10_000)
     case.refuse(message="full", retry_after_s=2)
     before = (await case.http.get("/v1/models", headers=alice.headers)).headers
@@ -193,7 +193,7 @@ async def test_what_the_gateway_cannot_serve_costs_nothing(case: Case, keys: Pat
 async def pair(
     store: Store, model_dir: Path, keys: Path, **limits: int
 ) -> AsyncIterator[tuple[Door, Door]]:
-    """Two gateways before one cluster, that have told each other of themselves."""
+    """Two gateways of a cluster that have exchanged their quota reports."""
     key = add_key(keys, "alice", False, None, QuotaLimits(**limits))
     settings: dict[str, Any] = {"api_key": OPERATORS, "api_keys_file": keys}
     async with (
@@ -201,19 +201,17 @@ async def pair(
         gateway_before(first.cluster, model_dir, **settings) as second,
     ):
 
-        async def told() -> bool:
+        async def exchanged() -> bool:
             return len(await store.list_prefix(QUOTAS)) == 2
 
-        await eventually(told)
-        # Each of them reads once a second.
+        await eventually(exchanged)
+        # Each reads reports once a second.
         await asyncio.sleep(1.5)
         yield Door(first, key), Door(second, key)
 
 
 class Load:
-    """Requests to doors at a steady pace, whatever becomes of them; when those came that were
-    served.
-    """
+    """Requests at a steady rate regardless of outcomes; `served_s`: times of served ones."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -221,7 +219,7 @@ class Load:
         self.statuses: set[int] = set()
 
     async def run(self, length_s: float, choose: Callable[[int], Door]) -> None:
-        """Send for so long; the n-th request goes where `choose` says."""
+        """Send for `length_s`; `choose` selects the gateway of the n-th request."""
         begin_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number in range(int(length_s * self._per_s)):
@@ -235,7 +233,9 @@ class Load:
             self.served_s.append(time.monotonic())
 
 
-async def test_two_gateways_give_no_more_than_one(store: Store, tmp_path: Path, keys: Path) -> None:
+async def test_two_gateways_together_keep_the_quota(
+    store: Store, tmp_path: Path, keys: Path
+) -> None:
     async with pair(store, tmp_path / "model", keys, requests_per_minute=600) as doors:
         load, begin_s = Load(40), time.monotonic()
         await load.run(12, lambda number: doors[number % 2])
@@ -245,7 +245,7 @@ async def test_two_gateways_give_no_more_than_one(store: Store, tmp_path: Path, 
     assert len(load.served_s) <= most < 2 * 600 * length_s / 60
 
 
-async def test_a_gateway_keeps_its_part_while_etcd_is_away(
+async def test_a_gateway_keeps_its_share_while_etcd_is_unreachable(
     etcd: EtcdServer, store: Store, tmp_path: Path, keys: Path
 ) -> None:
     async with pair(store, tmp_path / "model", keys, requests_per_minute=600) as doors:
@@ -253,24 +253,24 @@ async def test_a_gateway_keeps_its_part_while_etcd_is_away(
         etcd.kill()
         case, sharing = doors[0].case, "tideserve_gateway_quota_sharing"
 
-        async def says(wanted: float) -> bool:
+        async def sharing_is(wanted: float) -> bool:
             return await metric(case, sharing) == wanted
 
-        await eventually(lambda: says(0))
-        # All traffic goes to one of them, which has half of the quota.
+        await eventually(lambda: sharing_is(0))
+        # All traffic goes to a gateway with half of the quota.
         load, begin_s = Load(40), time.monotonic()
         await load.run(8, lambda number: doors[0])
         length_s = time.monotonic() - begin_s
         assert 0 < len(load.served_s) <= 600 * (BURST + 0.7 * length_s / 60) + 10
         etcd.start()
-        await eventually(lambda: says(1))
+        await eventually(lambda: sharing_is(1))
 
 
 @pytest.mark.slow
-async def test_a_quota_is_kept_over_any_minute_while_traffic_moves(
+async def test_a_quota_holds_in_any_minute_while_traffic_shifts(
     store: Store, tmp_path: Path, keys: Path
 ) -> None:
-    """Half and half, then all at one gateway, then all at the other."""
+    """Traffic goes to both gateways equally, then to one only, then to the other only."""
     limit = 600
     async with pair(store, tmp_path / "model", keys, requests_per_minute=limit) as doors:
         load = Load(30)
@@ -282,7 +282,7 @@ async def test_a_quota_is_kept_over_any_minute_while_traffic_moves(
     minutes = []
     from_s = begin_s
     while from_s + 60 <= end_s:
-        minutes.append(sum(from_s < one <= from_s + 60 for one in load.served_s))
+        minutes.append(sum(from_s < time_s <= from_s + 60 for time_s in load.served_s))
         from_s += 0.5
     print(f"of {limit} a minute: {min(minutes)} to {max(minutes)}")
     assert 0.9 * limit <= min(minutes) and max(minutes) <= 1.1 * limit
@@ -291,7 +291,7 @@ async def test_a_quota_is_kept_over_any_minute_while_traffic_moves(
 # --- running outputs
 
 Send = Callable[[Door], Awaitable[bool]]
-"""Sends a request for 200 tokens through one of the APIs; returns whether it was admitted."""
+"""Sends a request for 200 tokens through an API; returns whether it was admitted."""
 
 
 def by_http(path: str, **fields: Any) -> Send:
@@ -325,7 +325,7 @@ async def by_kserve(door: Door) -> bool:
 
 
 async def admitted(call: Awaitable[Any]) -> bool:
-    """Whether a gRPC call succeeds; it may fail by a quota only."""
+    """Whether a gRPC call succeeds; only a quota may fail it."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -340,7 +340,7 @@ APIS = {
     # 4 outputs of 50 tokens.
     "choices": by_http("/v1/completions", prompt=["hi", "ho"], n=2, max_tokens=50),
     "chat": by_http("/v1/chat/completions", messages=HI, max_tokens=200),
-    # As long as the context allows.
+    # Limited by the context only.
     "chat without a maximum": by_http("/v1/chat/completions", messages=HI),
     "responses": by_http("/v1/responses", input="hi", max_output_tokens=200),
     "messages": by_http("/v1/messages", messages=HI, max_tokens=200),
@@ -350,8 +350,8 @@ APIS = {
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_outputs_that_run_at_once_keep_the_limit(case: Case, keys: Path, api: str) -> None:
-    """Short outputs first, so that outputs of this owner are expected to be short."""
+async def test_concurrent_outputs_keep_the_limit(case: Case, keys: Path, api: str) -> None:
+    """Short outputs come first, so that short outputs are expected of this owner."""
     alice, limit = await door(case, keys, "alice", tokens_per_minute=1000), 1000
     for _ in range(30):
         assert (await alice.complete()).is_success
@@ -375,8 +375,10 @@ async def test_outputs_that_run_at_once_keep_the_limit(case: Case, keys: Path, a
     assert 400 < used - before <= 1.1 * limit
 
 
-async def test_an_output_beyond_the_minute_ends_with_an_error(case: Case, keys: Path) -> None:
-    """Short outputs first, so that eight long ones are admitted."""
+async def test_an_output_beyond_the_minutes_quota_ends_with_an_error(
+    case: Case, keys: Path
+) -> None:
+    """Short outputs come first, so that eight long ones are admitted."""
     alice = await door(case, keys, "alice", tokens_per_minute=1000)
     for _ in range(30):
         assert (await alice.complete()).is_success

@@ -13,7 +13,7 @@ from tests.support.byte_tokenizer import VOCAB_SIZE
 from tests.support.gateway import TEXT, Case, named_events
 from tests.support.waiting import eventually
 
-# "hi" as the template writes it, in tokens of one byte, two of them special.
+# "hi" rendered by the template, in tokens of a byte, two of them special.
 HI_TOKENS = len("user\nhi" + "\n" + "assistant\n") + 3
 ASK: dict[str, Any] = {"model": "m", "max_output_tokens": 8, "input": "hi"}
 ARGUMENTS = '{"city": "Köln"}'
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.gateway(max_model_len=2048)
 
 
 async def send(case: Case, **fields: Any) -> httpx.Response:
-    """A request by hand."""
+    """Send a request without the official client."""
     return await case.http.post("/v1/responses", json=ASK | fields)
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, each of which has the next number."""
+    """The events of a stream, which must be numbered consecutively."""
     events = named_events(answer)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """The response without what differs from one to the next."""
+    """The response without fields that differ between responses."""
     items = [
         {n: v for n, v in item.items() if n not in ("id", "call_id")} for item in response["output"]
     ]
@@ -77,7 +77,7 @@ async def test_whole(case: Case) -> None:
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
-        # Whatever the client asks for.
+        # Regardless of the request.
         "store": False,
         "temperature": 0.5,
         "text": {"format": {"type": "text"}},
@@ -108,7 +108,7 @@ async def test_a_truncated_response_is_incomplete(case: Case) -> None:
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 7, 1000])
-async def test_events_of_a_stream_in_the_order_of_the_api(
+async def test_a_streams_events_follow_the_order_of_the_api(
     case: Case, tokens_per_event: int
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
@@ -138,7 +138,7 @@ async def test_events_of_a_stream_in_the_order_of_the_api(
     assert without_ids(completed["response"]) == without_ids(whole)
 
 
-async def test_the_client_puts_a_stream_together(case: Case) -> None:
+async def test_the_official_client_accumulates_a_stream(case: Case) -> None:
     case.answer_with(f"Well.\n{CALL}\n{CALL}")
     ask: Any = {"model": "m", "input": "hi", "tools": [TOOL]}
     async with case.openai.responses.stream(**ask) as stream:
@@ -157,7 +157,7 @@ async def test_the_client_puts_a_stream_together(case: Case) -> None:
 @pytest.mark.parametrize(
     "text", [CALL, f"{CALL}\n{CALL}", f"a {CALL} b {CALL} c", "<tool_call>\n{"]
 )
-async def test_a_stream_has_the_items_of_the_whole(
+async def test_a_stream_has_the_items_of_the_whole_response(
     case: Case, tokens_per_event: int, text: str
 ) -> None:
     case.cluster.workers[0].tokens_per_event = tokens_per_event
@@ -239,7 +239,7 @@ async def test_a_function_and_its_output(case: Case) -> None:
     assert prompt == case.prompt
 
 
-async def test_a_form_of_the_text(case: Case) -> None:
+async def test_output_formats(case: Case) -> None:
     class City(pydantic.BaseModel):
         name: str
 
@@ -260,7 +260,7 @@ async def test_a_form_of_the_text(case: Case) -> None:
     assert grammar == case.cluster.workers[0].starts[-1].sampling.grammar
 
 
-async def test_sampling_is_that_of_the_chat(case: Case) -> None:
+async def test_sampling_equals_that_of_a_chat(case: Case) -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "ignore_eos": True}
     assert (await send(case, **fields, user="u", prompt_cache_key="k")).status_code == 200
     start = case.cluster.workers[0].starts[-1]
@@ -275,12 +275,12 @@ async def test_log_probabilities(case: Case, stream: bool) -> None:
     case.answer_with("Paris.")
     answer = await send(case, **asked, stream=stream)
     response = events_of(answer)[-1]["response"] if stream else answer.json()
-    told = response["output"][0]["content"][0]["logprobs"]
+    logprobs = response["output"][0]["content"][0]["logprobs"]
     chat = (await case.chat(max_tokens=8, logprobs=True, top_logprobs=1)).json()
-    assert told == chat["choices"][0]["logprobs"]["content"][: len("Paris.")]
+    assert logprobs == chat["choices"][0]["logprobs"]["content"][: len("Paris.")]
 
 
-async def test_a_prompt_may_be_cut(case: Case) -> None:
+async def test_a_prompt_may_be_truncated(case: Case) -> None:
     assert (await send(case, input="x" * 3000)).status_code == 400
     assert (await send(case, input="x" * 3000, truncation="auto")).status_code == 200
     assert len(case.cluster.workers[0].starts[-1].prompt_ids) == 2048 - 8
@@ -332,7 +332,7 @@ async def test_errors(case: Case) -> None:
         assert case.cluster.workers[0].starts == []
 
 
-async def test_what_would_be_stored_is_not_there(case: Case) -> None:
+async def test_routes_of_stored_responses_are_missing(case: Case) -> None:
     created = await case.openai.responses.create(model="m", input="hi", max_output_tokens=1)
     with pytest.raises(openai.NotFoundError, match="stored"):
         await case.openai.responses.retrieve(created.id)
@@ -340,7 +340,7 @@ async def test_what_would_be_stored_is_not_there(case: Case) -> None:
         await case.openai.responses.create(model="m", input="hi", previous_response_id=created.id)
 
 
-async def test_unknown_fields_are_told(case: Case) -> None:
+async def test_unknown_fields_are_listed(case: Case) -> None:
     answer = await send(case, odd=1, n=2, messages=[])
     assert answer.status_code == 200
     assert answer.headers["warning"] == '299 tideserve "ignored unknown fields: odd, n, messages"'
@@ -353,7 +353,7 @@ async def test_a_full_cluster(case: Case) -> None:
     assert answer.json()["error"]["message"] == "because"
 
 
-async def test_a_stream_that_breaks_fails(case: Case) -> None:
+async def test_a_lost_worker_fails_the_stream(case: Case) -> None:
     worker = case.paused(3)
     asked = ASK | {"stream": True, "max_output_tokens": 50}
     async with case.http.stream("POST", "/v1/responses", json=asked) as answer:

@@ -1,4 +1,4 @@
-"""A request whose worker is lost after its first token goes on at another worker."""
+"""A request whose worker is lost after its first token continues at another worker."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gateway(workers=2)
 
 
 async def chunks_of(case: Case, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a completion's stream, which ends as it should."""
+    """The chunks of a complete stream."""
     async with case.stream(**{"max_tokens": TOKENS} | fields) as answer:
         lines = [line.removeprefix("data: ") async for line in answer.aiter_lines() if line]
     assert lines.pop() == "[DONE]"
@@ -31,15 +31,15 @@ async def metric(case: Case, name: str) -> float:
 
 
 async def lose(case: Case, worker: int, at: int) -> None:
-    """Lose a worker when the gateway has those of its tokens that come before `at`."""
+    """Lose a worker once the gateway has received its tokens before `at`."""
     dying = case.cluster.workers[worker]
     await eventually(lambda: dying.emitted >= at)
 
     async def has_come() -> bool:
         return await metric(case, 'tideserve_gateway_output_tokens_total{model_name="m"}') >= at
 
-    await eventually(has_come)  # what is on its way gets lost with the connection
-    dying.pause_at = None  # in case that requests come back
+    await eventually(has_come)  # frames in flight are lost with the connection
+    dying.pause_at = None  # for requests that return
     dying.hang_up()
 
 
@@ -77,20 +77,20 @@ async def test_a_client_does_not_notice_that_its_worker_is_lost(case: Case, at: 
 
 
 @pytest.mark.gateway(workers=2, admit_timeout_s=0.5)
-async def test_a_lost_worker_and_a_lost_scheduler_cost_a_pause(case: Case) -> None:
+async def test_losing_worker_and_scheduler_only_delays_a_stream(case: Case) -> None:
     case.cluster.workers[1].pause_at = 3
     asking = asyncio.create_task(chunks_of(case))
     await eventually(lambda: case.cluster.workers[1].emitted >= 3)
     await case.cluster.stop_scheduler()
     await lose(case, 1, 3)
-    assert (await case.complete()).status_code == 503, "a new one is told soon"
+    assert (await case.complete()).status_code == 503, "a new request fails soon"
     await case.cluster.start_scheduler()
     chunks = await asking
     text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
     assert text == TEXT[:TOKENS]
 
 
-async def test_a_drawn_seed_is_kept(case: Case) -> None:
+async def test_a_random_seed_is_kept(case: Case) -> None:
     alive, dying = case.cluster.workers
     dying.pause_at = 3
     asking = asyncio.create_task(chunks_of(case))
@@ -99,45 +99,43 @@ async def test_a_drawn_seed_is_kept(case: Case) -> None:
     assert dying.starts[0].sampling.seed == alive.starts[0].sampling.seed != 0
 
 
-async def test_an_answer_that_is_not_streamed_is_whole(case: Case) -> None:
+async def test_a_whole_response_is_complete(case: Case) -> None:
     _, dying = case.cluster.workers
     dying.pause_at = 5
     asking = asyncio.create_task(case.complete(max_tokens=TOKENS, logprobs=2))
     await lose(case, 1, 5)
     answer = (await asking).json()
-    told = answer["choices"][0]
-    assert told["text"] == TEXT[:TOKENS] and told["finish_reason"] == "length"
-    assert len(told["logprobs"]["tokens"]) == TOKENS
+    choice = answer["choices"][0]
+    assert choice["text"] == TEXT[:TOKENS] and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == TOKENS
     assert answer["usage"]["completion_tokens"] == TOKENS
 
 
 @pytest.mark.parametrize("at", [23, 24, 26])
-async def test_a_stop_string_may_begin_at_one_worker_and_end_at_another(
-    case: Case, at: int
-) -> None:
+async def test_a_stop_string_may_span_two_workers(case: Case, at: int) -> None:
     _, dying = case.cluster.workers
     dying.pause_at = at
     asking = asyncio.create_task(case.complete(max_tokens=60, stop=["and the"]))
     await lose(case, 1, at)
-    told = (await asking).json()["choices"][0]
-    assert (told["text"], told["finish_reason"]) == ("The tide comes in, ", "stop")
+    choice = (await asking).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("The tide comes in, ", "stop")
 
 
-async def test_log_probabilities_of_a_prompt_are_told_once(case: Case) -> None:
+async def test_log_probabilities_of_a_prompt_are_returned_once(case: Case) -> None:
     alive, dying = case.cluster.workers
     dying.pause_at = 3
     asking = asyncio.create_task(
         case.complete(max_tokens=8, echo=True, logprobs=1, prompt="The tide")
     )
     await lose(case, 1, 3)
-    told = (await asking).json()["choices"][0]
-    assert told["text"] == "The tide" + TEXT[:8]
-    assert len(told["logprobs"]["tokens"]) == len(dying.starts[0].prompt_ids) + 8
+    choice = (await asking).json()["choices"][0]
+    assert choice["text"] == "The tide" + TEXT[:8]
+    assert len(choice["logprobs"]["tokens"]) == len(dying.starts[0].prompt_ids) + 8
     assert dying.starts[0].logprobs.HasField("prompt_top")
     assert not alive.starts[0].logprobs.HasField("prompt_top")
 
 
-async def test_choices_are_resumed_each_by_itself(case: Case) -> None:
+async def test_choices_are_resumed_independently(case: Case) -> None:
     _, dying = case.cluster.workers
     dying.pause_at = 4
     asking = asyncio.create_task(case.complete(max_tokens=TOKENS, n=4))
@@ -169,7 +167,7 @@ async def test_an_engine_that_fails_and_a_group_that_changes_are_losses(
 async def test_the_deadline_of_a_request_without_a_token_counts_from_the_loss_of_its_worker(
     case: Case, reason: "worker_pb2.FinishReason.ValueType", kv_lost: bool, is_loss: bool
 ) -> None:
-    """It may have waited for longer than the queue lets it."""
+    """The request may have waited longer than the queue's limit."""
     alive, failing = case.cluster.workers
     failing.fails_after, failing.failure, failing.kv_lost = 0, reason, kv_lost
     answer = await case.complete(max_tokens=TOKENS)
@@ -184,10 +182,10 @@ async def test_the_deadline_of_a_request_without_a_token_counts_from_the_loss_of
 
 
 @pytest.mark.parametrize("kv_lost", [True, False])
-async def test_a_request_that_a_worker_gives_back_after_tokens_goes_on_at_another_one(
+async def test_a_request_returned_after_tokens_continues_at_another_worker(
     case: Case, kv_lost: bool
 ) -> None:
-    """Six times, with a token between them. Earlier versions do not tell that KV was lost."""
+    """Six returns with a token between them. Earlier versions do not report lost KV."""
     for worker in case.cluster.workers:
         worker.fails_after, worker.failure = 1, worker_pb2.FINISH_REASON_RETURNED
         worker.kv_lost = kv_lost
@@ -217,8 +215,8 @@ async def test_three_resumptions_without_a_new_token_end_a_request(case: Case) -
     assert await metric(case, "tideserve_gateway_resumed_streams_total") == 3
 
 
-async def test_every_new_token_counts_anew(case: Case) -> None:
-    """Six losses, with a token between them."""
+async def test_each_new_token_resets_the_limit(case: Case) -> None:
+    """Six losses with a token between them."""
     for worker in case.cluster.workers:
         worker.fails_after, worker.finish = 1, worker_pb2.FINISH_REASON_LENGTH
     answer = await case.complete(max_tokens=7)
@@ -226,7 +224,7 @@ async def test_every_new_token_counts_anew(case: Case) -> None:
     assert [ask.resumed for ask in case.cluster.scheduler.asks] == [False, *[True] * 6]
 
 
-async def test_a_refusal_after_a_token_says_that_the_worker_was_lost(case: Case) -> None:
+async def test_a_refusal_after_a_token_reports_a_lost_worker(case: Case) -> None:
     _, dying = case.cluster.workers
     dying.pause_at = 3
     asking = asyncio.create_task(case.complete(max_tokens=TOKENS))
@@ -241,7 +239,7 @@ async def test_a_refusal_after_a_token_says_that_the_worker_was_lost(case: Case)
     assert error["code"] == "worker_lost" and "no worker is so large" in error["message"]
 
 
-async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
+async def test_a_request_that_kills_engines_runs_alone_and_then_ends(case: Case) -> None:
     for worker in case.cluster.workers:
         worker.fails_after, worker.failure = 2, worker_pb2.FINISH_REASON_ENGINE_DIED
     answer = await case.complete(max_tokens=TOKENS)
@@ -249,7 +247,9 @@ async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
     assert answer.json()["error"]["code"] == "engine_killed"
     asks = case.cluster.scheduler.asks
     assert [ask.alone for ask in asks] == [False, False, True]
-    assert [list(one.output_ids) for worker in case.cluster.workers for one in worker.starts] == [
+    assert [
+        list(start.output_ids) for worker in case.cluster.workers for start in worker.starts
+    ] == [
         text_ids(TEXT)[:2],
         [],
         text_ids(TEXT)[:4],
@@ -259,7 +259,7 @@ async def test_what_engines_die_of_runs_alone_and_then_ends(case: Case) -> None:
 @pytest.mark.parametrize(
     "reason", [worker_pb2.FINISH_REASON_RETURNED, worker_pb2.FINISH_REASON_OVERLOADED]
 )
-async def test_what_upstream_servers_are_lost_under_runs_alone_and_then_ends(
+async def test_a_request_that_loses_upstream_servers_runs_alone_and_then_ends(
     case: Case, reason: "worker_pb2.FinishReason"
 ) -> None:
     for worker in case.cluster.workers:
@@ -269,9 +269,9 @@ async def test_what_upstream_servers_are_lost_under_runs_alone_and_then_ends(
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "server_lost")
     assert answer.headers["x-should-retry"] == "false"
     assert [ask.alone for ask in case.cluster.scheduler.asks] == [False, False, True]
-    one, another = case.cluster.workers
+    first, another = case.cluster.workers
     assert [start.server_losses for start in another.starts] == [0, 2]
-    assert [start.server_losses for start in one.starts] == [1]
+    assert [start.server_losses for start in first.starts] == [1]
 
 
 async def test_other_losses_do_not_make_a_request_run_alone(case: Case) -> None:
@@ -285,7 +285,7 @@ VLLM = {"workers": 2, "capabilities": ["generate", "engine:vllm"]}
 
 
 @pytest.mark.gateway(**VLLM)
-async def test_a_grammar_that_no_engine_can_resume_starts_again(case: Case) -> None:
+async def test_a_request_with_an_unresumable_grammar_restarts(case: Case) -> None:
     alive, dying = case.cluster.workers
     dying.pause_at = 5
     fields = {"guided_regex": "[a-z]*", "max_tokens": TOKENS, "logprobs": 1}
@@ -304,7 +304,7 @@ async def test_a_grammar_that_no_engine_can_resume_starts_again(case: Case) -> N
 
 @pytest.mark.gateway(**VLLM)
 @pytest.mark.parametrize("fields", [{}, {"guided_regex": "[a-z]*", "stream": True}])
-async def test_what_can_be_resumed_or_was_delivered_does_not_start_again(
+async def test_resumable_or_delivered_requests_do_not_restart(
     case: Case, fields: dict[str, Any]
 ) -> None:
     alive, dying = case.cluster.workers
@@ -317,7 +317,7 @@ async def test_what_can_be_resumed_or_was_delivered_does_not_start_again(
 
 
 @pytest.mark.gateway(workers=2)
-async def test_a_grammar_resumes_where_engines_can(case: Case) -> None:
+async def test_a_grammar_resumes_if_engines_support_it(case: Case) -> None:
     alive, dying = case.cluster.workers
     dying.pause_at = 5
     asking = asyncio.create_task(case.complete(max_tokens=TOKENS, guided_regex="[a-z]*"))

@@ -1,4 +1,4 @@
-"""Small frames without end at the gRPC port: the gateway's loop serves all others."""
+"""Endless small frames at the gRPC port: the gateway still serves other clients."""
 
 import asyncio
 import select
@@ -30,7 +30,7 @@ OTHER = "127.0.0.2"
 
 
 class Attack(threading.Thread):
-    """Clients of 127.0.0.1 that send a frame without end."""
+    """Clients at 127.0.0.1 that send a frame endlessly."""
 
     def __init__(self, port: int, sent: bytes) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def attacked(gateway: GatewayProcess, sent: bytes) -> Iterator[None]:
 
 
 async def live_s(gateway: GatewayProcess) -> float:
-    """The time of a probe from another address."""
+    """Duration of a probe from another address."""
     transport = httpx.AsyncHTTPTransport(local_address=OTHER)
     async with httpx.AsyncClient(base_url=gateway.url, transport=transport) as client:
         began_s = time.perf_counter()
@@ -97,7 +97,7 @@ async def live_s(gateway: GatewayProcess) -> float:
     [frame(UNKNOWN, 0, 0), frame(PRIORITY, 0, 3, bytes([0, 0, 0, 0, 1]))],
     ids=["unknown", "priority"],
 )
-async def test_small_frames_without_end_leave_the_loop_to_others(
+async def test_endless_small_frames_do_not_block_the_loop(
     store: Store, tmp_path: Path, sent: bytes
 ) -> None:
     async with (

@@ -14,14 +14,14 @@ from tests.support.otlp_receiver import OtlpReceiver, attributes_of
 from tests.support.waiting import eventually
 from tideserve.worker.v1 import worker_pb2
 
-KEY, SECRET_PROMPT = "key-that-nobody-may-see", "a prompt that nobody may see"
+KEY, SECRET_PROMPT = "key-that-must-stay-secret", "a prompt that must stay secret"
 CALLER = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True)
 CHANGE = TraceContext("c" * 32, "d" * 16, sampled=True)
 
 
 @pytest.fixture
 def lines() -> Iterator[LogLines]:
-    # Log lines of the test's own clients are not looked at.
+    # Log lines of the test's own clients are ignored.
     with log_lines("httpx", "httpcore", "openai") as lines:
         yield lines
 
@@ -45,7 +45,7 @@ async def case(store: Store, tmp_path: Path, receiver: OtlpReceiver) -> AsyncIte
         yield case
 
 
-async def test_every_answer_has_an_id_the_clients_own_if_it_is_safe(case: Case) -> None:
+async def test_responses_have_an_id_which_is_the_clients_if_safe(case: Case) -> None:
     wrong_key = {"authorization": "Bearer wrong"}
     asked = [
         ("GET", "/live", {}, 200),
@@ -65,7 +65,7 @@ async def test_every_answer_has_an_id_the_clients_own_if_it_is_safe(case: Case) 
         assert made.headers["x-request-id"].partition("-")[0] in ("req", "chatcmpl"), path
 
 
-async def test_an_id_made_here_is_that_of_the_response(case: Case) -> None:
+async def test_a_generated_id_is_that_of_the_response(case: Case) -> None:
     for stream in (False, True):
         answer = await case.chat(max_tokens=2, stream=stream)
         assert answer.headers["x-request-id"] in answer.text
@@ -78,7 +78,7 @@ async def test_an_id_made_here_is_that_of_the_response(case: Case) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_line_of_a_request(case: Case, lines: LogLines, stream: bool) -> None:
+async def test_the_log_line_of_a_request(case: Case, lines: LogLines, stream: bool) -> None:
     messages = [{"role": "user", "content": SECRET_PROMPT}]
     headers = {"x-request-id": "mine", "traceparent": CALLER.traceparent}
     body = {"model": "m", "messages": messages, "max_tokens": 3, "stream": stream}
@@ -87,10 +87,10 @@ async def test_the_line_of_a_request(case: Case, lines: LogLines, stream: bool) 
     (line,) = lines.requests("/v1/chat/completions")
     assert line["request_id"] == "mine" and line["response_id"] in answer.text
     assert line["trace_id"] == CALLER.trace_id
-    told = {
+    fields = {
         name: line[name] for name in ("status", "model", "output_tokens", "finish_reason", "moved")
     }
-    assert told == {
+    assert fields == {
         "status": 200,
         "model": "m",
         "output_tokens": 3,
@@ -101,9 +101,7 @@ async def test_the_line_of_a_request(case: Case, lines: LogLines, stream: bool) 
     assert 0 <= line["queue_s"] <= line["ttft_s"] <= line["total_s"]
 
 
-async def test_the_line_of_a_refusal_and_of_a_client_that_hung_up(
-    case: Case, lines: LogLines
-) -> None:
+async def test_the_log_lines_of_a_refusal_and_a_disconnect(case: Case, lines: LogLines) -> None:
     case.refuse(retry_after_s=2.5, message="full")
     assert (await case.chat()).status_code == 503
     (line,) = lines.requests("/v1/chat/completions")
@@ -160,7 +158,7 @@ async def test_the_trace_of_a_request_that_moved(case: Case, receiver: OtlpRecei
     )
 
 
-async def test_what_is_not_sampled_is_not_sent_but_its_failures_are(
+async def test_unsampled_traces_are_exported_on_failure_only(
     case: Case, receiver: OtlpReceiver
 ) -> None:
     assert (await case.chat(max_tokens=2)).status_code == 200
@@ -173,7 +171,7 @@ async def test_what_is_not_sampled_is_not_sent_but_its_failures_are(
     case.stop.set()
     await eventually(lambda: bool(receiver.all_spans))
     roots = [span.name for span in receiver.all_spans if span.name.endswith(" m")]
-    assert sorted(roots) == ["chat m", "text_completion m"], "the one that succeeded is not told"
+    assert sorted(roots) == ["chat m", "text_completion m"], "only the failed one is exported"
     (failed,) = [span for span in receiver.all_spans if span.name == "chat m"]
     assert attributes_of(failed)["error.type"] == "worker_lost"
-    assert failed.status.message == "worker_lost", "what the worker said may be its client's words"
+    assert failed.status.message == "worker_lost", "the worker may quote its client"

@@ -1,4 +1,4 @@
-"""What chat templates of models do to requests, in every API."""
+"""Effects of models' chat templates on requests, in every API."""
 
 import asyncio
 from typing import Any
@@ -9,9 +9,9 @@ from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID
 from tests.support.gateway import Case
 from tests.support.waiting import eventually
 
-# Trims contents.
+# Strips contents.
 TRIMMING = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] | trim }}")
-# Permits a single system message and alternating roles, as Mistral's templates.
+# Allows a single system message and alternating roles, as Mistral's templates do.
 ALTERNATING = (
     "{% for message in messages if message['role'] != 'system' %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -29,7 +29,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 
 
 async def send(case: Case, path: str, **fields: Any) -> dict[str, Any]:
-    """The response to a request for a token."""
+    """Send a request for a token."""
     answer = await case.http.post(path, json={"model": "m"} | fields)
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
@@ -37,7 +37,7 @@ async def send(case: Case, path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.gateway(template=LOOPING)
-async def test_a_chat_on_which_the_template_loops_stops_nothing_else(case: Case) -> None:
+async def test_a_looping_template_does_not_block_other_requests(case: Case) -> None:
     looping = asyncio.create_task(case.chat(messages=[{"role": "user", "content": "loop"}]))
     # The gateway serves others while it renders.
     await eventually(lambda: _in_flight(case))
@@ -55,7 +55,7 @@ async def _in_flight(case: Case) -> bool:
 
 
 @pytest.mark.gateway(template=DOUBLING)
-async def test_a_chat_on_which_the_template_grows_is_refused(case: Case) -> None:
+async def test_a_chat_with_an_exploding_template_is_refused(case: Case) -> None:
     double = [{"role": "user", "content": "double"}]
     for path, fields in (
         ("/v1/chat/completions", {"messages": double}),
@@ -87,7 +87,7 @@ async def test_a_last_message_is_continued_from_its_end(case: Case, text: str, e
     assert await case.grpc.detokenize(body["tokens"], model="m") == prompt
 
 
-async def test_tool_calls_are_continued_where_they_are_text(case: Case) -> None:
+async def test_tool_calls_as_text_are_continued(case: Case) -> None:
     call = {"role": "assistant", "content": "a", "tool_calls": [CALL]}
     both = {"add_generation_prompt": False, "continue_final_message": True}
     await send(case, "/v1/chat/completions", messages=[call], max_tokens=1, **both)
@@ -102,7 +102,7 @@ async def test_tool_calls_of_the_template_are_not_continued(case: Case) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "continue_final_message"
     assert "message with tool calls cannot be continued" in answer.json()["error"]["message"]
-    # In Messages another message follows.
+    # In the Messages API another message follows.
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     messages = [{"role": "assistant", "content": [use]}]
     await send(case, "/v1/messages", max_tokens=1, messages=messages)
@@ -110,7 +110,7 @@ async def test_tool_calls_of_the_template_are_not_continued(case: Case) -> None:
 
 
 @pytest.mark.gateway(template=ALTERNATING)
-async def test_messages_are_merged_where_the_template_refuses_them(case: Case) -> None:
+async def test_messages_are_merged_if_the_template_refuses_them(case: Case) -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     await send(
         case,
@@ -192,7 +192,7 @@ async def test_a_system_message_that_is_moved_is_in_a_warning(case: Case, path: 
     for stream in (False, True):
         assert "later ones were moved" in await warnings(user, system, stream=stream)
         assert case.prompt.startswith("<|im_start|>system\none<|im_end|>\n<|im_start|>user\na")
-    # Joined at the beginning, none is moved.
+    # Merged at the beginning, no message is moved.
     assert await warnings(system, system, user) == ""
     assert await warnings(system, user) == ""
 
@@ -212,14 +212,14 @@ async def test_special_tokens_of_users_are_tokens(case: Case) -> None:
 
 
 @pytest.mark.gateway(user_special_tokens=False)
-async def test_special_tokens_of_users_are_text_where_that_is_set(case: Case) -> None:
+async def test_special_tokens_of_users_can_be_text(case: Case) -> None:
     turn = [{"role": "user", "content": TOKENS}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": TOKENS}
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     agent = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
 
     def turns_and_text() -> tuple[int, bool]:
-        """The ends of messages in the prompt, and whether it has the text."""
+        """Number of message ends in the prompt, and whether it contains the text."""
         ids = case.cluster.workers[0].starts[-1].prompt_ids
         return list(ids).count(EOS_ID), TOKENS in case.prompt
 
@@ -233,7 +233,7 @@ async def test_special_tokens_of_users_are_text_where_that_is_set(case: Case) ->
     assert turns_and_text() == (1, True)
     body = await send(case, "/tokenize", messages=turn)
     assert body["tokens"].count(EOS_ID) == 1
-    # The prompt of a completion is the client's own.
+    # Prompts of completions are used verbatim.
     await case.complete(prompt=TOKENS, max_tokens=1)
     assert turns_and_text() == (1, True)
 

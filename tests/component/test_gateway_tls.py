@@ -1,4 +1,4 @@
-"""A real gateway with HTTPS, at its public port and at an admin port that the network reaches."""
+"""A real gateway with HTTPS at its public port and at a network-facing admin port."""
 
 import ssl
 from pathlib import Path
@@ -20,7 +20,7 @@ KEY = "k" * 32
 
 
 @pytest.mark.parametrize(("admin_host", "admin_scheme"), [("0.0.0.0", "https"), ("::1", "http")])
-async def test_both_ports_that_the_network_reaches_speak_https_only(
+async def test_network_facing_ports_accept_https_only(
     store: Store, tmp_path: Path, admin_host: str, admin_scheme: str
 ) -> None:
     certified = Certified(tmp_path)

@@ -1,4 +1,4 @@
-"""A gateway between services of the release before, or after: it serves as ever."""
+"""A gateway between services of the previous or the next release serves normally."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from tests.support.gateway import Case, gateway_case
 from tideserve.memmgr.v1 import memmgr_pb2
 
 LAST_RELEASE = Path(__file__).parents[2] / "proto" / "last_release.binpb"
-# Field 2047, which nobody has yet.
+# Field 2047, which is unused.
 UNKNOWN = b"\xf8\x7f\x01"
 
 
 class LastRelease:
-    """Messages as the last release knows them."""
+    """Messages in the format of the last release."""
 
     def __init__(self) -> None:
         self._pool = descriptor_pool.DescriptorPool()
@@ -30,7 +30,7 @@ class LastRelease:
             self._pool.Add(file)
 
     def known(self, name: str, data: bytes) -> Message:
-        """What it makes of a message."""
+        """A message as parsed by the last release."""
         kind = message_factory.GetMessageClass(self._pool.FindMessageTypeByName(name))
         message = kind.FromString(data)
         message.DiscardUnknownFields()
@@ -45,7 +45,7 @@ class LastRelease:
 
 
 class NextRelease:
-    """Messages with something new in each."""
+    """Messages with a new field in each."""
 
     def frame(self, name: str, data: bytes) -> bytes:
         if name.endswith(".GetClusterResponse"):
@@ -58,7 +58,7 @@ class NextRelease:
 
 
 def unheard_of() -> memmgr_pb2.GetClusterResponse:
-    """A decision of a kind, and for a cause, that this release does not know."""
+    """A decision with a kind and a cause unknown to this release."""
     decision = memmgr_pb2.Decision()
     for name in ("action", "cause"):
         setattr(decision, name, 99)
@@ -66,7 +66,7 @@ def unheard_of() -> memmgr_pb2.GetClusterResponse:
 
 
 async def check_admin_port(case: Case, unheard: bool) -> None:
-    """The status and the live page show what they know, beside one decision that they do not."""
+    """Check that status and live page show the known content beside an unknown decision."""
     expected = [("unknown", "unknown")] if unheard else []
     state = (await case.admin.get("/tideserve/v1/status")).json()
     assert [(row["action"], row["cause"]) for row in state["decisions"]] == expected
@@ -81,7 +81,7 @@ async def check_admin_port(case: Case, unheard: bool) -> None:
 
 
 def skewed(handler: Any, frame: Callable[[str, bytes], bytes]) -> Any:
-    """A method whose messages are those of another release, both ways."""
+    """A method whose messages are converted to another release in both directions."""
     read, write = handler.request_deserializer, handler.response_serializer
     name = read.__self__.DESCRIPTOR.full_name
     return handler._replace(
@@ -91,7 +91,7 @@ def skewed(handler: Any, frame: Callable[[str, bytes], bytes]) -> Any:
 
 
 @pytest.mark.parametrize("release", [LastRelease, NextRelease])
-async def test_it_serves_groups_of_services_of_another_release(
+async def test_a_gateway_serves_with_services_of_another_release(
     release: type[LastRelease] | type[NextRelease],
     store: Store,
     tmp_path: Path,
@@ -108,7 +108,7 @@ async def test_it_serves_groups_of_services_of_another_release(
         return other.frame(name, data)
 
     def add_skewed(self: Any, name: str, handlers: Mapping[str, Any]) -> None:
-        add(self, name, {method: skewed(one, frame) for method, one in handlers.items()})
+        add(self, name, {method: skewed(handler, frame) for method, handler in handlers.items()})
 
     monkeypatch.setattr(grpc_server.LateServices, "add_registered_method_handlers", add_skewed)
     monkeypatch.setattr(membership, "encode_record", other.record)

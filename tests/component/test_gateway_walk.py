@@ -1,7 +1,7 @@
-"""Every route and every method, with no key, a wrong one, and one of another model.
+"""Every route and method, with no key, a wrong key, and a key of another model.
 
-Methods come from the descriptors of what is served and routes from the application, so a new one is
-asked, too, or the tests say that it is missing.
+Methods come from service descriptors and routes from the application, so that new ones are tested,
+too, or reported as missing.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tideserve.kserve.v2 import inference_pb2 as kpb
 
 GATEWAY, KSERVE = "/tideserve.gateway.v1.GatewayService/", "/inference.GRPCInferenceService/"
 HEALTH, REFLECTION = "/grpc.health.v1.Health/", f"/{reflection.SERVICE_NAME}/"
-# Ends when its client does.
+# Ends when its client disconnects.
 ENDLESS = f"{HEALTH}Watch"
 
 
@@ -46,7 +46,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 def apps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The applications that gateways have built."""
+    """The applications that gateways have created."""
     built: list[Any] = []
     build = gateway_app.build
 
@@ -73,7 +73,7 @@ async def case(store: Store, tmp_path: Path, apps: list[Any], keys: Keys) -> Asy
 
 
 def routes_of(app: Any) -> Iterator[Route]:
-    """The routes of the innermost application, those of its routers included."""
+    """The routes of the innermost application, including those of its routers."""
     while not hasattr(app, "routes"):
         app = app._app
     for route in app.routes:
@@ -102,15 +102,15 @@ async def test_every_route_is_refused_without_a_key_except_health(
 
 
 async def methods_of(target: str, key: str) -> dict[str, Any]:
-    """The descriptor of every method that is served, by its path."""
+    """The descriptors of all served methods, by path."""
     async with grpc.aio.insecure_channel(target) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         metadata = tuple(bearer(key).items())
         answers = stub.ServerReflectionInfo(iter([asked]), metadata=metadata, timeout=TIMEOUT_S)
-        (answer,) = [one async for one in answers]
+        (answer,) = [response async for response in answers]
     pool = descriptor_pool.Default()
-    services = [one.name for one in answer.list_services_response.service]
+    services = [service.name for service in answer.list_services_response.service]
     return {
         f"/{service}/{method.name}": method
         for service in services
@@ -119,9 +119,9 @@ async def methods_of(target: str, key: str) -> dict[str, Any]:
 
 
 async def call(target: str, path: str, message: Message, metadata: Any) -> tuple[str, bytes]:
-    """The code of a call with one message, and the first that was answered."""
+    """Call a method with one message; returns the status code and the first response."""
     async with grpc.aio.insecure_channel(target) as channel:
-        # On the wire all kinds of methods look alike.
+        # All kinds of methods are equal on the wire.
         data = message.SerializeToString()
         stream = channel.unary_stream(path)(data, metadata=metadata, timeout=TIMEOUT_S)
         first = b""
@@ -132,7 +132,7 @@ async def call(target: str, path: str, message: Message, metadata: Any) -> tuple
 
 
 def message_of(method: Any) -> Message:
-    """An empty message of what it takes."""
+    """An empty request message of a method."""
     return message_factory.GetMessageClass(method.input_type)()
 
 
@@ -151,7 +151,9 @@ async def test_every_method_is_refused_without_a_key_except_health(case: Case, k
             assert code == "UNAUTHENTICATED", path
 
 
-async def test_a_key_has_the_same_two_places_at_both_doors(case: Case, keys: Keys) -> None:
+async def test_keys_are_accepted_in_the_same_two_headers_over_http_and_grpc(
+    case: Case, keys: Keys
+) -> None:
     bad, good = "Bearer wrong", f"Bearer {keys.client}"
     del case.http.headers["authorization"]
     shown: list[tuple[dict[str, str], bool]] = [
@@ -170,7 +172,7 @@ async def test_a_key_has_the_same_two_places_at_both_doors(case: Case, keys: Key
 
 
 class Gets(NamedTuple):
-    """What the key of another model gets: a code, and the answer to look at if there is one."""
+    """The expected result with the key of another model: a code, and a check of the response."""
 
     code: str
     answer: Message | None = None
@@ -218,7 +220,7 @@ FOREIGN: dict[str, tuple[Message, Gets]] = {
 }
 
 
-async def test_what_each_method_gives_to_a_key_of_another_model(case: Case, keys: Keys) -> None:
+async def test_methods_called_with_a_key_of_another_model(case: Case, keys: Keys) -> None:
     methods = await methods_of(case.target, keys.client)
     served = {path for path in methods if not path.startswith(HEALTH)}
     assert served == FOREIGN.keys(), "say what a key of another model gets"
@@ -237,11 +239,11 @@ async def test_what_each_method_gives_to_a_key_of_another_model(case: Case, keys
                 assert answer == wanted.answer, path
         worker.go.set()
         pieces = [piece async for piece in stream]
-    assert pieces[-1].usage.completion_tokens == 4, "nobody cancelled it"
+    assert pieces[-1].usage.completion_tokens == 4, "it was not cancelled"
     assert len(worker.starts) == 1
 
 
-# The same of HTTP's routes that take something: body and status.
+# HTTP routes that take a body: body and status.
 FOREIGN_HTTP: dict[str, tuple[dict[str, Any], int]] = {
     "/v1/chat/completions": ({"messages": MESSAGES}, 403),
     "/v1/completions": ({"prompt": "hi"}, 403),
@@ -250,12 +252,12 @@ FOREIGN_HTTP: dict[str, tuple[dict[str, Any], int]] = {
     "/v1/messages/count_tokens": ({"messages": MESSAGES}, 403),
     "/tokenize": ({"prompt": "hi"}, 403),
     "/detokenize": ({"tokens": [5]}, 403),
-    # No gateway has that.
+    # Unknown to every gateway.
     "/v1/embeddings": ({"input": "hi"}, 400),
     "/v1/requests/{request_id:path}/cancel": ({}, 200),
-    # A probe needs no key.
+    # Probes need no key.
     "/ping": ({}, 200),
-    # Without a store of batches; the lines of a batch are checked by its validation.
+    # No batch store here; a batch's lines are checked by its validation.
     "/v1/files": ({}, 501),
     "/v1/files/{rest:path}": ({}, 501),
     "/v1/batches": ({}, 501),
@@ -263,7 +265,7 @@ FOREIGN_HTTP: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-async def test_what_each_route_gives_to_a_key_of_another_model(
+async def test_routes_called_with_a_key_of_another_model(
     case: Case, apps: list[Any], keys: Keys
 ) -> None:
     posts = {route.path for route in routes_of(apps[0]) if "POST" in (route.methods or ())}

@@ -1,4 +1,4 @@
-"""`scripts/gpu_against_vllm.py`: our engine is real, vLLM is a stand-in with the parts in use."""
+"""`scripts/gpu_against_vllm.py` with our real engine and a stand-in for vLLM."""
 
 import json
 import subprocess

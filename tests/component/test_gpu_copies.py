@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_copies.py` measures every kind of copy, here of a tiny model on a CPU."""
+"""`benchmarks/gpu_copies.py` measures all kinds of copies, here with a tiny model on a CPU."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_steps_of_a_gpu_run_on_a_processor(tmp_path: Path) -> None:
+def test_all_steps_run_on_a_cpu(tmp_path: Path) -> None:
     figures_path = tmp_path / "figures.json"
     options = ["--device", "cpu", "--size", "tiny", "--memory-gib", "0.1", "--seconds", "0.1"]
     subprocess.run(

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_engine.py` measures every step, here of a tiny model on a CPU."""
+"""`benchmarks/gpu_engine.py` measures all steps, here with a tiny model on a CPU."""
 
 import json
 import subprocess

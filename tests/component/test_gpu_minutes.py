@@ -1,4 +1,4 @@
-"""`scripts/gpu_minutes.py` runs every step, here without a GPU."""
+"""`scripts/gpu_minutes.py` runs all steps, here without a GPU."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ TIMEOUT_S = 280
 
 
 def rehearse(folder: Path, *steps: str) -> dict[str, Any]:
-    """The steps in the file of figures, after a run of `steps` which must succeed."""
+    """Run `steps`, which must succeed; returns the steps in the file of figures."""
     command = [sys.executable, "scripts/gpu_minutes.py", str(folder), "--dry"]
     command += ["--seconds", str(TIMEOUT_S), "--only", *steps]
     done = subprocess.run(

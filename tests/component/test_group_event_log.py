@@ -1,4 +1,4 @@
-"""What engines record while their groups change is decided again, and shows no broken invariant."""
+"""Event logs of engines whose groups change replay and violate no invariant."""
 
 import random
 from contextlib import closing
@@ -58,7 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
         model_dir=folder,
         device="cpu",
         dtype=torch.float64,
-        budget_bytes=5_745_664 + 5 * LAYERS * CHUNK_BYTES,  # little KV, so that some are preempted
+        budget_bytes=5_745_664 + 5 * LAYERS * CHUNK_BYTES,  # little KV, so that some preempt
         block_size=4,
         chunk_bytes=CHUNK_BYTES,
         max_batch_tokens=64,
@@ -69,7 +69,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
 
 
 def run_and_change(group: EngineGroup, rng: random.Random) -> None:
-    """Requests come and are given up while groups merge, are left alone, and split."""
+    """Submit and abort requests while groups merge, pause and split."""
     number = 0
     for change in range(CHANGES):
         for _ in range(REQUESTS // CHANGES):
@@ -90,14 +90,14 @@ def run_and_change(group: EngineGroup, rng: random.Random) -> None:
             cuts = [0, *sorted(rng.sample(range(1, LAYERS), len(names) - 1)), LAYERS]
             targets = [[Stage(name, cuts[i], cuts[i + 1]) for i, name in enumerate(names)]]
         else:
-            (merged,) = [one for one in group.groups if len(one) > 1]
+            (merged,) = [stages for stages in group.groups if len(stages) > 1]
             targets = [[Stage(stage.worker_id, 0, LAYERS)] for stage in merged]
         change_when_ready(group, targets)
     group.finish()
 
 
 def change_when_ready(group: EngineGroup, targets: list[list[Stage]]) -> None:
-    """Ask again, as the memory manager does, if a member has yet to end the change before."""
+    """Prepare repeatedly until all members have finished the last change."""
     for _ in range(5):
         attempt = group.prepare(targets)
         if group.await_answers(attempt, targets):
@@ -108,12 +108,15 @@ def change_when_ready(group: EngineGroup, targets: list[list[Stage]]) -> None:
 
 
 def check_sources_wait(group: EngineGroup) -> None:
-    """No member counts as settled, and so changes groups, while another fetches KV from it."""
+    """Check that a member is not settled while another fetches KV from it."""
     for engine in group.engines.values():
         exchange = engine.member.changeover._moves._exchange
-        moves = [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
+        moves = [
+            *exchange.waiting.values(),
+            *(exchanged.move for exchanged in exchange.underway.values()),
+        ]
         for move in moves:
-            for name in {one.source for one in move.transfers} | move.leaving:
+            for name in {transfer.source for transfer in move.transfers} | move.leaving:
                 source = group.engines[name].member
                 if source.links.epoch == engine.member.links.epoch:
                     held = move.seq_id in source.state.table
@@ -121,7 +124,7 @@ def check_sources_wait(group: EngineGroup) -> None:
 
 
 def replayed(path: Path) -> list[LogEntry]:
-    """The entries of a log, which the same code has decided again."""
+    """The entries of a log, after replaying it."""
     state = Changeover.of(read_config(path, MemberConfig))
     entries = list(read_entries(path, WORKER_TYPES))
     again = replay(state, entries)
@@ -132,34 +135,36 @@ def replayed(path: Path) -> list[LogEntry]:
     return entries
 
 
-# The last three are runs in which blocks leaked, or a source changed groups too early.
+# The last three seeds once leaked blocks, or had a source change groups too early.
 @pytest.mark.parametrize(("seed", "late"), [(1, False), (2, False), (116, True), (134, True)])
-def test_engines_that_merge_and_split_decide_the_same_again(
+def test_logs_of_engines_that_merge_and_split_replay(
     config: RunnerConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
     late: bool,
 ) -> None:
-    """Also if microbatches in flight do not come back in time when groups change."""
+    """Also if microbatches in flight do not return in time when groups change."""
     if late:
         monkeypatch.setattr(changeover, "DRAIN_TIMEOUT_S", 0.0)
     with closing(EngineGroup(replace(config), WORKERS, seed, event_logs=tmp_path)) as group:
         run_and_change(group, random.Random(seed))
     logs = [replayed(path) for path in sorted(tmp_path.iterdir())]
     assert len(logs) == WORKERS
-    seen = {type(one.value) for entries in logs for one in entries}
+    seen = {type(entry.value) for entries in logs for entry in entries}
     assert seen >= {NoteAdopted, RunStage, RestoreMeasured, DepartedReleased}
-    emitted = [one.value for entries in logs for one in entries if type(one.value) is EmitToken]
+    emitted = [
+        entry.value for entries in logs for entry in entries if type(entry.value) is EmitToken
+    ]
     assert any(token.logprobs is not None for token in emitted)
     assert any(token.prompt_logprobs is not None for token in emitted)
 
 
-@pytest.mark.parametrize("scheduling", [one for one in Scheduling if one is not Scheduling.FCFS])
-def test_engines_decide_the_same_again_whatever_goes_first(
-    tmp_path: Path, scheduling: Scheduling
-) -> None:
-    """Also what is due, what is predicted, which turns are taken, and what is interrupted."""
+@pytest.mark.parametrize(
+    "scheduling", [policy for policy in Scheduling if policy is not Scheduling.FCFS]
+)
+def test_logs_replay_under_every_scheduling_policy(tmp_path: Path, scheduling: Scheduling) -> None:
+    """Covers deadlines, predictions, turns and interruptions."""
     config = tight_config(tmp_path / "llama", LAYERS)
     folder = tmp_path / "logs"
     rng = random.Random(scheduling)
@@ -181,7 +186,7 @@ def test_engines_decide_the_same_again_whatever_goes_first(
     assert decisions > 300
 
 
-def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
+def test_a_request_too_large_for_its_new_leader_is_refused_without_a_leak(
     config: RunnerConfig,
 ) -> None:
     with closing(EngineGroup(config, 2, seed=3)) as group:
@@ -197,5 +202,5 @@ def test_a_request_too_large_for_its_new_leader_is_refused_and_leaves_nothing(
         small._changes.config = replace(small.config, num_blocks=2)
         group.commit(apart)
         group.end()
-        refused = [one.refused for one in group.streams.values() if one.refused]
+        refused = [stream.refused for stream in group.streams.values() if stream.refused]
         assert len(refused) == 1 and "this worker holds 8" in refused[0]

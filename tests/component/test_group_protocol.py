@@ -42,7 +42,7 @@ LEADER = f"{LEADERS}memmgr"
 
 @asynccontextmanager
 async def memmgr(store: Store, **changes: object) -> AsyncIterator[str]:
-    """A running memory manager, which leads if no other does; yields its address."""
+    """A running memory manager, which leads unless another does; yields its address."""
     options: dict[str, object] = {
         "etcd_url": store.url,
         "lease_ttl_s": LEASE_TTL_S,
@@ -68,24 +68,24 @@ async def unmarked(store: Store) -> bool:
 
 
 def layers(record: record_pb2.GroupRecord) -> list[tuple[str, int, int]]:
-    return [(one.worker_id, one.first_layer, one.end_layer) for one in record.members]
+    return [(member.worker_id, member.first_layer, member.end_layer) for member in record.members]
 
 
 @asynccontextmanager
 async def pair(store: Store) -> AsyncIterator[tuple[str, FakeMember, FakeMember]]:
-    """A memory manager's address, and two members that report to it and serve."""
+    """A memory manager's address, and two serving members that report to it."""
     async with (
         memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
+        member(store, "w0") as first,
+        member(store, "w1") as second,
+        reporting(address, first, second),
     ):
-        await all_serve(address, one, two)
-        yield address, one, two
+        await all_serve(address, first, second)
+        yield address, first, second
 
 
-async def serves(one: FakeMember) -> None:
-    await eventually(lambda: one.engine.serving is not None)
+async def serves(member: FakeMember) -> None:
+    await eventually(lambda: member.engine.serving is not None)
 
 
 async def steps(call: object) -> list[memmgr_pb2.ReconfigurationStep]:
@@ -111,18 +111,21 @@ async def split(address: str, group_id: str = "") -> list[memmgr_pb2.Reconfigura
 
 
 async def test_merge_and_split(store: Store) -> None:
-    async with pair(store) as (address, one, two):
+    async with pair(store) as (address, first, second):
         merged = await merge(address, "group-w0", "group-w1")
         assert [step.phase for step in merged] == [PREPARING, COMMITTED, STABLE]
         records = await groups(store)
         assert layers(records["group-w0"]) == [("w0", 0, 2), ("w1", 2, 4)]
         assert records["group-w1"].phase == record_pb2.GROUP_PHASE_DISSOLVED
         assert {record.epoch for record in records.values()} == {merged[-1].epoch}
-        assert (one.engine.held, two.engine.held) == ({0, 1}, {2, 3})
-        mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
+        assert (first.engine.held, second.engine.held) == ({0, 1}, {2, 3})
+        mine, theirs = first.engine.preparations[-1], second.engine.preparations[-1]
         assert mine.target.epoch == merged[-1].epoch
         assert [peer.bulk_address for peer in mine.peers] == ["w0:9", "w1:9"]
-        assert [peer.address for peer in mine.peers] == [one.record.address, two.record.address]
+        assert [peer.address for peer in mine.peers] == [
+            first.record.address,
+            second.record.address,
+        ]
         assert mine.peers == theirs.peers
         nonces = [n for peer in mine.peers for n in (peer.activation_nonce, peer.bulk_nonce)]
         assert {len(nonce) for nonce in nonces} == {16} and len(set(nonces)) == 4
@@ -131,9 +134,9 @@ async def test_merge_and_split(store: Store) -> None:
         again = await split(address)
         assert again[-1].phase == STABLE, again[-1].message
         assert again[-1].epoch > merged[-1].epoch
-        mine, theirs = one.engine.preparations[-1], two.engine.preparations[-1]
+        mine, theirs = first.engine.preparations[-1], second.engine.preparations[-1]
         assert (mine.others, theirs.others) == ((theirs.target,), (mine.target,))
-        assert (one.engine.held, two.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})
+        assert (first.engine.held, second.engine.held) == ({0, 1, 2, 3}, {0, 1, 2, 3})
         listing = await store.list_prefix(ASSIGNMENTS)
         assigned = [decode_record(record_pb2.AssignmentRecord, e.value) for e in listing.values()]
         assert {record.group_id for record in assigned if record} == {"group-w0", "group-w1"}
@@ -141,7 +144,7 @@ async def test_merge_and_split(store: Store) -> None:
 
 @asynccontextmanager
 async def demand(address: str, queued_tokens: int) -> AsyncIterator[None]:
-    """A scheduler reports a queue during the body."""
+    """Report a queue as a scheduler during the body."""
     queue = memmgr_pb2.ModelDemand(model="m", queued=1, queued_tokens=queued_tokens)
 
     async def reports() -> AsyncIterator[memmgr_pb2.ReportDemandRequest]:
@@ -160,12 +163,12 @@ async def demand(address: str, queued_tokens: int) -> AsyncIterator[None]:
 async def test_overload_merges_and_subsided_demand_splits(store: Store) -> None:
     async with (
         memmgr(store, overload_dwell_s=0.1, split_dwell_s=0.1) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
-        reporting(address, one, two),
+        member(store, "w0") as first,
+        member(store, "w1") as second,
+        reporting(address, first, second),
     ):
-        await all_serve(address, one, two)
-        engines = one.engine, two.engine
+        await all_serve(address, first, second)
+        engines = first.engine, second.engine
         for engine in engines:
             engine.blocks_total, engine.blocks_free = 100, 0
         async with demand(address, queued_tokens=999):
@@ -178,21 +181,23 @@ async def test_overload_merges_and_subsided_demand_splits(store: Store) -> None:
             async def ended() -> bool:
                 answer = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
                 done = [
-                    one.action for one in answer.decisions if "all members serve" in one.outcome
+                    decision.action
+                    for decision in answer.decisions
+                    if "all members serve" in decision.outcome
                 ]
                 return MERGE in done and SPLIT in done[done.index(MERGE) :]
 
             await eventually(ended)
 
 
-async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
-    async with pair(store) as (address, one, two):
+async def test_a_refusal_changes_nothing(store: Store) -> None:
+    async with pair(store) as (address, first, second):
         before = await groups(store)
-        two.engine.refuse = "no room for that"
-        two.engine.go.clear()
+        second.engine.refuse = "no room for that"
+        second.engine.go.clear()
         merging = asyncio.create_task(merge(address))
-        await eventually(lambda: bool(one.engine.preparations))
-        two.engine.go.set()
+        await eventually(lambda: bool(first.engine.preparations))
+        second.engine.go.set()
         (*_, last) = await merging
         assert last.phase == FAILED
         assert last.message == "w1 refused: no room for that"
@@ -201,9 +206,9 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
             return await groups(store) == before
 
         await eventually(as_before)
-        await eventually(lambda: len(one.engine.aborted) == 1)
-        assert one.engine.epoch == 1 and one.engine.held == {0, 1, 2, 3}
-        two.engine.refuse = ""
+        await eventually(lambda: len(first.engine.aborted) == 1)
+        assert first.engine.epoch == 1 and first.engine.held == {0, 1, 2, 3}
+        second.engine.refuse = ""
 
         async def merges() -> bool:
             return (await merge(address))[-1].phase == STABLE
@@ -212,39 +217,39 @@ async def test_a_refusal_leaves_everything_as_it_was(store: Store) -> None:
 
 
 @pytest.mark.parametrize("refuse", ["", "no room for that"])
-async def test_it_counts_as_preparing_until_the_change_is_committed_or_aborted(
+async def test_a_member_is_preparing_until_the_change_is_committed_or_aborted(
     store: Store, refuse: str
 ) -> None:
-    async with pair(store) as (address, one, two):
-        two.engine.refuse = refuse
-        two.engine.go.clear()
-        assert not one.servicer.preparing and not two.servicer.preparing
+    async with pair(store) as (address, first, second):
+        second.engine.refuse = refuse
+        second.engine.go.clear()
+        assert not first.servicer.preparing and not second.servicer.preparing
         merging = asyncio.create_task(merge(address))
-        await eventually(lambda: one.servicer.preparing and two.servicer.preparing)
-        two.engine.go.set()
+        await eventually(lambda: first.servicer.preparing and second.servicer.preparing)
+        second.engine.go.set()
         assert (await merging)[-1].phase == (FAILED if refuse else STABLE)
-        await eventually(lambda: not one.servicer.preparing and not two.servicer.preparing)
+        await eventually(lambda: not first.servicer.preparing and not second.servicer.preparing)
 
 
 async def test_a_leaving_worker_refuses_every_preparation(store: Store) -> None:
-    async with pair(store) as (address, one, two):
-        two.servicer.refuse_all()
+    async with pair(store) as (address, first, second):
+        second.servicer.refuse_all()
         last = (await merge(address))[-1]
         refusal = "w1 refused: the worker is stopping; leave it out"
         assert (last.phase, last.message) == (FAILED, refusal)
-        assert two.engine.preparations == [] and not two.servicer.preparing
-        await eventually(lambda: not one.servicer.preparing)
+        assert second.engine.preparations == [] and not second.servicer.preparing
+        await eventually(lambda: not first.servicer.preparing)
 
 
-async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layers(
+async def test_a_group_is_degraded_until_its_survivor_has_all_layers(
     store: Store,
 ) -> None:
-    async with memmgr(store) as address, member(store, "w0") as one:
-        async with member(store, "w1") as two, reporting(address, one, two):
-            await all_serve(address, one, two)
-            one.engine.go.clear()
-            assert (await _merged_slowly(address, one))[-1].phase == STABLE
-            one.engine.go.clear()
+    async with memmgr(store) as address, member(store, "w0") as first:
+        async with member(store, "w1") as second, reporting(address, first, second):
+            await all_serve(address, first, second)
+            first.engine.go.clear()
+            assert (await _merged_slowly(address, first))[-1].phase == STABLE
+            first.engine.go.clear()
 
         async def degraded() -> bool:
             record = (await groups(store))["group-w0"]
@@ -252,51 +257,51 @@ async def test_a_lost_member_degrades_its_group_until_the_survivor_has_all_layer
 
         await eventually(degraded)
         async with stub(address) as calls:
-            told = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
-        losses = {loss.group_id: loss.reason for loss in told.losses}
+            cluster = await calls.GetCluster(memmgr_pb2.GetClusterRequest(), timeout=30)
+        losses = {loss.group_id: loss.reason for loss in cluster.losses}
         assert losses["group-w0"] == "w1 is gone"
-        await eventually(lambda: len(one.engine.preparations) >= 2)
-        assert one.engine.held == {0, 1}
-        one.engine.go.set()
-        await eventually(lambda: one.engine.held == {0, 1, 2, 3})
+        await eventually(lambda: len(first.engine.preparations) >= 2)
+        assert first.engine.held == {0, 1}
+        first.engine.go.set()
+        await eventually(lambda: first.engine.held == {0, 1, 2, 3})
         assert (await groups(store))["group-w0"].phase == record_pb2.GROUP_PHASE_STABLE
 
 
-async def _merged_slowly(address: str, one: FakeMember) -> list[memmgr_pb2.ReconfigurationStep]:
-    """While `one` prepares, it serves as before."""
+async def _merged_slowly(address: str, first: FakeMember) -> list[memmgr_pb2.ReconfigurationStep]:
+    """Merge while `first` is slow to prepare; it must keep serving."""
     merging = asyncio.create_task(merge(address))
-    await eventually(lambda: bool(one.engine.preparations))
-    assert one.engine.epoch == 1
-    one.engine.go.set()
+    await eventually(lambda: bool(first.engine.preparations))
+    assert first.engine.epoch == 1
+    first.engine.go.set()
     return await merging
 
 
-async def test_a_silent_member_is_waited_for_no_longer_than_allowed(store: Store) -> None:
+async def test_a_silent_member_aborts_the_change_at_the_deadline(store: Store) -> None:
     async with (
         memmgr(store, prepare_timeout_s=3.0) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
+        member(store, "w0") as first,
+        member(store, "w1") as second,
     ):
-        await all_serve(address, one, two)
-        two.engine.go.clear()
+        await all_serve(address, first, second)
+        second.engine.go.clear()
         assert (await merge(address))[-1].phase == FAILED
-        await eventually(lambda: len(one.engine.aborted) == len(two.engine.aborted) == 1)
+        await eventually(lambda: len(first.engine.aborted) == len(second.engine.aborted) == 1)
 
 
-async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: Store) -> None:
-    async with member(store, "w0") as one, member(store, "w1") as two:
+async def test_a_restarted_memory_manager_aborts_its_predecessors_attempt(store: Store) -> None:
+    async with member(store, "w0") as first, member(store, "w1") as second:
         async with memmgr(store) as address:
-            await all_serve(address, one, two)
-            two.engine.go.clear()
+            await all_serve(address, first, second)
+            second.engine.go.clear()
             merging = asyncio.create_task(merge(address))
-            engines = one.engine, two.engine
+            engines = first.engine, second.engine
             await eventually(lambda: all(engine.preparations for engine in engines))
         (*_, last) = await merging
         assert (last.phase, "leadership" in last.message) == (FAILED, True)
         assert all(record.attempt for record in (await groups(store)).values())
         async with memmgr(store):
             await eventually(lambda: unmarked(store))
-            await eventually(lambda: len(one.engine.aborted) == len(two.engine.aborted) == 1)
+            await eventually(lambda: len(first.engine.aborted) == len(second.engine.aborted) == 1)
 
 
 @pytest.mark.parametrize(
@@ -307,15 +312,15 @@ async def test_a_restarted_memory_manager_ends_its_predecessors_attempt(store: S
         (["group-w0"], "a merge needs two"),
     ],
 )
-async def test_a_merge_that_cannot_be_is_one_sentence(
+async def test_an_impossible_merge_is_refused_in_one_sentence(
     store: Store, group_ids: list[str], reason: str
 ) -> None:
     async with (
         memmgr(store) as address,
-        member(store, "w0") as one,
-        member(store, "w1") as two,
+        member(store, "w0") as first,
+        member(store, "w1") as second,
     ):
-        await all_serve(address, one, two)
+        await all_serve(address, first, second)
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
             await merge(address, *group_ids)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -324,7 +329,7 @@ async def test_a_merge_that_cannot_be_is_one_sentence(
 
 
 async def _standby(store: Store) -> str:
-    """The address of the instance that does not lead."""
+    """The address of the standby instance."""
 
     async def find() -> str:
         leader = decode_record(
@@ -332,15 +337,15 @@ async def _standby(store: Store) -> str:
         )
         listing = await store.list_prefix(f"{SERVICES}memmgr/")
         records = [decode_record(record_pb2.ServiceRecord, e.value) for e in listing.values()]
-        return next((one.address for one in records if one and one != leader), "")
+        return next((record.address for record in records if record and record != leader), "")
 
     return await eventually(find)
 
 
 class TestTwoMemoryManagers:
-    async def test_a_standby_answers_reads_and_decides_nothing(self, store: Store) -> None:
-        async with memmgr(store) as first, memmgr(store), member(store, "w0") as one:
-            await serves(one)
+    async def test_a_standby_serves_reads_only(self, store: Store) -> None:
+        async with memmgr(store) as first, memmgr(store), member(store, "w0") as worker:
+            await serves(worker)
             standby = await _standby(store)
             assert standby != first
 
@@ -355,33 +360,33 @@ class TestTwoMemoryManagers:
                     return [group.group_id for group in answer.groups] == ["group-w0"]
 
                 await eventually(listed)
-            async with member(store, "w1") as two:
-                await serves(two)
+            async with member(store, "w1") as second:
+                await serves(second)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await merge(standby)
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
-    async def test_a_frozen_leader_has_no_effect_once_another_leads(
+    async def test_a_former_leader_has_no_effect_once_another_leads(
         self, store: Store, tmp_path: Path
     ) -> None:
-        """It is stopped in the middle of an attempt for longer than its lease, then goes on."""
+        """It is suspended during an attempt for longer than its lease, then continues."""
         path = tmp_path / "memmgr.yaml"
         path.write_text(yaml.safe_dump({"etcd_url": store.url, "lease_ttl_s": SHORT_LEASE_TTL_S}))
         frozen = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.memmgr", "--config", str(path))
         )
         try:
-            async with member(store, "w0") as one, member(store, "w1") as two:
-                await serves(one)
+            async with member(store, "w0") as first, member(store, "w1") as second:
+                await serves(first)
                 old_token = (await store.list_prefix(LEADER))[LEADER].create_revision
                 old_address = await service_address(store, "memmgr")
-                await all_serve(old_address, one, two)
-                two.engine.go.clear()
+                await all_serve(old_address, first, second)
+                second.engine.go.clear()
                 merging = asyncio.create_task(merge(old_address))
-                await eventually(lambda: bool(two.engine.preparations))
+                await eventually(lambda: bool(second.engine.preparations))
                 frozen.send_signal(signal.SIGSTOP)
-                # Its member becomes ready: all that the leader has to do is commit.
-                two.engine.go.set()
+                # Its member becomes ready, so that only the commit remains.
+                second.engine.go.set()
                 async with memmgr(store):
 
                     async def taken_over() -> bool:
@@ -389,15 +394,15 @@ class TestTwoMemoryManagers:
                         return entry is not None and entry.create_revision > old_token
 
                     await eventually(taken_over)
-                    await eventually(lambda: len(two.engine.aborted) == 1)
+                    await eventually(lambda: len(second.engine.aborted) == 1)
                     await eventually(lambda: unmarked(store))
                     before = await store.list_prefix(GROUPS)
                     frozen.send_signal(signal.SIGCONT)
-                    # It notices that its lease is over, and tells its callers.
+                    # It notices that its lease has expired, and informs its callers.
                     (*_, last) = await merging
                     assert last.phase == FAILED
                     assert await store.list_prefix(GROUPS) == before
-                    assert one.engine.epoch == two.engine.epoch == 1
+                    assert first.engine.epoch == second.engine.epoch == 1
                     async with member(store, "w2") as three:
                         await serves(three)
         finally:
@@ -408,7 +413,7 @@ class TestTwoMemoryManagers:
 async def marked(
     store: Store, participant: FakeMember, attempt: str = "7-1"
 ) -> worker_pb2.PrepareRequest:
-    """A request to w0, whose group has the mark of its attempt."""
+    """A prepare request to w0, whose group record is marked with the attempt."""
     key = f"{GROUPS}group-w0"
     record = group_record(participant.record, 1)
     record.attempt = attempt
@@ -421,7 +426,7 @@ async def marked(
 
 
 class TestMember:
-    """What a member refuses to every caller."""
+    """Calls that a member refuses."""
 
     @pytest.mark.parametrize(
         ("changes", "code"),
@@ -431,11 +436,11 @@ class TestMember:
             ({"group_id": "group-w9"}, grpc.StatusCode.FAILED_PRECONDITION),
             ({"epoch": 5}, grpc.StatusCode.ABORTED),
             ({"mod_revision": 1}, grpc.StatusCode.FAILED_PRECONDITION),
-            ({"mod_revision": 10**9}, grpc.StatusCode.ABORTED),  # a mark that etcd does not have
+            ({"mod_revision": 10**9}, grpc.StatusCode.ABORTED),  # a mark that is not in etcd
             ({"attempt": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ],
     )
-    async def test_what_is_stale_or_foreign_is_refused(
+    async def test_stale_or_foreign_calls_are_refused(
         self,
         store: Store,
         changes: dict[str, object],
@@ -443,37 +448,43 @@ class TestMember:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("services.worker.member.servicer.FUTURE_WAIT_S", 0.2)
-        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            request = await marked(store, one)
+        async with member(store, "w0") as fake, open_channel(fake.record.address) as channel:
+            request = await marked(store, fake)
             for name, value in changes.items():
                 setattr(request, name, value)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await one.stub(channel).Prepare(request, timeout=30)
+                await fake.stub(channel).Prepare(request, timeout=30)
             assert caught.value.code() is code
-            assert one.engine.preparations == []
+            assert fake.engine.preparations == []
 
-    async def test_a_lower_token_is_refused_and_a_repetition_gets_the_same_answer(
+    async def test_lower_tokens_are_refused_and_repetitions_get_the_same_answer(
         self, store: Store
     ) -> None:
-        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            request = await marked(store, one)
-            first = await one.stub(channel).Prepare(request, timeout=30)
-            assert first == await one.stub(channel).Prepare(request, timeout=30)
-            assert len(one.engine.preparations) == 1
+        async with (
+            member(store, "w0") as fake,
+            open_channel(fake.record.address) as channel,
+        ):
+            request = await marked(store, fake)
+            first = await fake.stub(channel).Prepare(request, timeout=30)
+            assert first == await fake.stub(channel).Prepare(request, timeout=30)
+            assert len(fake.engine.preparations) == 1
             stale = prepare_request(request.target, token=6, attempt="6-1")
             with pytest.raises(grpc.aio.AioRpcError, match="newer coordinator"):
-                await one.stub(channel).Prepare(stale, timeout=30)
+                await fake.stub(channel).Prepare(stale, timeout=30)
 
     async def test_a_later_attempt_replaces_an_earlier_one(self, store: Store) -> None:
-        async with member(store, "w0") as one, open_channel(one.record.address) as channel:
-            request = await marked(store, one)
-            one.engine.go.clear()
-            first = one.stub(channel).Prepare(request, timeout=30)
-            await eventually(lambda: bool(one.engine.preparations))
-            later = await marked(store, one, attempt="7-2")
-            second = one.stub(channel).Prepare(later, timeout=30)
-            await eventually(lambda: one.engine.aborted == ["7-1"])
+        async with (
+            member(store, "w0") as fake,
+            open_channel(fake.record.address) as channel,
+        ):
+            request = await marked(store, fake)
+            fake.engine.go.clear()
+            first = fake.stub(channel).Prepare(request, timeout=30)
+            await eventually(lambda: bool(fake.engine.preparations))
+            later = await marked(store, fake, attempt="7-2")
+            second = fake.stub(channel).Prepare(later, timeout=30)
+            await eventually(lambda: fake.engine.aborted == ["7-1"])
             with pytest.raises(grpc.aio.AioRpcError, match="the attempt was aborted"):
                 await first
-            one.engine.go.set()
+            fake.engine.go.set()
             assert (await second).attempt == "7-2"

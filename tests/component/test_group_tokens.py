@@ -1,4 +1,4 @@
-"""Requests of a group that merges and splits give the tokens of an undisturbed run."""
+"""Requests of groups that merge and split get the tokens of an undisturbed run."""
 
 import itertools
 import os
@@ -41,12 +41,12 @@ from tests.support.undisturbed import CHUNK_BYTES, REQUESTS, Oracle, tight_confi
 
 EVENTS = 8
 OVER_UCX = 25
-"""One scenario in so many has real lanes between its engines."""
+"""One of this many scenarios uses real lanes between its engines."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunnerConfig:
-    """Its budget is what parameters and staging take; tests add memory for KV."""
+    """The budget fits parameters and staging only; tests add memory for KV."""
     return tight_config(tmp_path_factory.mktemp("models") / "llama", LAYERS)
 
 
@@ -69,7 +69,7 @@ def start_all(group: EngineGroup, oracle: Oracle, numbers: Iterable[int]) -> Non
 
 
 def ucx_network() -> EngineNetwork:
-    """Skips the test where there is no UCX."""
+    """A UCX network; skips the test without UCX."""
     try:
         load_ucxx()
     except UcxUnavailable as error:
@@ -78,19 +78,22 @@ def ucx_network() -> EngineNetwork:
 
 
 SCENARIOS = range(int(os.environ.get("TIDESERVE_SCENARIOS", "1000")))
-"""Members cache prefixes in each second one."""
+"""Members cache prefixes in every second scenario."""
 CLASS_SCENARIOS = int(os.environ.get("TIDESERVE_CLASS_SCENARIOS", "14"))
 CLASS_AT_ONCE = 14
 CLASS_EVENTS = 18
 QUICK = 120
-"""Scenarios that are not left to `make test-slow`."""
+"""Number of scenarios that run in `make test`; the rest are in `make test-slow`."""
 
 
 @pytest.mark.parametrize(
     "seed",
-    [*SCENARIOS[:QUICK], *(pytest.param(one, marks=pytest.mark.slow) for one in SCENARIOS[QUICK:])],
+    [
+        *SCENARIOS[:QUICK],
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in SCENARIOS[QUICK:]),
+    ],
 )
-def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
+def test_random_interleavings_change_no_token(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
     network: EngineNetwork = QueueNetwork()
@@ -107,12 +110,12 @@ def test_every_interleaving_gives_the_tokens_of_an_undisturbed_run(
 
 
 @pytest.mark.parametrize("first", range(0, CLASS_SCENARIOS, CLASS_AT_ONCE))
-def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
+def test_preempted_batch_requests_change_no_token(
     config: RunnerConfig, oracle: Oracle, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is interrupted before any layer, yields its KV, rests on shelves, and loses its worker.
+    """They are interrupted before any layer, yield KV, rest on shelves, and lose their worker.
 
-    It also takes the turns of online requests, with `packing`.
+    With `packing`, they also fill the turns of online requests.
     """
     seen: Counter[str] = Counter()
     give = Replaceable.take_next
@@ -141,7 +144,7 @@ def test_batch_work_that_makes_way_gives_the_tokens_of_an_undisturbed_run(
             "killed, special",
             "turns",
         )
-        assert all(seen[one] for one in wanted), seen
+        assert all(seen[event] for event in wanted), seen
 
 
 DIVISIONS = int(os.environ.get("TIDESERVE_DIVISIONS", "512"))
@@ -162,10 +165,10 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunnerConfig,
         for first in range(0, DIVISIONS, DIVISIONS_AT_ONCE)
     ],
 )
-def test_groups_that_split_into_smaller_groups_give_the_tokens_of_an_undisturbed_run(
+def test_splits_into_smaller_groups_change_no_token(
     four_layers: tuple[RunnerConfig, Oracle], first: int
 ) -> None:
-    """4 → 2+2 → 1, 2+2 → 4 and 3 → 2+1; in most a worker dies in some phase of a change."""
+    """4 → 2+2 → 1, 2+2 → 4 and 3 → 2+1; mostly a worker dies in a phase of a change."""
     config, oracle = four_layers
     seen: Counter[str] = Counter()
     for seed in range(first, first + DIVISIONS_AT_ONCE):
@@ -183,8 +186,8 @@ def test_groups_that_split_into_smaller_groups_give_the_tokens_of_an_undisturbed
     assert seen["prepared"] and seen["committed"], seen
 
 
-def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, oracle: Oracle) -> None:
-    """Outputs that ended match their grammar; every kind of log probabilities is asked for."""
+def test_undisturbed_runs_cover_all_options(config: RunnerConfig, oracle: Oracle) -> None:
+    """Finished outputs match their grammar; all kinds of log probabilities are requested."""
     tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
     ended = 0
     for request in oracle.requests:
@@ -194,14 +197,14 @@ def test_the_undisturbed_runs_show_what_was_asked_for(config: RunnerConfig, orac
         ended += 1
         assert re.fullmatch(grammar.text, tokenizer.decode(tokens[:-1]))
     assert ended >= 2
-    assert {one.logprobs.output for one in oracle.requests} == {None, 0, 3}
-    assert {one.logprobs.prompt for one in oracle.requests} == {None, 0, 2}
+    assert {request.logprobs.output for request in oracle.requests} == {None, 0, 3}
+    assert {request.logprobs.prompt for request in oracle.requests} == {None, 0, 2}
 
 
-def test_one_swapped_block_is_noticed(
+def test_a_swapped_block_is_detected(
     config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison of tokens would find an exchange that puts a block in another's place."""
+    """Comparing tokens detects an exchange that swaps two blocks."""
     unpack = StageMemory.unpack_kv
     first_of: dict[tuple[int, int], int] = {}
     swaps = 0
@@ -209,7 +212,7 @@ def test_one_swapped_block_is_noticed(
     def swapped(
         self: StageMemory, layer: int, block_ids: Sequence[int], payload: torch.Tensor
     ) -> None:
-        # Not two of the same piece: attention does not mind the order of whole blocks.
+        # Not of the same piece, as attention ignores the order of whole blocks.
         nonlocal swaps
         ids = list(block_ids)
         first = first_of.setdefault((id(self), layer), ids[0])
@@ -219,7 +222,7 @@ def test_one_swapped_block_is_noticed(
         unpack(self, layer, ids, payload)
 
     monkeypatch.setattr(StageMemory, "unpack_kv", swapped)
-    longest = [one for one in oracle.requests if len(one.prompt_ids) > 30][:4]
+    longest = [request for request in oracle.requests if len(request.prompt_ids) > 30][:4]
     with closing(EngineGroup(roomy(config), 2, seed=2)) as group:
         for number, request in enumerate(longest):
             name = f"{number}-{request.request_id.split('-')[1]}"
@@ -228,14 +231,16 @@ def test_one_swapped_block_is_noticed(
         group.reconfigure([split_in(["w0", "w1"], [1])])
         group.finish()
         assert swaps == 1
-        assert any(one.tokens != oracle.tokens(one.request) for one in group.streams.values())
+        assert any(
+            stream.tokens != oracle.tokens(stream.request) for stream in group.streams.values()
+        )
 
 
 @pytest.mark.parametrize("leaves", ["w0", "w1"])
-def test_a_leaving_member_hands_over_all_of_its_requests(
+def test_a_leaving_member_hands_over_all_requests(
     config: RunnerConfig, oracle: Oracle, leaves: str
 ) -> None:
-    """A leader or a follower parts from its group and keeps no request; each goes on elsewhere."""
+    """A leader or follower leaves its group; all its requests continue elsewhere."""
     with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
         group.reconfigure([split_in(["w0", "w1"], [1])])
         start_all(group, oracle, range(6))
@@ -250,12 +255,12 @@ def test_a_leaving_member_hands_over_all_of_its_requests(
 
 @pytest.mark.parametrize("lost", ["w0", "w1"])
 @pytest.mark.parametrize("turns", [0, 30, 200])
-def test_the_rest_of_a_group_serves_again(
+def test_the_survivor_of_a_group_serves_again(
     config: RunnerConfig, oracle: Oracle, lost: str, turns: int
 ) -> None:
-    """A leader or a follower dies, in the exchange or after it: the other one takes all layers.
+    """A leader or follower dies during or after the exchange; the other restores all layers.
 
-    It recomputes what it leads; what the lost one led is over here.
+    It recomputes its own requests; those of the lost worker end.
     """
     left = "w1" if lost == "w0" else "w0"
     with closing(EngineGroup(roomy(config), 2, seed=turns)) as group:
@@ -267,7 +272,7 @@ def test_the_rest_of_a_group_serves_again(
             group.turn()
         group.lose(lost)
         group.run_until(lambda: group.engines[left].member.settled)
-        led = [one for one in group.streams.values() if not one.over]
+        led = [stream for stream in group.streams.values() if not stream.over]
         group.restore()
         serves_on(group, oracle)
         for stream in led:
@@ -276,10 +281,10 @@ def test_the_rest_of_a_group_serves_again(
 
 @pytest.mark.parametrize("spread", [True, False])
 @pytest.mark.parametrize("lost", ["w1", "w2"])
-def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
+def test_members_of_a_divided_group_share_its_requests(
     config: RunnerConfig, oracle: Oracle, lost: str, spread: bool
 ) -> None:
-    """A follower of three dies: its leader keeps half of what is to be computed again."""
+    """A follower of three dies: its leader keeps half of the requests to recompute."""
     with closing(
         EngineGroup(
             replace(config, budget_bytes=config.budget_bytes + 64 * LAYERS * CHUNK_BYTES),
@@ -291,7 +296,7 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
         group.gateway.asks_again = group.gateway.resumes = group.gateway.balances = True
         group.change([split_in(["w0", "w1", "w2"], [1, 2])])
         start_all(group, oracle, range(9))
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 6)
+        group.run_until(lambda: sum(bool(stream.tokens) for stream in group.streams.values()) >= 6)
         open_ones = [name for name, stream in group.streams.items() if not stream.over]
         group.lose(lost)
         whole = [[Stage(name, 0, LAYERS)] for name in group.engines]
@@ -312,17 +317,17 @@ def test_members_of_a_group_that_a_loss_has_divided_share_its_requests(
 
 
 @pytest.mark.parametrize("late", ["w0", "w1"])
-def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
+def test_a_member_that_missed_a_split_does_not_wait_for_others_kv(
     config: RunnerConfig, oracle: Oracle, late: str
 ) -> None:
-    """It was cut off from the records, and gets a group of its own, with the layers that it has.
+    """It was partitioned from the records, and gets a group of its own with its layers.
 
-    The others have gone on without it. What it leads is computed again.
+    The others have continued without it. It recomputes its requests.
     """
     with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
         group.change([split_in(["w0", "w1"], [1])])
         start_all(group, oracle, range(6))
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
+        group.run_until(lambda: sum(bool(stream.tokens) for stream in group.streams.values()) >= 3)
         alone = [[Stage(name, 0, LAYERS)] for name in ("w0", "w1")]
         attempt = group.prepare(alone)
         assert group.await_answers(attempt, alone)
@@ -336,16 +341,14 @@ def test_a_member_that_has_missed_a_split_does_not_wait_for_kv_of_the_others(
 CUTS = range(int(os.environ.get("TIDESERVE_CUT_SCENARIOS", "40")))
 
 
-def test_members_that_lose_one_another_lose_no_request(
-    config: RunnerConfig, oracle: Oracle
-) -> None:
-    """All live, and the lanes to one are cut: in the exchange, in a steady group, or idle."""
-    anew = [cut_scenario(config, oracle, seed) for seed in CUTS]
-    assert {True, False} == set(anew), "groups are made anew, and others are divided"
+def test_disconnected_members_lose_no_request(config: RunnerConfig, oracle: Oracle) -> None:
+    """The lanes of a live member are cut: during the exchange, under load, or when idle."""
+    rebuilt = [cut_scenario(config, oracle, seed) for seed in CUTS]
+    assert {True, False} == set(rebuilt), "groups are rebuilt or divided"
 
 
 def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
-    """Returns whether the group was made anew."""
+    """Returns whether the group was rebuilt."""
     rng = random.Random(seed)
     names = ["w0", "w1", "w2"][: rng.choice([2, 3])]
     room = rng.choice([8, 16, 64]) * LAYERS * CHUNK_BYTES
@@ -366,16 +369,16 @@ def cut_scenario(config: RunnerConfig, oracle: Oracle, seed: int) -> bool:
         group.network.cut(rng.choice(names))
         for _ in range(rng.randint(0, 40)):
             group.turn()
-        anew = group.mend(stages)
+        rebuilt = group.mend(stages)
         serves_on(group, oracle)
         for stream in group.streams.values():
             wanted = oracle.tokens(stream.request)
             assert stream.tokens == wanted, (seed, stream)
-    return anew
+    return rebuilt
 
 
 def serves_on(group: EngineGroup, oracle: Oracle) -> None:
-    """Further requests get their tokens, and nothing is left afterwards."""
+    """Check that further requests get their tokens and leave no state."""
     start_all(group, oracle, range(10, 14))
     group.end()
     for number in range(10, 14):
@@ -386,9 +389,9 @@ def serves_on(group: EngineGroup, oracle: Oracle) -> None:
 def retried_scenario(
     config: RunnerConfig, requests: list[Request], seed: int, *, resumes: bool = False
 ) -> EngineGroup:
-    """Members are lost while groups change; requests without a token are asked for again.
+    """Lose members while groups change; requests without a token are retried.
 
-    If the gateway `resumes`, so are the others, after their tokens.
+    If the gateway `resumes`, others are resumed after their tokens.
     """
     rng = random.Random(seed)
     kv_bytes = rng.choice([5, 8, 16, 32]) * LAYERS * CHUNK_BYTES
@@ -431,9 +434,9 @@ def retried_scenario(
         group.abort_attempt(attempt, targets)
     for _ in range(rng.choice([5, 20, 60, 150])):
         if group.gateway.to_ask_for(names[1:]):
-            break  # at one that others, too, have KV of
+            break  # at a worker whose KV others also hold
         group.turn()
-    open_ones = [name for name, one in group.streams.items() if group.gateway.would_ask(one)]
+    open_ones = [name for name, stream in group.streams.items() if group.gateway.would_ask(stream)]
     for name in rng.sample(open_ones, min(len(open_ones), rng.randint(0, 2))):
         group.gateway.hang_up(name)
     turns(rng.choice([0, 0, 10]))
@@ -445,7 +448,7 @@ def retried_scenario(
 
 
 def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
-    """Groups that `names` may become: each alone, or two together and the rest alone."""
+    """A random layout of `names`: all alone, or one pair and the rest alone."""
     if len(names) == 2 or rng.random() < 0.5:
         return [[Stage(name, 0, LAYERS)] for name in names]
     pair = rng.sample(names, 2)
@@ -454,10 +457,10 @@ def parted(names: list[str], rng: random.Random) -> list[list[Stage]]:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TIDESERVE_RESUMED_SCENARIOS", "30"))))
-def test_a_request_goes_on_after_its_tokens_wherever_its_leader_was_lost(
+def test_requests_resume_after_their_tokens_wherever_the_leader_is_lost(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
-    """Penalties, grammars, draws and log probabilities, while groups change and part."""
+    """Penalties, grammars, sampling and log probabilities, while groups change."""
     with closing(retried_scenario(config, oracle.requests, 1000 + seed, resumes=True)) as group:
         group.end()
         for stream in group.streams.values():
@@ -472,7 +475,7 @@ RETRIED = range(int(os.environ.get("TIDESERVE_RETRIED_SCENARIOS", "20")))
 
 
 @pytest.mark.parametrize("seed", RETRIED)
-def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
+def test_a_retried_request_is_unaffected_by_its_first_sequence(
     config: RunnerConfig, oracle: Oracle, seed: int
 ) -> None:
     """Late orders, KV, adoption and tokens of the first sequence have no effect."""
@@ -485,12 +488,12 @@ def test_a_request_that_is_asked_for_again_has_nothing_of_its_first_sequence(
 
 @pytest.mark.parametrize("late", [(), ("w0",)])
 @pytest.mark.parametrize("turns", [0, 4])
-def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
+def test_a_survivor_that_had_not_switched_keeps_its_prepared_layers(
     config: RunnerConfig, oracle: Oracle, late: tuple[str, ...], turns: int
 ) -> None:
-    """A commit gives the worker more layers; the other one dies before it has switched.
+    """A commit assigns more layers to the worker; the other dies before it has switched.
 
-    It may not even have heard of that commit.
+    It may not even have received that commit.
     """
     with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
         group.change([split_in(["w0", "w1"], [1])])
@@ -500,7 +503,7 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
         left = group.engines["w0"].member
-        group.commit(targets, ("w1", *late))  # a leader waits for members in the old one
+        group.commit(targets, ("w1", *late))  # a leader waits for members in the old configuration
         for _ in range(turns):
             group.turn()
         assert left.links.epoch < group.epoch, "it should not have switched yet"
@@ -512,13 +515,15 @@ def test_a_survivor_that_had_not_switched_keeps_the_layers_that_it_prepared(
 
 
 def is_dealt(group: EngineGroup, worker_id: str) -> bool:
-    """Whether a request is on its way to that leader, as far as another leader knows."""
-    return any(worker_id in one.changeover._handover.pending.values() for one in members(group))
+    """Whether another leader is handing a request to that worker."""
+    return any(
+        worker_id in member.changeover._handover.pending.values() for member in members(group)
+    )
 
 
 def is_source(group: EngineGroup, worker_id: str) -> bool:
-    """Whether another leader has yet to get KV from that worker."""
-    others = [one for name, one in group.engines.items() if name != worker_id]
+    """Whether another leader still needs KV from that worker."""
+    others = [engine for name, engine in group.engines.items() if name != worker_id]
     return any(
         transfer.source == worker_id
         for engine in others
@@ -528,14 +533,17 @@ def is_source(group: EngineGroup, worker_id: str) -> bool:
 
 
 def is_fetching(group: EngineGroup, worker_id: str) -> bool:
-    """Whether that leader has yet to get KV from another worker."""
+    """Whether that leader still needs KV from another worker."""
     moves = moves_of(group.engines[worker_id].member)
     return any(transfer.source != worker_id for move in moves for transfer in move.transfers)
 
 
 def moves_of(leader: Member) -> list[SequenceMove]:
     exchange = leader.changeover._moves._exchange
-    return [*exchange.waiting.values(), *(one.move for one in exchange.underway.values())]
+    return [
+        *exchange.waiting.values(),
+        *(exchanged.move for exchanged in exchange.underway.values()),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -544,11 +552,11 @@ def moves_of(leader: Member) -> list[SequenceMove]:
         (moment, engines, lost)
         for moment in (is_dealt, is_source, is_fetching)
         for engines, lost in ((2, "w0"), (2, "w1"), (3, "w0"), (3, "w1"), (3, "w2"))
-        if lost != "w0" or moment is is_source  # the old leader, which deals
+        if lost != "w0" or moment is is_source  # the old leader, which distributes requests
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
+def test_a_split_worker_keeps_serving_when_another_dies(
     config: RunnerConfig,
     oracle: Oracle,
     moment: Callable[[EngineGroup, str], bool],
@@ -556,16 +564,18 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
     engines: int,
     seed: int,
 ) -> None:
-    """Requests go on, recomputed where their KV is gone; no worker keeps KV that has no leader."""
+    """Requests continue, recomputed if their KV is lost; no worker keeps orphaned KV."""
     names = [f"w{index}" for index in range(engines)]
     with closing(EngineGroup(roomy(config), engines, seed)) as group:
         group.change([split_in(names, list(range(1, engines)))])
         targets = [[Stage(name, 0, LAYERS)] for name in names]
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
-        longest = sorted(range(REQUESTS), key=lambda one: -len(oracle.tokens(oracle.requests[one])))
+        longest = sorted(
+            range(REQUESTS), key=lambda number: -len(oracle.tokens(oracle.requests[number]))
+        )
         start_all(group, oracle, longest[:8])
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 4)
+        group.run_until(lambda: sum(bool(stream.tokens) for stream in group.streams.values()) >= 4)
         group.commit(targets)
         group.run_until(lambda: moment(group, lost))
         group.lose(lost)
@@ -577,7 +587,9 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
         start_all(group, oracle, longest[8:12])
         group.end()
         if moment is is_source:
-            assert any(one.state.preemptions_total for one in members(group)), "whose KV is gone?"
+            assert any(member.state.preemptions_total for member in members(group)), (
+                "whose KV is gone?"
+            )
         for stream in group.streams.values():
             if not stream.aborted:
                 assert stream.tokens == oracle.tokens(stream.request)
@@ -585,13 +597,13 @@ def test_a_worker_that_was_split_off_serves_on_when_another_one_dies(
 
 @pytest.mark.parametrize("names", [("w0", "w1"), ("w1", "w0")])
 @pytest.mark.parametrize("turns", [0, 8, 20])
-def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
+def test_block_counts_are_right_after_the_other_part_of_a_split_dies(
     config: RunnerConfig, oracle: Oracle, names: tuple[str, str], turns: int
 ) -> None:
     """Two of three members stay together, led by the old leader or by another one.
 
-    Requests that were dealt to the third come back to the old leader, or are over. Their blocks
-    are freed at both, and the present leader counts them as free.
+    Requests handed to the third return to the old leader, or end. Their blocks are freed at both,
+    and the current leader counts them as free.
     """
     with closing(EngineGroup(roomy(config), 3, seed=1)) as group:
         group.change([split_in(["w0", "w1", "w2"], [1, 2])])
@@ -599,9 +611,9 @@ def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
         attempt = group.prepare(targets)
         assert group.await_answers(attempt, targets)
         start_all(group, oracle, range(8))
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) >= 3)
+        group.run_until(lambda: sum(bool(stream.tokens) for stream in group.streams.values()) >= 3)
         group.commit(targets)
-        group.run_until(lambda: all(one.links.epoch == group.epoch for one in members(group)))
+        group.run_until(lambda: all(member.links.epoch == group.epoch for member in members(group)))
         for _ in range(turns):
             group.turn()
         group.lose("w2")
@@ -616,7 +628,7 @@ def test_the_rest_of_a_split_group_counts_right_when_the_other_part_dies(
                 assert stream.tokens == oracle.tokens(stream.request)
 
 
-def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
+def test_damaged_parameters_from_a_peer_are_read_from_the_model_folder(
     config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpack = StageMemory.unpack_slab
@@ -640,7 +652,7 @@ def test_parameters_that_a_peer_sends_damaged_come_from_the_model_folder(
             assert stream.tokens == oracle.tokens(stream.request)
 
 
-@pytest.mark.parametrize("moment", ["handed over", "adopted", "asked for anew"])
+@pytest.mark.parametrize("moment", ["handed over", "adopted", "retried"])
 def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, moment: str) -> None:
     """An abort reaches the old leader before or after `Adopted` has."""
     with closing(EngineGroup(roomy(config), 2, seed=1)) as group:
@@ -653,7 +665,7 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         if moment == "adopted":
             group.run_until(lambda: old.settled)
         old.handle(RequestAborted(group.now_s, "r"))
-        if moment == "asked for anew":
+        if moment == "retried":
             group.run_until(lambda: "r" in map(request_id_of, new.state.sequences))
             new.handle(RequestAborted(group.now_s, "r"))
             new.handle(RequestArrived(group.now_s, request))
@@ -668,10 +680,8 @@ def test_an_abort_follows_its_request_without_a_gateway(config: RunnerConfig, mo
         group.check_at_rest()
 
 
-def test_a_peer_lost_long_ago_ends_no_engine_when_groups_change_again(
-    config: RunnerConfig, oracle: Oracle
-) -> None:
-    """No request of the change that the lost peer was in moves any more."""
+def test_a_later_change_survives_a_peer_lost_long_ago(config: RunnerConfig, oracle: Oracle) -> None:
+    """All moves of the lost peer's change have finished."""
     network = QueueNetwork()
     roomy = replace(config, budget_bytes=config.budget_bytes + 16 * LAYERS * CHUNK_BYTES)
     with closing(EngineGroup(roomy, 3, seed=0, network=network)) as group:

@@ -1,4 +1,4 @@
-"""The relay in front of gRPC's server, with a server that returns the metadata of a call."""
+"""The relay in front of a gRPC server that returns a call's metadata."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ OPTIONS = (("grpc.max_receive_message_length", 2 * LARGE), ("grpc.use_local_subc
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Returns the tokens of the call's connection, then what the client sends."""
+    """Returns the tokens of the call's connection, then echoes the client's messages."""
 
     def service(self, handler_call_details: Any) -> Any:
         metadata = handler_call_details.invocation_metadata
@@ -73,7 +73,7 @@ async def relayed(connections: ClientConnections) -> AsyncIterator[tuple[str, Re
 
 
 async def echoed(channel: grpc.aio.Channel, message: bytes, **metadata: str) -> list[str]:
-    """The tokens of the call's connection; the message must come back."""
+    """The tokens of the call's connection; the message must be echoed."""
     call: Any = channel.stream_stream(ECHO)(metadata=tuple(metadata.items()))
     tokens = json.loads(await call.read())
     await call.write(message)
@@ -100,7 +100,7 @@ async def scenario() -> None:
         await eventually(lambda: connections.count("grpc") == 0)
 
 
-async def test_calls_pass_with_the_token_of_their_connection() -> None:
+async def test_calls_carry_the_token_of_their_connection() -> None:
     await scenario()
 
 
@@ -109,9 +109,10 @@ def test_calls_pass_in_the_loop_of_the_services() -> None:
 
 
 def swallowing(token: str, size: int) -> bytes:
-    """A call with a token of its own; its last header ends with a relay's header of such a token.
+    """A call with a forged token; its last header ends with a relay's header of such a token.
 
-    The name of the header ends in -bin, and its value begins with a null byte: it may be any bytes.
+    The name of the header ends in -bin, and its value begins with a null byte, so any bytes are
+    allowed.
     """
     relayed_bytes = 2 + len(CONNECTION_HEADER) + 1 + size
     last = b"\x10\x05x-bin" + bytes([1 + relayed_bytes]) + b"\0"
@@ -121,7 +122,7 @@ def swallowing(token: str, size: int) -> bytes:
 
 
 async def received(target: str, sent: bytes) -> list[str]:
-    """The tokens of a call, or none if the server refuses its headers."""
+    """The tokens of a call; empty if the server refuses its headers."""
     host, _, port = target.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
@@ -140,7 +141,7 @@ async def received(target: str, sent: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize(("token", "size"), [("1", 1), ("1" * 32, 32)])
-async def test_a_header_that_swallows_the_token_replaces_it_by_none(token: str, size: int) -> None:
+async def test_a_header_that_swallows_the_token_removes_it(token: str, size: int) -> None:
     async with (
         relayed(ClientConnections(LIMITS)) as (target, relay),
         grpc.aio.insecure_channel(target, options=OPTIONS) as honest,
@@ -169,7 +170,7 @@ async def test_header_blocks_have_a_deadline(monkeypatch: pytest.MonkeyPatch, be
         relayed(connections) as (target, _),
         grpc.aio.insecure_channel(target, options=OPTIONS) as honest,
     ):
-        # Its header block ends, so its connection stays.
+        # Its header block is complete, so its connection stays.
         call: Any = honest.stream_stream(ECHO)()
         assert await call.read()
         assert await received(target, PREFACE + frame(SETTINGS, 0, 0) + begun) == []
@@ -179,8 +180,8 @@ async def test_header_blocks_have_a_deadline(monkeypatch: pytest.MonkeyPatch, be
     assert reasons == [CloseReason.HEADERS]
 
 
-def test_connections_that_make_room_in_a_burst_end_whole() -> None:
-    """In the loop of the services, whose transports can end before their protocol knows them."""
+def test_connections_evicted_in_a_burst_close_cleanly() -> None:
+    """On uvloop, whose transports may close before their protocol is connected."""
 
     async def burst() -> None:
         connections = ClientConnections(ConnectionLimits(12, 12, restricted_max=12))
@@ -199,7 +200,7 @@ def test_connections_that_make_room_in_a_burst_end_whole() -> None:
 
 
 class Aborting(asyncio.Protocol):
-    """Aborts its connection when it is made, as the relay does for a client that has gone."""
+    """Aborts its connection when made, as the relay does for a client that has disconnected."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -207,14 +208,14 @@ class Aborting(asyncio.Protocol):
 
 
 async def abort_at_once() -> None:
-    """The descriptor of an aborted connection is closed once: its next owner keeps it."""
+    """Check that an aborted connection's descriptor is closed once: its next owner keeps it."""
     name = f"tideserve-test-{secrets.token_hex(8)}"
     loop = asyncio.get_running_loop()
     async with await loop.create_unix_server(asyncio.Protocol, f"\0{name}"):
         aborting = [Aborting()]
         await relay_module._connect(name, lambda: aborting[0])
         await asyncio.sleep(0.01)
-        # The numbers of closed descriptors are used again, lowest first.
+        # Numbers of closed descriptors are reused, lowest first.
         files = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
         aborting.clear()
         gc.collect()

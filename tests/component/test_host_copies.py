@@ -25,7 +25,7 @@ from services.worker.engine.host.store import HostStore
 from tests.support.engine_networks import QueueNetwork
 from tests.support.fake_model import FAKE, expected_tokens, load_fake
 from tests.support.group_scenario import Scenario
-from tests.support.host_group import HostGroup, host_settings
+from tests.support.host_group import HostGroup, host_settings, swap_blocks
 from tideserve.sim.replay import WORKER_TYPES, replay
 
 SEEDS = range(int(os.environ.get("TIDESERVE_HOST_SEEDS", "8")))
@@ -48,6 +48,7 @@ class HostScenario(Scenario):
     """Requests whose prompts come back, on engines that save and recall; copiers may fail."""
 
     GROUP = HostGroup
+    group: HostGroup
 
     def __init__(self, seed: int, **options: Any) -> None:
         rng = random.Random(seed)
@@ -64,15 +65,9 @@ class HostScenario(Scenario):
             if self.rng.random() < 0.1:
                 self.abort()
             if self.rng.random() < 0.005:
-                self.fail_copier()
+                self.group.fail_copier(self.rng)
             self.group.check_invariants()
         super().run(events)
-
-    def fail_copier(self) -> None:
-        """The copier's thread of a worker has failed."""
-        copier = self.rng.choice(list(self.group.engines.values())).copier
-        assert copier is not None
-        copier.failed = True
 
     def check(self) -> None:
         for stream in self.group.streams.values():
@@ -80,6 +75,7 @@ class HostScenario(Scenario):
             limits = stream.request.limits
             wanted = expected_tokens(stream.request.prompt_ids, limits.max_tokens)
             assert stream.tokens == (wanted[: len(stream.tokens)] if stream.aborted else wanted)
+        self.group.check_owners()
 
 
 @pytest.fixture
@@ -96,13 +92,7 @@ def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
     made.append(scenario)
     scenario.run(EVENTS)
     scenario.check()
-    counts: Counter[str] = Counter()
-    for name in scenario.group.engines:
-        use = scenario.group.counts(name)
-        counts["saved"] += use.saved_blocks_total
-        counts["recalled"] += use.recalled_tokens_total
-        counts["failures"] += use.failures_total
-    return counts
+    return scenario.group.seen
 
 
 def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) -> None:
@@ -112,18 +102,6 @@ def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) 
         scenario.pop().group.close()
     assert counts["saved"] > 10 * len(SEEDS) and counts["recalled"] > 10 * len(SEEDS)
     assert counts["failures"], "no copier has failed"
-
-
-def swap_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two copies change places in every store."""
-    seal = HostStore.seal
-
-    def swap(store: HostStore, slot: int) -> None:
-        seal(store, slot)
-        if slot % 2:
-            store._blocks[[slot - 1, slot]] = store._blocks[[slot, slot - 1]]
-
-    monkeypatch.setattr(HostStore, "seal", swap)
 
 
 def audited(made: HostScenario, folder: Path) -> Findings:

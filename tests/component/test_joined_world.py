@@ -1,4 +1,4 @@
-"""The group protocol, real engines and the gateway's attempts together, while everything fails.
+"""The group protocol, real engines and the gateway's attempts together, under random faults.
 
 `TIDESERVE_JOINED_SEEDS=5000 make test TESTS=tests/component/test_joined_world.py` runs more worlds.
 A failure names its seed and the last events; PYTEST_ARGS="-k 'whatever_fails[SEED]'" repeats it.
@@ -16,13 +16,13 @@ from tests.support.undisturbed import Oracle, tight_config
 
 LAYERS = 4
 SEEDS = range(int(os.environ.get("TIDESERVE_JOINED_SEEDS", "60")))
-"""A world takes between half a second and a second of one core."""
+"""Number of worlds; each takes half a second to a second of a core."""
 BATCHES = 10
 DIVIDING_SEEDS = range(int(os.environ.get("TIDESERVE_DIVIDING_SEEDS", "120")))
-"""Worlds whose groups split into smaller groups, too."""
+"""Worlds whose groups also split into smaller groups."""
 DIVIDING_QUICK = 12
 GIVEN_BACK = (16, 25, 30)
-"""Worlds in which a member of a group is lost whose leader has requests to share."""
+"""Worlds that lose a member of a group whose leader can share requests."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def oracle(config: RunnerConfig) -> Oracle:
 def live(
     config: RunnerConfig, oracle: Oracle, seed: int, rules: Rules | None = None
 ) -> JoinedWorld:
-    """A world from its first process to its rest, with the tokens of an undisturbed run."""
+    """Run a world to its end, and compare its tokens with undisturbed runs."""
     world = JoinedWorld(config, oracle.requests, seed, rules or Rules())
     try:
         world.run(oracle.check)
@@ -58,7 +58,7 @@ def test_requests_get_their_tokens_whatever_fails(
     "seed",
     [
         *DIVIDING_SEEDS[:DIVIDING_QUICK],
-        *(pytest.param(one, marks=pytest.mark.slow) for one in DIVIDING_SEEDS[DIVIDING_QUICK:]),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in DIVIDING_SEEDS[DIVIDING_QUICK:]),
     ],
 )
 def test_requests_get_their_tokens_while_groups_split_into_smaller_groups(
@@ -67,7 +67,7 @@ def test_requests_get_their_tokens_while_groups_split_into_smaller_groups(
     live(config, oracle, seed, Rules(divides=True))
 
 
-def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) -> None:
+def test_the_worlds_cover_their_faults(config: RunnerConfig, oracle: Oracle) -> None:
     worlds = [live(config, oracle, seed) for seed in range(BATCHES)]
     assert sum(world.control.committed for world in worlds) >= BATCHES, "hardly anything changed"
     assert sum(world.gateway.resumed for world in worlds) > 0, "no request lost its worker"
@@ -77,9 +77,7 @@ def test_the_worlds_try_what_they_are_for(config: RunnerConfig, oracle: Oracle) 
     assert sum(divided) > 0, "no group split into smaller groups"
 
 
-def test_leaders_whose_group_a_loss_divides_give_requests_back(
-    config: RunnerConfig, oracle: Oracle
-) -> None:
+def test_leaders_of_divided_groups_return_requests(config: RunnerConfig, oracle: Oracle) -> None:
     returned = [live(config, oracle, seed).gateway.returned for seed in GIVEN_BACK]
     assert sum(returned) > 0, "no leader gave a request back"
 
@@ -99,10 +97,10 @@ def test_leaders_whose_group_a_loss_divides_give_requests_back(
         ("resume", 1),
     ],
 )
-def test_every_cure_is_needed(
+def test_every_recovery_rule_is_needed(
     config: RunnerConfig, oracle: Oracle, removed: str, seed: int
 ) -> None:
-    """The seed is one that shows it; with the rule the same world goes well."""
+    """Without the rule the world of this seed fails; with it, it succeeds."""
     live(config, oracle, seed)
     with pytest.raises(Violated):
         live(config, oracle, seed, REMOVED[removed])

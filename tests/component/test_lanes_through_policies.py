@@ -1,7 +1,7 @@
-"""The network policies of deploy/ let the lanes of two workers through, data and all.
+"""The network policies of deploy/ permit the lanes of two workers, including data.
 
-Two network namespaces stand for two pods, packet filters with the ports of the policies for what a
-network plugin does. Needs root, iproute2, iptables and kustomize.
+Two network namespaces represent two pods, and packet filters with the policies' ports represent the
+network plugin. Needs root, iproute2, iptables and kustomize.
 """
 
 import json
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def objects():
     try:
-        return {identity(one): one for one in build(CPU_OVERLAY)}
+        return {identity(manifest): manifest for manifest in build(CPU_OVERLAY)}
     except ToolMissing as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture
 def pods(objects) -> Iterator[dict[str, str]]:
-    """Names of two network namespaces that let in what the policies say."""
+    """Names of two network namespaces that enforce the policies."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "iptables"))):
         pytest.skip("network namespaces need root, iproute2 and iptables")
     tag = uuid.uuid4().hex[:6]
@@ -64,12 +64,12 @@ def run(*command: str) -> None:
 
 
 def worker_ports(objects) -> list[str]:
-    """Ranges of ports at which the policies let a worker into a worker."""
+    """Port ranges at which the policies permit traffic between workers."""
     return [
         f"{port['port']}:{port.get('endPort', port['port'])}"
-        for one in objects.values()
-        if one["kind"] == "NetworkPolicy" and selects(one["spec"]["podSelector"], "worker")
-        for rule in one["spec"].get("ingress", ())
+        for policy in objects.values()
+        if policy["kind"] == "NetworkPolicy" and selects(policy["spec"]["podSelector"], "worker")
+        for rule in policy["spec"].get("ingress", ())
         if any(selects(peer.get("podSelector", {}), "worker") for peer in rule.get("from", ()))
         for port in rule["ports"]
     ]
@@ -86,7 +86,7 @@ def close(name: str, ports: list[str]) -> None:
 
 
 def exchange(pods: dict[str, str], settings: dict[str, object]) -> int:
-    """Exit status of the node that connects; 0: every frame went there and back."""
+    """Exit status of the connecting node; 0 if every frame was echoed."""
     nodes = {}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     try:
@@ -122,5 +122,5 @@ def test_lanes_pass_with_the_settings_of_the_manifests(pods, settings):
     assert exchange(pods, settings) == 0
 
 
-def test_lanes_do_not_pass_where_ucx_listens_at_other_ports(pods, settings):
+def test_lanes_do_not_pass_if_ucx_listens_at_other_ports(pods, settings):
     assert exchange(pods, settings | {"ucx_ports": "50095-50126"}) == 1

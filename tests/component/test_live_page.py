@@ -1,4 +1,4 @@
-"""The live page in a real Chromium; gateway, memory manager and members' protocol are real."""
+"""The live page in a real Chromium, with real gateway, memory manager and group protocol."""
 
 import asyncio
 import json
@@ -47,24 +47,24 @@ pytestmark = pytest.mark.skipif(
 async def watched(
     store: Store, tmp_path: Path, **fields: Any
 ) -> AsyncIterator[tuple[Page, str, tuple[FakeMember, FakeMember]]]:
-    """The page of a cluster of two, its URL and the members; the page must log no error."""
+    """The page of a cluster of two workers, its URL and members; the page must log no error."""
     async with members(store) as pair:
-        for one in pair:
-            one.engine.blocks_total, one.engine.blocks_free = 100, 100
+        for fake in pair:
+            fake.engine.blocks_total, fake.engine.blocks_free = 100, 100
         async with admin_port(store, tmp_path, **fields) as url, open_page() as page:
             await page.goto(url)
             yield page, url, pair
             assert page.requests
-            assert all(one.startswith(f"{url}/") for one in page.requests), page.requests
+            assert all(request.startswith(f"{url}/") for request in page.requests), page.requests
 
 
 def height(worker: int, part: str) -> str:
-    """The share of a part in a worker's column, in percent, as the page has set it."""
+    """The height of a part of a worker's column in percent, as set by the page."""
     return f"parseFloat({TANKS}[{worker}].querySelector('.part.{part}').style.height)"
 
 
 async def focus_on(page: Page, wanted: str) -> None:
-    """Press Tab until the focus is on what has that id or text."""
+    """Press Tab until the element with that id or text is focused."""
     seen = []
     for _ in range(40):
         await page.press("Tab")
@@ -74,15 +74,17 @@ async def focus_on(page: Page, wanted: str) -> None:
     raise AssertionError(f"the keyboard never reaches {wanted}: {seen}")
 
 
-async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_path: Path) -> None:
-    async with watched(store, tmp_path) as (page, _, (one, _other)):
+async def test_the_page_shows_memory_and_changes_groups_by_keyboard(
+    store: Store, tmp_path: Path
+) -> None:
+    async with watched(store, tmp_path) as (page, _, (first, _other)):
         await page.until(f"{TANKS}.length === 2 && {LIVE}")
         assert await page.evaluate("document.querySelector('#no-drops').hidden")
         assert "every worker holds the whole model" in await page.text("#headline")
         whole = await page.until(height(0, "parameters"))
         assert await page.evaluate(height(0, "used")) == 0
 
-        one.engine.blocks_free = 40
+        first.engine.blocks_free = 40
         await page.until(f"{height(0, 'used')} > 0")
         used, free = await page.evaluate(f"[{height(0, 'used')}, {height(0, 'free')}]")
         assert used == pytest.approx(1.5 * free, abs=0.01)
@@ -95,7 +97,7 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         await page.until("document.querySelector('#ask').open")
         await page.press("Space")
         assert not await page.evaluate("document.querySelector('#ask').open"), "left it"
-        assert one.engine.held == {0, 1, 2, 3}
+        assert first.engine.held == {0, 1, 2, 3}
         await page.press("Enter")
         await page.until("document.querySelector('#ask').open")
         await focus_on(page, "ask-yes")
@@ -122,7 +124,7 @@ async def test_it_shows_memory_and_a_keyboard_changes_groups(store: Store, tmp_p
         assert page.complaints == []
 
 
-async def test_it_says_which_workers_cannot_drop_layers(store: Store, tmp_path: Path) -> None:
+async def test_the_page_marks_workers_that_cannot_drop_layers(store: Store, tmp_path: Path) -> None:
     note = "document.querySelector('#no-drops')"
     lacking = {"capabilities": ["generate"], "no_drops": "UCX cannot be loaded"}
     async with (
@@ -136,7 +138,7 @@ async def test_it_says_which_workers_cannot_drop_layers(store: Store, tmp_path: 
         assert page.complaints == []
 
 
-async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> None:
+async def test_the_page_shows_batches_until_they_end(store: Store, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/batches.db"
     batches = BatchStore(url)
     token = await batches.lead(1)
@@ -152,7 +154,7 @@ async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> 
         assert "tokens/s" in shown and shown.endswith("min left")
         bar = "document.querySelector('#batches progress')"
         assert await page.evaluate(f"[{bar}.value, {bar}.max]") == [10, 40]
-        # The panel is above the numbers, and as wide as they are.
+        # The panel is above the numbers, with equal width.
         edges = [
             await page.evaluate(
                 f"(b => [b.left, b.right, b.top])({element}.getBoundingClientRect())"
@@ -166,14 +168,14 @@ async def test_it_shows_batches_until_they_end(store: Store, tmp_path: Path) -> 
     await batches.close()
 
 
-async def test_it_shows_waiting_requests_by_length(store: Store, tmp_path: Path) -> None:
-    """A real scheduler orders batch requests of two lengths that no group has room for."""
+async def test_the_page_shows_waiting_requests_by_length(store: Store, tmp_path: Path) -> None:
+    """A real scheduler queues batch requests of two lengths that no group has room for."""
     panel = "document.querySelector('#lengths')"
     options = {"etcd_url": store.url, "lease_ttl_s": LEASE_TTL_S, "buckets": "on"}
     config = from_mapping(SchedulerConfig, options, "a test")
     batch = service_pb2.Service(service_class=service_pb2.SERVICE_CLASS_BATCH)
-    async with watched(store, tmp_path) as (page, _, (one, _other)):
-        full = FakeWorker(one.record, epoch=one.engine.epoch)
+    async with watched(store, tmp_path) as (page, _, (first, _other)):
+        full = FakeWorker(first.record, epoch=first.engine.epoch)
         full.load.kv_blocks_free = 0
         async with (
             serving(scheduler_app.serve, config),
@@ -204,7 +206,7 @@ async def test_it_shows_waiting_requests_by_length(store: Store, tmp_path: Path)
             assert page.complaints == []
 
 
-async def test_a_change_that_fails_is_told(store: Store, tmp_path: Path) -> None:
+async def test_a_failed_change_is_shown(store: Store, tmp_path: Path) -> None:
     async with watched(store, tmp_path) as (page, _, (_one, other)):
         other.engine.refuse = "it has no room"
         await page.until(f"{TANKS}.length === 2 && {LIVE}")
@@ -214,7 +216,7 @@ async def test_a_change_that_fails_is_told(store: Store, tmp_path: Path) -> None
         assert "it has no room" in await page.text("#progress")
 
 
-async def test_nothing_opens_without_the_key(store: Store, tmp_path: Path) -> None:
+async def test_the_page_needs_the_key(store: Store, tmp_path: Path) -> None:
     async with watched(store, tmp_path, admin_key=KEY) as (page, url, _):
         await page.until("!document.querySelector('#login').hidden")
         assert await page.evaluate("document.querySelector('#main').hidden")
@@ -225,11 +227,11 @@ async def test_nothing_opens_without_the_key(store: Store, tmp_path: Path) -> No
         await page.press("Enter")
         await page.until(f"{TANKS}.length === 2 && {LIVE}")
         assert await page.evaluate("location.href") == f"{url}/", "the key is in no URL"
-        assert all("401" in one for one in page.complaints), page.complaints
+        assert all("401" in complaint for complaint in page.complaints), page.complaints
 
 
-async def test_a_lost_feed_is_told_and_found_again(store: Store, tmp_path: Path) -> None:
-    """A relay in front of the gateway goes away and comes back."""
+async def test_a_lost_feed_is_shown_and_reconnected(store: Store, tmp_path: Path) -> None:
+    """A relay in front of the gateway closes and reopens."""
     async with members(store), admin_port(store, tmp_path) as url, open_page() as page:
         relay = Relay(int(url.rpartition(":")[2]))
         await relay.open()
@@ -248,9 +250,13 @@ async def test_a_lost_feed_is_told_and_found_again(store: Store, tmp_path: Path)
         await relay.close()
 
 
-async def test_a_page_of_another_site_gets_nothing(store: Store, tmp_path: Path) -> None:
-    """A real browser says from where it asks; the guard's own test has the table of headers."""
-    async with members(store) as (one, _), admin_port(store, tmp_path) as url, open_page() as page:
+async def test_a_page_of_another_site_is_refused(store: Store, tmp_path: Path) -> None:
+    """A real browser sends its origin; the guard's unit test covers all headers."""
+    async with (
+        members(store) as (first, _),
+        admin_port(store, tmp_path) as url,
+        open_page() as page,
+    ):
         foreign = await asyncio.start_server(_hello, "127.0.0.1", 0)
         await page.goto(f"http://localhost:{foreign.sockets[0].getsockname()[1]}")
         await page.until("document.body.innerText === 'hello'")
@@ -264,9 +270,9 @@ async def test_a_page_of_another_site_gets_nothing(store: Store, tmp_path: Path)
             ),
         ):
             call = f"fetch({json.dumps(url + path)}, {json.dumps(options)})"
-            said = await page.evaluate(f"{call}.then((a) => a.type, () => 'refused')")
-            assert said == "refused", path
-        assert one.engine.held == {0, 1, 2, 3}
+            outcome = await page.evaluate(f"{call}.then((a) => a.type, () => 'refused')")
+            assert outcome == "refused", path
+        assert first.engine.held == {0, 1, 2, 3}
         async with httpx.AsyncClient() as http:
             answer = await http.get(url, headers={"host": "rebound.example"})
             assert answer.status_code == 403
@@ -280,7 +286,7 @@ async def _hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 class Relay:
-    """Passes bytes on to a port of this machine while it is open; keeps its own port."""
+    """Forwards bytes to a local port while open; its own port stays the same."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -289,13 +295,13 @@ class Relay:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def open(self) -> None:
-        """Listen, at the same port as before."""
+        """Listen at the same port as before."""
         listener = socket.create_server(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         self._server = await asyncio.start_server(self._pass_on, sock=listener)
 
     async def close(self) -> None:
-        """Cut everything."""
+        """Close all connections."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:

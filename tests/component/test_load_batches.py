@@ -1,4 +1,4 @@
-"""The load generator's batches: at a real gateway in front of fake services, and refused."""
+"""The load generator's batches at a real gateway in front of fake services."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ async def test_a_cancelled_run_cancels_its_batch(case: Case) -> None:
     assert batch.status == "cancelled"
 
 
-async def test_a_batch_without_all_answers_has_failed(case: Case) -> None:
+async def test_an_incomplete_batch_is_a_failure(case: Case) -> None:
     too_long = PlannedRequest(0.0, (97, 98), 100_000, seed=1)
     async with BatchClient(case.url, None, "m") as client:
         with pytest.raises(BatchFailed, match="is completed; 20 of 21 lines have an answer"):

@@ -1,4 +1,4 @@
-"""A model folder or a budget that cannot be served: one sentence, before any memory is kept."""
+"""Unusable model folders and budgets fail with one sentence, before memory is reserved."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def only_a_pickle(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("damage", "message"),
     [
         (truncate, "model.safetensors"),
         (garble, "model.safetensors"),
@@ -78,20 +78,20 @@ def only_a_pickle(folder: Path) -> None:
     ],
 )
 def test_a_damaged_folder(
-    tiny: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+    tiny: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     folder = shutil.copytree(tiny, tmp_path / "model")
     damage(folder)
-    with pytest.raises(WorkerError, match=words):
+    with pytest.raises(WorkerError, match=message):
         load(folder)
 
 
-def test_a_device_that_is_not_there(tiny: Path) -> None:
+def test_a_missing_device(tiny: Path) -> None:
     with pytest.raises(WorkerError, match=r"CPU-only build|no GPU"):
         load(tiny, device="cuda:99")
 
 
-def test_the_memory_that_is_asked_for_suffices(tiny: Path) -> None:
+def test_the_requested_memory_suffices(tiny: Path) -> None:
     with pytest.raises(BudgetTooSmall) as raised:
         load(tiny, budget_bytes=MIB)
     runner = load(tiny, budget_bytes=raised.value.needed_bytes)

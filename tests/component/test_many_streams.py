@@ -1,6 +1,6 @@
-"""Two thousand streams through one gateway process, readers that read nothing among them.
+"""Two thousand streams through a gateway process, also with stalled readers.
 
-The gateway and the readers are processes of their own; all behind it is faked in this one.
+The gateway and the readers are separate processes; its backends are faked in this process.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from tideserve.load.workload import PlannedRequest
 STREAMS = 2000
 OUTPUT_TOKENS = 32
 STEP_S, STEP_TOKENS = 2.0, 4
-"""Each stream gets so many tokens in so many seconds: 4,000 a second all together.
+"""Tokens per stream and its duration in seconds: 4,000 tokens per second in total.
 
-The fakes send a frame for each, where an engine sends one for all of a step; more would be the
-limit of the fakes and not of the gateway.
+The fakes send a frame per token, whereas an engine sends a frame per step; higher rates would
+measure the fakes, not the gateway.
 """
 SPREAD_S = 0.002
-"""Between two arrivals: the listening queue is as long as its backlog."""
+"""Interval between arrivals, because the listen backlog is limited."""
 DEAF, DEAF_TOKENS = 20, 30_000
 STALL_S = 4.0
 LIVE_S = 1.0
-"""99 of 100 probes are answered within it."""
+"""Limit of the probes' P99."""
 RSS_GROWTH = 1.10
 WAVE_LIMIT_S = 120.0
 ENOUGH = text_ids(TEXT) * 600
@@ -47,7 +47,7 @@ FILES = 3 * STREAMS
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Sockets for both ends of every stream."""
+    """Raise the limit of open files to fit both ends of every stream."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < FILES:
         pytest.skip(f"this machine allows {hard} open files a process; {FILES} are needed")
@@ -57,7 +57,7 @@ def many_files() -> Iterator[None]:
 
 
 async def wave(url: str) -> tuple[SentRequest, ...]:
-    """All streams at once, to their ends, read by another process."""
+    """Run all streams concurrently to their ends, read by another process."""
     requests = tuple(
         PlannedRequest(number * SPREAD_S, (1, 2), OUTPUT_TOKENS, number)
         for number in range(STREAMS)
@@ -69,7 +69,7 @@ async def wave(url: str) -> tuple[SentRequest, ...]:
 
 @asynccontextmanager
 async def probed(url: str) -> AsyncIterator[list[float]]:
-    """Seconds that `/live` took, ten times a second, on connections of their own."""
+    """Durations of `/live`, ten times a second, each on a new connection."""
     took: list[float] = []
 
     async def probe() -> None:
@@ -89,7 +89,7 @@ async def probed(url: str) -> AsyncIterator[list[float]]:
 
 
 def deaf(url: str) -> list[socket.socket]:
-    """Clients that ask for a stream of more than any buffer holds and read nothing of it."""
+    """Clients that request a stream larger than all buffers and read nothing."""
     host, port = url.removeprefix("http://").split(":")
     body = orjson.dumps({"model": "m", "prompt": "hi", "max_tokens": DEAF_TOKENS, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -104,7 +104,7 @@ def deaf(url: str) -> list[socket.socket]:
 
 
 def check(records: Sequence[SentRequest], took: list[float]) -> None:
-    """Every stream whole, every probe in time."""
+    """Check that streams are complete and probes are in time."""
     failed = [record.error for record in records if record.outcome is not RequestOutcome.COMPLETED]
     assert (len(failed), len(records)) == (0, STREAMS), failed[:3]
     assert {record.output_tokens for record in records} == {OUTPUT_TOKENS}
@@ -114,12 +114,12 @@ def check(records: Sequence[SentRequest], took: list[float]) -> None:
 
 
 def script(prompt_ids: Sequence[int]) -> list[int]:
-    """As many tokens as anybody asks for."""
+    """Endless output tokens."""
     return ENOUGH
 
 
 @pytest.mark.slow
-async def test_none_fails_memory_is_flat_and_probes_are_answered(
+async def test_no_stream_fails_memory_is_flat_and_probes_are_answered(
     store: Store, tmp_path: Path, many_files: None
 ) -> None:
     async with fake_cluster(store, script, 2) as cluster:
@@ -144,7 +144,7 @@ async def test_none_fails_memory_is_flat_and_probes_are_answered(
 
 
 @pytest.mark.slow
-async def test_readers_that_read_nothing_are_cut_and_hurt_nobody(
+async def test_stalled_readers_are_disconnected_without_affecting_others(
     store: Store, tmp_path: Path, many_files: None
 ) -> None:
     async with fake_cluster(store, script, 2, max_model_len=2 * DEAF_TOKENS) as cluster:

@@ -73,7 +73,9 @@ async def test_a_registered_worker_gets_a_group(store: Store) -> None:
             await eventually(listed)
 
 
-async def test_a_vanished_worker_leaves_a_tombstone_and_returns_higher(store: Store) -> None:
+async def test_a_lost_worker_leaves_a_tombstone_and_returns_with_a_higher_epoch(
+    store: Store,
+) -> None:
     async with memmgr(store) as address:
         async with registered(store, KEY, worker_record()):
             await group_becomes(store, group_record(worker_record(), epoch=1))
@@ -97,7 +99,7 @@ async def test_a_restart_adopts_groups(store: Store) -> None:
             await group_becomes(store, group_record(worker_record(), epoch=1))
         before = (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"]
         async with memmgr(store), registered(store, f"{WORKERS}w1", worker_record("w1")):
-            # Once the new one has made a group of w1 it has looked at w0's too.
+            # Once the new instance has created w1's group, it has also read w0's.
             await eventually(lambda: read_group(store, "w1"))
             assert (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"] == before
 
@@ -109,7 +111,7 @@ async def test_a_worker_that_left_while_no_memory_manager_ran(store: Store) -> N
 
 
 async def test_two_memory_managers_agree(store: Store) -> None:
-    """Both see changes at different times, so epochs may be skipped, but never go back."""
+    """Both see changes at different times, so epochs may be skipped but never decrease."""
     epochs = [0]
 
     async def becomes(phase: int) -> bool:
@@ -126,7 +128,7 @@ async def test_two_memory_managers_agree(store: Store) -> None:
             await eventually(lambda: becomes(record_pb2.GROUP_PHASE_DISSOLVED))
 
 
-async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) -> None:
+async def test_groups_stay_while_etcd_is_unreachable(store: Store, etcd: EtcdServer) -> None:
     async with (
         memmgr(store, lease_ttl_s=SHORT_LEASE_TTL_S),
         registered(store, KEY, worker_record(), ttl_s=60),
@@ -136,13 +138,15 @@ async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) ->
         etcd.kill()
         await asyncio.sleep(5)
         etcd.start()
-        # Once w1 has a group, the memory manager is back at work.
+        # Once w1 has a group, the memory manager has recovered.
         async with registered(store, f"{WORKERS}w1", worker_record("w1")):
             await eventually(lambda: read_group(store, "w1"))
         assert (await store.list_prefix(GROUPS))[f"{GROUPS}group-w0"] == before
 
 
-async def test_a_worker_that_came_while_etcd_was_away(store: Store, etcd: EtcdServer) -> None:
+async def test_a_worker_that_started_while_etcd_was_unreachable(
+    store: Store, etcd: EtcdServer
+) -> None:
     async with memmgr(store, lease_ttl_s=SHORT_LEASE_TTL_S):
         etcd.kill()
         await asyncio.sleep(1)
@@ -213,7 +217,7 @@ async def test_the_cluster_shows_registered_workers_that_report(store: Store) ->
             return await shown() == []
 
         async def shows_its_group() -> bool:
-            return [one.group_id for one in (await cluster(address)).groups] == ["group-w0"]
+            return [group.group_id for group in (await cluster(address)).groups] == ["group-w0"]
 
         assert await shown() == []
         async with registered(store, KEY, worker_record()):
@@ -263,7 +267,7 @@ class DemandStream:
 
 
 async def test_reports_are_accepted_before_their_streams_end(store: Store) -> None:
-    """Otherwise the sender's gRPC keeps its reports for a retry."""
+    """Otherwise the sender's gRPC buffers its reports for a retry."""
     async with (
         memmgr(store) as address,
         Reporter(address) as memory,
@@ -276,7 +280,7 @@ async def test_reports_are_accepted_before_their_streams_end(store: Store) -> No
 
 
 async def test_demand_beyond_the_capacity_leads_to_a_decision(store: Store) -> None:
-    """Two full workers and a queue; the decision tells the numbers that were reported."""
+    """Two full workers and a queue; the decision shows the reported numbers."""
     async with (
         memmgr(store) as address,
         registered(store, KEY, worker_record()),
@@ -308,7 +312,7 @@ async def test_impossible_demand_is_refused(store: Store) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
+async def test_the_scheduler_reports_its_queue(store: Store) -> None:
     """A real scheduler, whose two workers have no room."""
     config = SchedulerConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S)
     async with AsyncExitStack() as stack:
@@ -330,21 +334,24 @@ async def test_the_scheduler_tells_what_waits_there(store: Store) -> None:
         for number in range(2):
             await gateway.ask(f"r{number}", prompt_tokens=90, max_tokens=500)
 
-        async def told() -> bool:
-            found = (await cluster(address)).decisions
-            # Each needs six blocks for its prompt and one for what it will say.
-            return any(one.queued_tokens == 2 * 7 * 16 and one.waiting == 2 for one in found)
+        async def reported() -> bool:
+            decisions = (await cluster(address)).decisions
+            # Each needs six blocks for its prompt and one for its output.
+            return any(
+                decision.queued_tokens == 2 * 7 * 16 and decision.waiting == 2
+                for decision in decisions
+            )
 
-        await eventually(told)
+        await eventually(reported)
 
 
-async def test_a_shortfall_is_told_until_the_memory_manager_ends(store: Store) -> None:
-    """One full worker and a queue: there is nothing to merge it with."""
+async def test_a_shortfall_is_reported_until_the_memory_manager_stops(store: Store) -> None:
+    """A full worker and a queue: there is no group to merge with."""
     heard: list[ShortfallsReported] = []
     services = Directory(store, SERVICES, record_pb2.ServiceRecord)
     watch = ShortfallWatch(services, heard.append, lambda address, _: open_channel(address))
     async with asyncio.TaskGroup() as tasks:
-        listening = [tasks.create_task(one.run()) for one in (services, watch)]
+        listening = [tasks.create_task(stream.run()) for stream in (services, watch)]
         async with (
             memmgr(store) as address,
             registered(store, KEY, worker_record()),

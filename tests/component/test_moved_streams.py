@@ -1,4 +1,4 @@
-"""Streams whose request changes hands: the gateway's client and real worker servicers over gRPC."""
+"""Streams of requests that move: the gateway's client and real worker servicers over gRPC."""
 
 import asyncio
 import contextlib
@@ -25,22 +25,22 @@ from tests.support.refusing_address import refusing_address
 from tests.support.waiting import eventually
 from tideserve.common.v1 import load_pb2
 
-ASKED_FOR: ContextVar[str] = ContextVar("asked for", default="nobody")
-"""For whom a task works, as its lines in the log would tell."""
+WORKS_FOR: ContextVar[str] = ContextVar("works for", default="no request")
+"""The request that a task works for, as in its log lines."""
 TOKENS = [11, 12, 13, 14, 15]
 N = len(TOKENS)
 
 
 @dataclass
 class Bench:
-    """A gateway's end, and workers that requests move between."""
+    """A gateway's client, and workers between which requests move."""
 
     client: WorkerClient
     owners: list[Owner]
     registered: set[str]  # addresses
     moves: list[None]
     loads: list[str]
-    asked_for: list[str]
+    worked_for: list[str]
     running: asyncio.Task[None]
 
     def place(self, request_id: str) -> Assignment:
@@ -61,14 +61,14 @@ class Bench:
     async def begin(
         self, request_id: str, emitted: int, coalesced: bool = False
     ) -> AsyncIterator[TokenStream]:
-        """Start a request at the first worker, which emits so many tokens."""
+        """Start a request at the first worker, which emits `emitted` tokens."""
         async with self.open(request_id, coalesced) as stream:
             await self.owners[0].has_started(request_id)
             self.owners[0].emit(request_id, TOKENS, 0, emitted)
             yield stream
 
     async def all_idle(self) -> None:
-        """Wait until no worker has a request."""
+        """Wait until no worker holds a request."""
         for owner in self.owners:
             await asyncio.wait_for(owner.servicer.wait_idle(), 20)
             owner.check_idle()
@@ -79,11 +79,11 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     moves: list[None] = []
     loads: list[str] = []
-    asked_for: list[str] = []
+    worked_for: list[str] = []
 
     def note_load(load: load_pb2.WorkerLoad) -> None:
         loads.append(load.worker_id)
-        asked_for.append(ASKED_FOR.get())
+        worked_for.append(WORKS_FOR.get())
 
     async with contextlib.AsyncExitStack() as stack:
         owners = [
@@ -100,13 +100,13 @@ async def bench() -> AsyncIterator[Bench]:
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0)
-        yield Bench(client, owners, registered, moves, loads, asked_for, running)
+        yield Bench(client, owners, registered, moves, loads, worked_for, running)
         running.cancel()
         await asyncio.wait([running])
 
 
 async def read(stream: TokenStream) -> list[int]:
-    """All tokens to the end."""
+    """Read a stream to its end; returns its tokens."""
     tokens: list[int] = []
     async with asyncio.timeout(20):
         while True:
@@ -121,30 +121,30 @@ ORDERS = ("adopt first", "attach first", "adopt and emit first", "end before att
 
 
 async def hand_over(request_id: str, old: Owner, new: Owner, index: int, order: str) -> int:
-    """Move a request that has emitted `index` tokens; returns how many it has emitted then."""
+    """Move a request that has emitted `index` tokens; returns its number of emitted tokens."""
     moved = old.moved(request_id, new, index)
     if order == "attach first":
-        old.tell(moved)
+        old.publish(moved)
         await new.is_awaited(request_id)
         new.adopt(request_id, TOKENS, index)
         return index
     new.adopt(request_id, TOKENS, index)
     end = {"adopt first": index, "adopt and emit first": min(index + 1, N - 1)}.get(order, N)
     new.emit(request_id, TOKENS, index, end)
-    old.tell(moved)
+    old.publish(moved)
     return end
 
 
 async def test_a_link_works_for_no_request_in_particular(bench: Bench) -> None:
-    ASKED_FOR.set("the first one")
+    WORKS_FOR.set("the first request")
     async with bench.open("r") as stream:
         await bench.owners[0].has_started("r")
         bench.owners[0].emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
-    assert set(bench.asked_for) == {"nobody"}
+    assert set(bench.worked_for) == {"no request"}
 
 
-async def test_a_load_is_passed_on_before_the_end_that_it_came_with(
+async def test_a_load_is_forwarded_before_the_end_in_the_same_frame(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = bench.owners[0]
@@ -170,8 +170,8 @@ async def test_a_stream_moves_at_any_token(bench: Bench, order: str, coalesced: 
     for index in range(N):
         name = f"r{index}"
         async with bench.begin(name, index, coalesced) as stream:
-            told = await hand_over(name, old, new, index, order)
-            new.emit(name, TOKENS, told, N)
+            emitted = await hand_over(name, old, new, index, order)
+            new.emit(name, TOKENS, emitted, N)
             # Late events of the old worker are ignored.
             old.emit(name, [99] * N, index, N)
             assert await read(stream) == TOKENS
@@ -191,7 +191,7 @@ async def test_a_stream_moves_twice(bench: Bench, coalesced: bool) -> None:
         async with bench.begin(name, a, coalesced) as stream:
             await hand_over(name, first, second, a, orders[0])
             second.emit(name, TOKENS, a, b)
-            # Back to where it came from, or on to a third.
+            # Back to its source, or on to a third worker.
             last = first if number % 3 == 0 else third
             await hand_over(name, second, last, b, orders[1])
             last.emit(name, TOKENS, b, N)
@@ -201,9 +201,7 @@ async def test_a_stream_moves_twice(bench: Bench, coalesced: bool) -> None:
 
 
 @pytest.mark.parametrize("index", range(N))
-async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
-    bench: Bench, index: int
-) -> None:
+async def test_coalesced_tokens_precede_the_engines_death(bench: Bench, index: int) -> None:
     owner = bench.owners[0]
     async with bench.begin("r", index, coalesced=True) as stream:
         owner.servicer.fail_all("it died", engine_died=True)
@@ -212,22 +210,22 @@ async def test_gathered_tokens_come_before_the_news_that_the_engine_died(
             async with asyncio.timeout(20):
                 while True:
                     tokens += (await stream.next()).token_ids
-    # The next start follows all tokens that were made.
+    # The next start follows all generated tokens.
     assert tokens == TOKENS[:index]
 
 
-async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:
+async def test_a_request_that_moved_again_before_the_gateway_attaches(bench: Bench) -> None:
     first, second, third = bench.owners
     async with bench.begin("r", 1) as stream:
         second.adopt("r", TOKENS, 1)
         second.emit("r", TOKENS, 1, 2)
-        second.tell(second.moved("r", third, 2))
-        # It comes back to the second once more.
+        second.publish(second.moved("r", third, 2))
+        # It returns to the second worker.
         third.adopt("r", TOKENS, 2)
         third.emit("r", TOKENS, 2, 3)
         second.adopt("r", TOKENS, 3)
-        third.tell(third.moved("r", second, 3))
-        first.tell(first.moved("r", second, 1))
+        third.publish(third.moved("r", second, 3))
+        first.publish(first.moved("r", second, 1))
         second.emit("r", TOKENS, 3, N)
         assert await read(stream) == TOKENS
     assert third.servicer.active == 1, "kept until its time is over"
@@ -238,12 +236,12 @@ async def test_it_has_moved_on_before_the_gateway_comes(bench: Bench) -> None:
 
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("moment", ["awaited", "read"])
-async def test_hanging_up_after_the_move_reaches_the_new_owner(
+async def test_a_disconnect_after_the_move_reaches_the_new_owner(
     bench: Bench, moment: str, index: int
 ) -> None:
     old, new, _ = bench.owners
     async with bench.begin("r", index):
-        old.tell(old.moved("r", new, index))
+        old.publish(old.moved("r", new, index))
         await new.is_awaited("r")
         if moment == "read":
             new.adopt("r", TOKENS, index)
@@ -259,9 +257,7 @@ async def test_hanging_up_after_the_move_reaches_the_new_owner(
 
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("adopted", ["before", "between", "after"])
-async def test_an_abort_that_comes_too_late_for_the_old_owner(
-    bench: Bench, adopted: str, index: int
-) -> None:
+async def test_an_abort_too_late_for_the_old_owner(bench: Bench, adopted: str, index: int) -> None:
     old, new, _ = bench.owners
     async with bench.begin("r", index):
         if adopted == "before":
@@ -269,8 +265,8 @@ async def test_an_abort_that_comes_too_late_for_the_old_owner(
     await old.has_aborted("r")
     if adopted == "between":
         new.adopt("r", TOKENS, index)
-    # Its engine had handed it over already, and the servicer no longer knows it.
-    old.tell(old.moved("r", new, index))
+    # Its engine had already handed it over, and the servicer no longer knows it.
+    old.publish(old.moved("r", new, index))
     if adopted == "after":
         await new.is_unwanted("r")
         new.adopt("r", TOKENS, index)
@@ -282,7 +278,7 @@ async def test_a_gateway_that_dies_while_it_waits(bench: Bench) -> None:
     old, new, _ = bench.owners
     async with bench.open("r"):
         await old.has_started("r")
-        old.tell(old.moved("r", new, 0))
+        old.publish(old.moved("r", new, 0))
         await new.is_awaited("r")
         bench.running.cancel()
         await asyncio.wait([bench.running])
@@ -292,12 +288,12 @@ async def test_a_gateway_that_dies_while_it_waits(bench: Bench) -> None:
     await bench.all_idle()
 
 
-async def test_a_request_that_never_comes_is_admitted_again(bench: Bench) -> None:
+async def test_a_request_that_never_arrives_is_admitted_again(bench: Bench) -> None:
     old, new, _ = bench.owners
     for emitted in (0, 1):
         name = f"r{emitted}"
         async with bench.begin(name, emitted) as stream:
-            old.tell(old.moved(name, new, emitted))
+            old.publish(old.moved(name, new, emitted))
             await new.is_awaited(name)
             new.now_s += ATTACH_TIMEOUT_S
             with pytest.raises(StaleEpoch):
@@ -313,13 +309,13 @@ async def test_a_worker_that_does_not_answer_in_time(bench: Bench) -> None:
         for emitted in (0, 1):
             name = f"r{emitted}"
             async with bench.begin(name, emitted) as stream:
-                old.tell(old.moved(name, silent, emitted))
+                old.publish(old.moved(name, silent, emitted))
                 with pytest.raises(WorkerLost):
                     await read(stream)
         await bench.all_idle()
 
 
-async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench) -> None:
+async def test_an_unreachable_worker_is_abandoned_at_once(bench: Bench) -> None:
     old, *_ = bench.owners
     gone = Owner("gone", 20)
     bench.client._attach_timeout_s = 3600.0
@@ -327,13 +323,13 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_at_once(bench: Bench)
         bench.registered.add(gone.address)
         async with bench.open("r") as stream:
             await old.has_started("r")
-            old.tell(old.moved("r", gone, 0))
+            old.publish(old.moved("r", gone, 0))
             with pytest.raises(WorkerLost, match="is unreachable"):
                 await read(stream)
     await bench.all_idle()
 
 
-async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
+async def test_attaching_is_retried_until_the_worker_answers(bench: Bench) -> None:
     old, *_ = bench.owners
     late = Owner("late", 20)
     asked = asyncio.Event()
@@ -348,7 +344,7 @@ async def test_a_worker_is_asked_until_it_answers(bench: Bench) -> None:
             host, port = closing.sockets[0].getsockname()
             late.address = f"{host}:{port}"
             bench.registered.add(late.address)
-            old.tell(old.moved("r", late, 0))
+            old.publish(old.moved("r", late, 0))
             await asked.wait()
         async with late.serving():
             late.adopt("r", TOKENS, 0)
@@ -360,10 +356,10 @@ async def test_a_newer_move_of_an_unanswered_stream_counts(bench: Bench) -> None
     old, silent, third = bench.owners
     async with bench.open("r") as stream, bench.open("other"):
         await old.has_started("other")
-        old.tell(old.moved("r", silent, 0))
+        old.publish(old.moved("r", silent, 0))
         await silent.is_awaited("r")
         third.adopt("r", TOKENS, 0)
-        old.tell(old.moved("r", third, 0))
+        old.publish(old.moved("r", third, 0))
         third.emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
     silent.now_s += ATTACH_TIMEOUT_S
@@ -376,21 +372,21 @@ async def test_an_answered_stream_may_be_silent(bench: Bench) -> None:
     async with bench.open("r") as stream:
         await old.has_started("r")
         new.adopt("r", TOKENS, 0)
-        old.tell(old.moved("r", new, 0))
+        old.publish(old.moved("r", new, 0))
         await new.is_read("r")
         await eventually(lambda: stream.attached)
-        # Longer than the time for attaching: its KV is on the way, say.
+        # Longer than the attach timeout, for example while KV is in flight.
         new.now_s += 2 * ATTACH_TIMEOUT_S
         await asyncio.sleep(1)
         # A late event of the old worker has no effect.
-        old.tell(old.moved("r", third, 0))
+        old.publish(old.moved("r", third, 0))
         new.emit("r", TOKENS, 0, N)
         assert await read(stream) == TOKENS
     await bench.all_idle()
 
 
 class Engines:
-    """Runs one request on whichever worker has it, and moves it about, until it ends."""
+    """Runs a request, and moves it between workers until it ends."""
 
     def __init__(self, name: str, owners: list[Owner], rng: Random) -> None:
         self.name = name
@@ -399,7 +395,7 @@ class Engines:
         self.aborted = False
 
     async def run(self) -> None:
-        """Emit all tokens, or stop at the abort; wherever the request is then, it must come."""
+        """Emit all tokens, or stop at the abort, which must reach the request's owner."""
         owner, index = self.owners[0], 0
         await owner.has_started(self.name)
         aborts = 0
@@ -422,7 +418,7 @@ class Engines:
     async def _hand_over(self, old: Owner, new: Owner, index: int) -> None:
         steps = [
             lambda: new.adopt(self.name, TOKENS, index),
-            lambda: old.tell(old.moved(self.name, new, index)),
+            lambda: old.publish(old.moved(self.name, new, index)),
         ]
         self.rng.shuffle(steps)
         for step in steps:
@@ -431,10 +427,10 @@ class Engines:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_many_streams_move_and_hang_up_at_random(bench: Bench, seed: int) -> None:
+async def test_many_streams_move_and_disconnect_at_random(bench: Bench, seed: int) -> None:
     rng = Random(seed)
 
-    async def one(name: str, leaves_after: int | None) -> None:
+    async def run_stream(name: str, leaves_after: int | None) -> None:
         engines = Engines(name, bench.owners, Random(rng.random()))
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engines.run())
@@ -452,7 +448,7 @@ async def test_many_streams_move_and_hang_up_at_random(bench: Bench, seed: int) 
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(32):
-            tasks.create_task(one(f"r{number}", rng.choice([None, None, None, 0, 1, 2, 3])))
+            tasks.create_task(run_stream(f"r{number}", rng.choice([None, None, None, 0, 1, 2, 3])))
     for owner in bench.owners:
         owner.now_s += ATTACH_TIMEOUT_S
     await bench.all_idle()

@@ -1,6 +1,6 @@
 """Gateway, scheduler and memory manager over mutual TLS, with a fake worker, under load.
 
-tests/robustness/test_mutual_tls.py does the same to a whole cluster.
+tests/robustness/test_mutual_tls.py does the same for a whole cluster.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def certified(tmp_path: Path) -> Certified:
 async def gateway(
     store: Store, certified: Certified, model_dir: Path
 ) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
-    """Clients of its public and its admin port, once both listen."""
+    """A gateway's clients of its public and admin ports, once both listen."""
     write_model_folder(model_dir)
     port, admin_port = free_port(), free_port()
     config = GatewayConfig(
@@ -68,7 +68,7 @@ async def gateway(
         model_dir=model_dir,
         port=port,
         admin_port=admin_port,
-        # Nobody is to be refused because a scheduler takes long to come back here.
+        # Requests wait for as long as a scheduler takes to restart.
         admit_timeout_s=DEADLINE_S,
         **certified.config("gateway"),
     )
@@ -83,7 +83,7 @@ async def gateway(
 
 
 async def listens(client: httpx.AsyncClient) -> bool:
-    """Whether the port of the client accepts connections."""
+    """Whether the client's port accepts connections."""
     try:
         await client.get("/")
     except httpx.ConnectError:
@@ -105,7 +105,7 @@ async def scheduler(store: Store, certified: Certified, reports: Reports) -> Asy
 
 @dataclass
 class Load:
-    """Requests one after the other, several at once, to a worker that the memory manager leads."""
+    """Concurrent loops of requests to a worker in a group of the memory manager."""
 
     store: Store
     http: httpx.AsyncClient
@@ -125,7 +125,7 @@ class Load:
         wanted = len(self.answers) + 2 * STREAMS
 
         async def there() -> bool:
-            # The memory manager takes the group over, under a new epoch.
+            # The memory manager adopts the group under a new epoch.
             group = await read_group(self.store, "w0")
             assert group is not None
             self.worker.epoch = self.reports.load.epoch = group.epoch
@@ -135,14 +135,14 @@ class Load:
 
 
 async def all_ready(admin: httpx.AsyncClient) -> bool:
-    """Whether all services tell the gateway that they are ready."""
+    """Whether all services report to the gateway that they are ready."""
     status = (await admin.get("/tideserve/v1/status")).json()
     ready = {row["name"] for row in status["services"] if row["ready"]}
     return ready >= {"gateway", "scheduler", "memmgr", "w0"} and "errors" not in status
 
 
 async def refused(channel: grpc.aio.Channel) -> bool:
-    """Whether there is no connection; closes the channel."""
+    """Whether a connection is refused; closes the channel."""
     async with channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
         try:
@@ -152,7 +152,7 @@ async def refused(channel: grpc.aio.Channel) -> bool:
     return False
 
 
-async def test_certificates_and_the_ca_change_without_a_lost_request(
+async def test_certificates_and_the_ca_change_without_a_failed_request(
     store: Store, certified: Certified, tmp_path: Path
 ) -> None:
     first, second = certified.authority, Authority.create("second")
@@ -170,7 +170,7 @@ async def test_certificates_and_the_ca_change_without_a_lost_request(
             certified.trust(*trusted)
             for role in SERVICE_ROLES:
                 certified.issue(role, issuer)
-            # The former scheduler has ended meanwhile: all connect to another one.
+            # The former scheduler has stopped meanwhile: all connect to its successor.
             async with scheduler(store, certified, reports):
                 await load.some_more()
                 await eventually(lambda: all_ready(admin))

@@ -1,7 +1,7 @@
-"""Two engines in network namespaces of their own, as in two containers: they merge over TCP.
+"""Two engines in separate network namespaces, as in two containers, merge over TCP.
 
-Each listens on 0.0.0.0 at the same fixed ports, and is reached at what it tells. Needs root, to
-make the namespaces.
+Each listens on 0.0.0.0 at the same fixed ports, and is reached at its advertised address. Needs
+root, to create namespaces.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def engines(
     real = asyncio.create_subprocess_exec
 
     async def inside(*command: str, **options: Any) -> asyncio.subprocess.Process:
-        (worker,) = [one for one in HOSTS if f"/{one}/engine-" in " ".join(command)]
+        (worker,) = [name for name in HOSTS if f"/{name}/engine-" in " ".join(command)]
         return await real("ip", "netns", "exec", namespaces[worker], *command, **options)
 
     monkeypatch.setattr(engine_client.asyncio, "create_subprocess_exec", inside)
@@ -81,7 +81,7 @@ async def engines(
         activation_port=min(LANE_PORTS),
         bulk_port=max(LANE_PORTS),
         ucx_ports=f"{UCX_PORTS[0]}-{UCX_PORTS[-1]}",
-        # Shared memory would get through: it knows nothing of networks.
+        # Shared memory would bypass the namespaces.
         ucx_transports="tcp",
     )
     made = EngineProcesses()
@@ -95,7 +95,7 @@ async def engines(
 
 
 def listening(namespace: str) -> dict[int, str]:
-    """Ports that are listened on, and at which address."""
+    """Listening ports and their addresses."""
     command = ["ip", "netns", "exec", namespace, "ss", "-Hltn"]
     lines = subprocess.run(
         command, check=True, timeout=TIMEOUT_S, capture_output=True, text=True
@@ -104,7 +104,7 @@ def listening(namespace: str) -> dict[int, str]:
     return {int(port): host for host, _, port in places}
 
 
-async def test_workers_that_reach_each_other_by_the_network_alone_merge(
+async def test_workers_connected_by_the_network_only_merge(
     engines: EngineProcesses, namespaces: dict[str, str]
 ) -> None:
     for worker, namespace in namespaces.items():
@@ -113,34 +113,34 @@ async def test_workers_that_reach_each_other_by_the_network_alone_merge(
         assert facts.bulk_address == f"{HOSTS[worker]}:{max(LANE_PORTS)}"
         ports = listening(namespace)
         assert {ports[port] for port in LANE_PORTS} == {"0.0.0.0"}
-        # A network policy has to let these ports through, and no others.
+        # A network policy must permit these ports, and no others.
         assert set(ports) <= LANE_PORTS | set(UCX_PORTS)
     for number, worker in enumerate(HOSTS):
         request = Request(f"r{number}", (3, 4, 5), Sampling(0.0), Limits(300), 0.0)
         await engines.serve(request, worker)
     streams = engines.streams.values()
-    await engines.until(lambda: all(len(one.tokens) > 5 for one in streams))
+    await engines.until(lambda: all(len(stream.tokens) > 5 for stream in streams))
     assert await engines.reconfigure([[Stage("w0", 0, 2), Stage("w1", 2, LAYERS)]])
     await engines.until(lambda: engines.moved == 1)
-    await engines.until(lambda: all(one.over for one in streams))
-    first, second = (one.output() for one in streams)
+    await engines.until(lambda: all(stream.over for stream in streams))
+    first, second = (stream.output() for stream in streams)
     assert len(first) == 300 and first == second
 
 
-def test_the_address_that_leads_to_etcd_is_that_of_the_namespace(
+def test_the_advertised_address_is_that_of_the_namespace(
     namespaces: dict[str, str],
 ) -> None:
-    """`advertise: auto` in a container: the kernel of that network is asked."""
+    """`advertise: auto` in a container uses the routes of its network."""
     code = (
         "from services.common.advertise import advertised_host as a;"
         f"print(a('auto', '0.0.0.0', 'http://{HOSTS['w0']}:2379'))"
     )
-    found = {}
+    addresses = {}
     for worker, namespace in namespaces.items():
         command = ["ip", "netns", "exec", namespace, engine_client.sys.executable, "-c", code]
         done = subprocess.run(
             command, check=True, timeout=TIMEOUT_S, capture_output=True, text=True
         )
-        found[worker] = done.stdout.strip()
-    assert found == HOSTS
+        addresses[worker] = done.stdout.strip()
+    assert addresses == HOSTS
     assert advertised_host("auto", HOSTS["w1"], "http://127.0.0.1:1") == HOSTS["w1"]

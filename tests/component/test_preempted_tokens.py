@@ -1,4 +1,4 @@
-"""Batch work that is interrupted at any layer gets the tokens that it gets undisturbed."""
+"""Batch requests interrupted at any layer get the tokens of an undisturbed run."""
 
 import random
 from collections.abc import Callable
@@ -53,7 +53,7 @@ VOCAB, LAYERS, NEW_TOKENS, REQUESTS = 320, 5, 10, 16
 
 
 def at_layer(layer: int) -> Callable[[], bool]:
-    """Interrupts before that layer, counted from the first one that runs."""
+    """An interrupt before a layer, counted from the first layer that runs."""
     asked = iter(range(LAYERS + 1))
     return lambda: next(asked) == layer
 
@@ -63,7 +63,7 @@ def at_layer(layer: int) -> Callable[[], bool]:
 def test_tokens_do_not_depend_on_interruptions(
     tmp_path: Path, dtype: torch.dtype, work: PreemptedWork
 ) -> None:
-    """With too few blocks for all, requests that are aborted, and prefixes that are shared."""
+    """With too few blocks for all requests, aborts, and shared prefixes."""
     rng = random.Random(7)
     runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS, dtype=dtype), dtype)
     try:
@@ -119,7 +119,7 @@ def _serve(
 def _run(
     runner: ModelRunner, microbatch: Microbatch, work: PreemptedWork, rng: random.Random
 ) -> IterationEvent:
-    """Run it, perhaps with an interruption, as a worker does."""
+    """Run a microbatch, possibly with an interruption, as a worker does."""
     resumes, interrupted = work is PreemptedWork.RESUME, None
     if microbatch.preemptible and rng.random() < 0.5:
         interrupted = at_layer(rng.randrange(LAYERS))
@@ -147,7 +147,7 @@ def test_the_layers_before_the_interruption_do_not_run_again(tmp_path: Path) -> 
         with pytest.raises(InvalidBatch, match="not suspended"):
             runner.resume_stage(batch)
         assert runner.run_stage(batch, None, at_layer(2)) is None
-        assert runner.suspended is None, "nobody is to go on with it"
+        assert runner.suspended is None, "no suspended iteration is left"
     finally:
         runner.close()
 
@@ -159,7 +159,7 @@ ALONE = GroupPlan("g", 1, [MemberPlan("w0", "w0-1", 0, LAYERS, Lane("", ""), Lan
 def test_a_change_begins_within_an_interval_of_a_batch_iteration_of_two_seconds(
     tmp_path: Path, order: Prepare | ApplyConfiguration
 ) -> None:
-    """An engine's loop hears of it in the third of the parts between which it looks."""
+    """The engine's loop receives the change in the third part of the iteration."""
     runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
     bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
     state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
@@ -199,23 +199,23 @@ def test_a_change_begins_within_an_interval_of_a_batch_iteration_of_two_seconds(
             assert member.configuration is not None and member.configuration.epoch == 1
         while state.sequences or member.busy_changing:
             step()
-        answers = [one for one in frames if isinstance(one, Prepared)]
+        answers = [frame for frame in frames if isinstance(frame, Prepared)]
         assert answers == ([Prepared("t", "")] if isinstance(order, Prepare) else [])
-        told = [one for one in frames if isinstance(one, Progress)]
-        assert [token.token_id for one in told for token in one.tokens] == alone
+        progress = [frame for frame in frames if isinstance(frame, Progress)]
+        assert [token.token_id for frame in progress for token in frame.tokens] == alone
     finally:
-        for one in (servicer, engine):
-            one.close(linger=0)
+        for end in (servicer, engine):
+            end.close(linger=0)
         grammars.close()
         member.mover.close()
         runner.close()
 
 
-def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> None:
+def test_an_engine_runs_the_online_request_and_then_continues(tmp_path: Path) -> None:
     runner = load_runner(make_tiny_model(tmp_path, vocab=VOCAB, layers=LAYERS))
     bounds = (runner.block_size, runner.num_blocks, 64, 16, REQUESTS)
     state = PlannerState(IterationConfig(*bounds, preempt=Preempt.ALWAYS))
-    # Time stands still: a suspended iteration is given up after several times what it has run.
+    # The clock stands still: a suspended iteration is discarded after several times its run time.
     member = lone_member(state, runner, lambda: 0.0)
     prompts = {"batch": tuple(range(40)), "online": (7, 8, 9)}
     request = {
@@ -233,10 +233,12 @@ def test_an_engine_runs_the_online_request_and_then_goes_on(tmp_path: Path) -> N
         assert member.launch(lambda _: at_layer(2))
         assert state.sequence_table.suspended is not None and not member.take_outbox()
         member.handle(RequestArrived(0.0, request["online"]))
-        told: list[tuple[str, int]] = []
+        tokens: list[tuple[str, int]] = []
         while member.launch():
-            told += [(one.request_id, one.token_id) for one in member.take_outbox().tokens]
-        assert told == [(name, token) for name in ("online", "batch") for token in alone[name]]
+            tokens += [
+                (emitted.request_id, emitted.token_id) for emitted in member.take_outbox().tokens
+            ]
+        assert tokens == [(name, token) for name in ("online", "batch") for token in alone[name]]
         assert state.resumed_iterations_total == 1
         assert member.iteration_tokens.total == 40 + 1 + 3 + 1
     finally:

@@ -1,4 +1,4 @@
-"""Requests that share cached prefixes get the tokens that they get alone."""
+"""Requests that share cached prefixes get the same tokens as alone."""
 
 import random
 from pathlib import Path
@@ -25,7 +25,7 @@ REQUESTS = 40
 
 
 class Prefixed:
-    """Requests with common beginnings, and what each gives alone."""
+    """Requests with shared prefixes, and the output of each when run alone."""
 
     def __init__(self, runner: ModelRunner, rng: random.Random) -> None:
         self.requests: list[Request] = []
@@ -37,8 +37,8 @@ class Prefixed:
             prompt = (*begin[: rng.randint(0, len(begin))], *fresh)[:150]
             sampling = Sampling(0.0) if number % 2 else Sampling(0.9, 0.95, 20, number)
             name = f"r{number}"
-            one = Request(name, prompt, sampling, Limits(NEW_TOKENS), 0.0)
-            self.requests.append(one)
+            request = Request(name, prompt, sampling, Limits(NEW_TOKENS), 0.0)
+            self.requests.append(request)
             (self.tokens[name],) = generate_tokens(
                 runner, [prompt], max_tokens=NEW_TOKENS, seed=number, samplings=[sampling]
             )
@@ -51,7 +51,7 @@ class Prefixed:
 def test_tokens_are_those_of_each_request_alone(
     tmp_path: Path, arch: str, options: dict[str, int]
 ) -> None:
-    """With too few blocks for all, requests that are aborted, and iterations that are given up."""
+    """With too few blocks for all requests, aborts, and discarded iterations."""
     rng = random.Random(arch)
     runner = load_runner(make_tiny_model(tmp_path, arch, vocab=VOCAB, **options))
     try:

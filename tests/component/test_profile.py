@@ -1,4 +1,4 @@
-"""`tideserve profile` on a tiny model; a cluster that profiles by itself; a paced cluster."""
+"""`tideserve profile` on a tiny model, a cluster that profiles itself, and a paced cluster."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--memory", "much"), "is not a size"),
         (("--memory", "1MiB"), "memory budget"),
@@ -75,20 +75,20 @@ def test_profile_measures_reports_and_stores(model_dir: Path, tmp_path: Path) ->
         (("--model", "/no/such/folder"), "/no/such/folder"),
     ],
 )
-def test_what_cannot_be_profiled_is_one_sentence(
-    model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+def test_an_impossible_profile_is_refused_in_one_sentence(
+    model_dir: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     model = () if "--model" in arguments else ("--model", str(model_dir))
     done = tideserve_profile(tmp_path, *model, *arguments, "--quick")
     assert done.returncode == 2
     assert done.stderr.startswith("tideserve: ")
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("*.yaml"))
 
 
 def complete(cluster: Cluster, max_tokens: int) -> float:
-    """Seconds that a completion of so many tokens takes."""
+    """Duration of a completion of `max_tokens` tokens, in seconds."""
     with httpx.Client(base_url=cluster.url, timeout=60.0) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         body = {
@@ -105,8 +105,8 @@ def complete(cluster: Cluster, max_tokens: int) -> float:
 
 
 @pytest.mark.cluster
-def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_path: Path) -> None:
-    """It uses the profile at once, and so does dispatch; the worker's log replays."""
+def test_a_worker_without_a_profile_measures_one_when_idle(model_dir: Path, tmp_path: Path) -> None:
+    """The worker and dispatch use the profile at once; the worker's log replays."""
     logs = tmp_path / "logs"
     with Cluster(
         model_dir=model_dir,
@@ -141,7 +141,7 @@ def test_a_worker_without_a_profile_makes_one_when_idle(model_dir: Path, tmp_pat
 
 
 @pytest.mark.cluster
-def test_paced_iterations_last_as_long_as_the_profile_says(model_dir: Path, tmp_path: Path) -> None:
+def test_paced_iterations_take_the_profiled_time(model_dir: Path, tmp_path: Path) -> None:
     profile = tmp_path / "slow.yaml"
     profile.write_text(
         "name: slow device\nsource: a test\n"

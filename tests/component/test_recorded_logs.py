@@ -1,7 +1,7 @@
-"""Logs that were recorded before requests had classes are decided again, identically, under fcfs.
+"""Logs recorded before requests had classes replay to identical decisions under fcfs.
 
 `recorded` has what scheduler, memory manager and workers of a cluster wrote at commit 524d41ce in
-`test_a_cluster_that_changes_groups_decides_the_same_again`: a flood of which some requests were
+`test_logs_of_a_cluster_that_changes_groups_replay`: a flood of which some requests were
 preempted, prompts that begin alike, and three merges and splits under load. Their version is
 today's. The scheduler's settings are those that turn later mechanisms off; the rest of what has
 come since is a field with a default. They do not name the scheduling policy, which was fcfs.
@@ -29,13 +29,13 @@ WORKERS = 2
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """The folder of the logs as they were written."""
+    """A folder with the extracted logs."""
     for packed in RECORDED.glob("*.jsonl.xz"):
         (tmp_path / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
     return tmp_path
 
 
-def test_the_scheduler_and_the_memory_manager_decide_the_same_again(logs: Path) -> None:
+def test_logs_of_the_scheduler_and_the_memory_manager_replay(logs: Path) -> None:
     (path,) = logs.glob("scheduler-*")
     config = read_config(path, StateConfig)
     state = replace(config, rules=ClassRules(Scheduling.FCFS)).state()
@@ -45,13 +45,13 @@ def test_the_scheduler_and_the_memory_manager_decide_the_same_again(logs: Path) 
     assert replay(groups, read_entries(path, MEMMGR_TYPES)) == Replayed(103, 60)
 
 
-def test_the_workers_plan_the_same_again(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`reached` is newer: it counts for a metric which tokens ran for the first time."""
+def test_logs_of_the_workers_replay(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reached` is newer: it counts tokens that ran for the first time, for a metric."""
     whole = SequenceState.__eq__
     monkeypatch.setattr(
         SequenceState,
         "__eq__",
-        lambda one, other: whole(replace(one, reached=0), replace(other, reached=0)),
+        lambda first, other: whole(replace(first, reached=0), replace(other, reached=0)),
     )
     paths = sorted(logs.glob("worker-*"))
     assert len(paths) == WORKERS
@@ -59,7 +59,7 @@ def test_the_workers_plan_the_same_again(logs: Path, monkeypatch: pytest.MonkeyP
         config = read_config(path, MemberConfig)
         config = replace(config, planner=replace(config.planner, scheduling=Scheduling.FCFS))
         entries = list(read_entries(path, WORKER_TYPES))
-        assert any(isinstance(getattr(one.value, "frame", None), Adopt) for one in entries)
+        assert any(isinstance(getattr(entry.value, "frame", None), Adopt) for entry in entries)
         state = Changeover.of(config)
         replayed = replay(state, entries)
         assert replayed.difference == ""

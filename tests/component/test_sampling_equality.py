@@ -1,4 +1,4 @@
-"""What our engine chooses and tells equals what `transformers` makes of its own logits.
+"""Our engine's tokens and log probabilities equal those of `transformers`.
 
 Alone and in batches, by an engine alone and by several in a group, with preemptions and changes.
 """
@@ -26,9 +26,9 @@ ROOMY_BYTES = 8 << 20
 
 
 def sampling_of(number: int, rng: random.Random, prompt: tuple[int, ...]) -> Sampling:
-    """Each rule alone first, then some together; greedy and seeded by turns."""
+    """Each rule alone first, then combinations; greedy and seeded alternately."""
     tokens = rng.sample(range(VOCAB), 100)
-    words = (prompt[-1:] + tuple(tokens[:1]), tuple(tokens[1:2]), tuple(tokens[2:5]))
+    bad_words = (prompt[-1:] + tuple(tokens[:1]), tuple(tokens[1:2]), tuple(tokens[2:5]))
     rules: tuple[dict[str, object], ...] = (
         {"repetition_penalty": 1.3},
         {"repetition_penalty": 0.7},
@@ -36,14 +36,14 @@ def sampling_of(number: int, rng: random.Random, prompt: tuple[int, ...]) -> Sam
         {"frequency_penalty": 0.9},
         {"frequency_penalty": -0.5},
         {"logit_bias": ((tokens[0], 6.0), (tokens[1], -100.0))},
-        {"bad_words": words},
+        {"bad_words": bad_words},
         {"allowed_token_ids": tuple(tokens)},
         {"min_p": 0.1},
     )
     chosen = dict(rules[number % len(rules)])
     if number >= 2 * len(rules):
-        for one in rng.sample(rules, 3):
-            chosen |= one
+        for rule in rng.sample(rules, 3):
+            chosen |= rule
     greedy = number // len(rules) % 2 == 0
     if greedy:
         return Sampling(0.0, **chosen)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ class Case:
     answers: list[list[int]]
 
     def check(self, group: EngineGroup) -> None:
-        """Every stream that has run has the answer of the reference."""
+        """Check that every stream has the output of the reference."""
         for request, answer in zip(self.requests, self.answers, strict=True):
             stream = group.streams[request.request_id]
             assert not stream.refused
@@ -84,7 +84,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    torch.set_num_threads(1)  # tests run side by side
+    torch.set_num_threads(1)  # tests run concurrently
     folder: Path = tmp_path_factory.mktemp("llama")
     model_dir = make_tiny_model(folder, "llama", vocab=VOCAB, layers=LAYERS)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
@@ -101,7 +101,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         max_model_len=128,
         threads=1,
     )
-    return Case(config, reference, requests, [reference.answer(one) for one in requests])
+    return Case(config, reference, requests, [reference.answer(request) for request in requests])
 
 
 @pytest.fixture
@@ -124,14 +124,14 @@ def test_in_batches(case: Case, roomy: EngineGroup) -> None:
     roomy.finish()
     case.check(roomy)
     roomy.check_at_rest()
-    # The sampler forgets ended requests once it knows more requests than have blocks.
+    # The sampler drops ended requests once it knows more requests than hold blocks.
     roomy.start(replace(case.requests[0], request_id="last"))
     roomy.finish()
     assert len(roomy.engines["w0"].runner.sampler) <= 2
 
 
 def test_with_preemptions_and_changes_of_groups(case: Case) -> None:
-    """Little room for K/V, three engines that merge, split, and merge otherwise all the while."""
+    """Three engines with little KV memory that merge, split and merge differently."""
     probe = EngineGroup(case.config, 1, seed=1)
     spare = probe.engines["w0"].runner.num_blocks - 40
     block_bytes = 4 * probe.engines["w0"].runner.kv_bytes_per_token
@@ -162,7 +162,9 @@ def test_with_preemptions_and_changes_of_groups(case: Case) -> None:
         group.finish()
         case.check(group)
         group.check_at_rest()
-        preemptions = sum(one.member.state.preemptions_total for one in group.engines.values())
+        preemptions = sum(
+            engine.member.state.preemptions_total for engine in group.engines.values()
+        )
     finally:
         group.close()
     assert changes >= 3 and preemptions > 0

@@ -14,6 +14,7 @@ from services.common.membership import GROUPS, ROLES, SERVICES, WORKERS
 from services.common.records import decode_record, to_role_record
 from services.common.timeouts import timeout
 from services.core.role import Role
+from services.core.scheduler.admission import AWAY_RETRY_S
 from services.scheduler import servicer
 from services.scheduler.app import serve
 from services.scheduler.config import SchedulerConfig
@@ -49,7 +50,7 @@ async def scheduler(store: Store, **changes: object) -> AsyncIterator[str]:
 async def serving_worker(
     store: Store, worker: FakeWorker, **changes: object
 ) -> AsyncIterator[FakeGateway]:
-    """A scheduler that has heard of one worker, and a gateway that is connected to it."""
+    """A scheduler with a worker's report, and a connected gateway."""
     async with (
         scheduler(store, **changes) as address,
         worker_in_group(store, worker.record, epoch=worker.load.epoch),
@@ -61,7 +62,7 @@ async def serving_worker(
 
 
 async def queued(gateway: FakeGateway, count: int) -> None:
-    """Wait for a heartbeat that tells this length of the queue."""
+    """Wait for a heartbeat with this queue length."""
     await eventually(lambda: gateway.heartbeats and gateway.heartbeats[-1].queued == count)
 
 
@@ -85,7 +86,7 @@ async def test_ask_ticket_assignment(store: Store) -> None:
         assert kinds == ["ticket", "assignment"]
 
 
-async def test_a_gateway_learns_at_once_that_a_group_serves(
+async def test_a_gateway_is_notified_at_once_that_a_group_serves(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servicer, "HEARTBEAT_S", 3600.0)
@@ -94,17 +95,17 @@ async def test_a_gateway_learns_at_once_that_a_group_serves(
         await groups_serving(gateway, 0)
         async with worker_in_group(store, record), FakeWorker(record).reporting(address):
             await groups_serving(gateway, 1)
-        assert [one.groups_serving for one in gateway.heartbeats] == [0, 1]
+        assert [heartbeat.groups_serving for heartbeat in gateway.heartbeats] == [0, 1]
 
 
-async def test_workers_with_another_scheduling_are_told_once(
+async def test_workers_with_other_scheduling_are_warned_of_once(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once the last worker serves, the scheduler has looked at all of them, and more than once."""
+    """Once the last worker serves, the scheduler has checked all workers, more than once."""
 
-    def told() -> list[str]:
+    def warnings() -> list[str]:
         return [
-            one.getMessage() for one in caplog.records if "TIDESERVE__SCHEDULING" in one.message
+            line.getMessage() for line in caplog.records if "TIDESERVE__SCHEDULING" in line.message
         ]
 
     alike, other = worker_record("w0", scheduling="slo"), worker_record("w1", scheduling="fcfs")
@@ -121,7 +122,7 @@ async def test_workers_with_another_scheduling_are_told_once(
             FakeWorker(alike).reporting(address),
         ):
             await groups_serving(gateway, 1)
-            assert told() == []
+            assert warnings() == []
             async with (
                 worker_in_group(store, other),
                 worker_in_group(store, third),
@@ -129,7 +130,7 @@ async def test_workers_with_another_scheduling_are_told_once(
                 FakeWorker(third).reporting(address),
             ):
                 await groups_serving(gateway, 3)
-                (warning,) = told()
+                (warning,) = warnings()
     assert "runs with scheduling slo, but workers with fcfs (w1)" in warning
 
 
@@ -157,7 +158,7 @@ async def test_a_merged_group_is_reached_at_its_leader(store: Store) -> None:
         assert (assignment.group_id, assignment.epoch) == ("group-w1", 5)
 
 
-async def test_roles_that_are_recorded_name_the_worker_that_decodes(store: Store) -> None:
+async def test_recorded_roles_name_the_decoding_worker(store: Store) -> None:
     first, other = worker_record("w0", address="h:1"), worker_record("w1", address="h:2")
     async with (
         scheduler(store, hand_over_min_tokens=10) as address,
@@ -172,7 +173,7 @@ async def test_roles_that_are_recorded_name_the_worker_that_decodes(store: Store
         assert not (await gateway.assignment("r0")).HasField("hand_to")
         for worker_id, role in (("w0", Role.DECODE), ("w1", Role.PREFILL)):
             await put(store, f"{ROLES}{worker_id}", to_role_record(worker_id, role, 1.0))
-        for number in range(1, 200):  # until the records have been read
+        for number in range(1, 200):  # until the records are read
             await gateway.ask(f"r{number}", prompt_tokens=40)
             assignment = await gateway.assignment(f"r{number}")
             if assignment.HasField("hand_to"):
@@ -228,10 +229,10 @@ async def test_too_large_and_unknown_model(store: Store) -> None:
         await gateway.ask("r2", model="other")
         refusal = await gateway.refusal("r2")
         assert refusal.reason == scheduler_pb2.REFUSAL_REASON_UNKNOWN_MODEL
-        assert refusal.retry_after_s == 0
+        assert refusal.retry_after_s == AWAY_RETRY_S
 
 
-async def test_nonsense_does_not_end_the_stream(store: Store) -> None:
+async def test_invalid_frames_do_not_end_the_stream(store: Store) -> None:
     async with scheduler(store) as address, FakeGateway.connected(address) as gateway:
         await gateway.send(scheduler_pb2.AdmitRequest())
         await gateway.ask("r1", prompt_tokens=-1)
@@ -247,13 +248,13 @@ async def test_a_restarted_scheduler_is_asked_again(store: Store) -> None:
     async with scheduler(store) as address, FakeGateway.connected(address) as gateway:
         await gateway.ask("r1")
         await gateway.ticket("r1")
-    # The drain has ended the stream and withdrawn the record.
+    # The drain has closed the stream and withdrawn the record.
     assert gateway.ended
     assert await store.list_prefix(f"{SERVICES}scheduler/") == {}
 
     record = worker_record()
     async with (
-        # Else the older request would be late, and stand behind the other.
+        # Otherwise the older request would be late and queue behind the other.
         scheduler(store, standard_wait_s=0.0) as address,
         worker_in_group(store, record),
         FakeGateway.connected(address) as gateway,
@@ -262,13 +263,13 @@ async def test_a_restarted_scheduler_is_asked_again(store: Store) -> None:
         await gateway.ask("r1", waited_s=10.0)
         await gateway.ticket("r1")
         worker = FakeWorker(record)
-        worker.load.kv_blocks_free = 4  # room for one
+        worker.load.kv_blocks_free = 4  # room for one request
         async with worker.reporting(address):
             await gateway.assignment("r1")
             assert [f.WhichOneof("body") for f in gateway.frames["r2"]] == ["ticket"]
 
 
-async def test_a_gateway_that_comes_back_gets_its_answers(store: Store) -> None:
+async def test_a_reconnected_gateway_gets_its_answers(store: Store) -> None:
     record = worker_record()
     async with (
         scheduler(store, gateway_grace_s=60.0) as address,
@@ -283,7 +284,7 @@ async def test_a_gateway_that_comes_back_gets_its_answers(store: Store) -> None:
             assert await gateway.assignment("r1") == first
 
 
-async def test_a_gateway_that_stays_away_loses_its_place(store: Store) -> None:
+async def test_an_absent_gateway_loses_its_queue_entries(store: Store) -> None:
     async with scheduler(store, gateway_grace_s=0.3) as address:
         async with FakeGateway.connected(address) as gone:
             await gone.ask("r1")
@@ -306,10 +307,10 @@ async def test_a_stale_epoch_is_asked_again(store: Store) -> None:
         assert (await gateway.assignment("r1")).epoch == 2
 
 
-async def test_a_worker_whose_reports_end_takes_nothing(
+async def test_a_worker_without_reports_gets_no_requests(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its record and its last report would have it serve for a minute.
+    # By its record and last report alone, it would serve for a minute.
     monkeypatch.setattr("services.core.scheduler.group_load.REPORT_FRESH_S", 60.0)
     dead, alive = worker_record("w0"), worker_record("w1")
     busy = FakeWorker(alive)
@@ -331,7 +332,7 @@ async def test_a_worker_whose_reports_end_takes_nothing(
             assert (await gateway.assignment(f"r{number}")).worker_id == "w1"
 
 
-async def test_a_worker_whose_lease_ends_takes_nothing(store: Store) -> None:
+async def test_a_worker_with_an_expired_lease_gets_no_requests(store: Store) -> None:
     record = worker_record()
     async with (
         scheduler(store) as address,
@@ -343,14 +344,14 @@ async def test_a_worker_whose_lease_ends_takes_nothing(store: Store) -> None:
         await groups_serving(gateway, 0)
         await gateway.ask("r1")
         await queued(gateway, 1)
-        # Another incarnation under the old group record is no member.
+        # Another incarnation in the old group record is not a member.
         async with worker_in_group(store, worker_record(incarnation="w0-b")):
             await put(store, f"{GROUPS}group-w0", group_record(record))
             await gateway.ask("r2")
             await queued(gateway, 2)
 
 
-async def test_groups_stay_while_etcd_is_away(store: Store, etcd: EtcdServer) -> None:
+async def test_groups_stay_while_etcd_is_unreachable(store: Store, etcd: EtcdServer) -> None:
     record = worker_record()
     async with (
         scheduler(store, lease_ttl_s=60) as address,
@@ -390,7 +391,7 @@ async def test_an_impossible_report_is_refused(store: Store, report: dict[str, o
 
 
 async def test_reports_are_accepted_before_the_stream_ends(store: Store) -> None:
-    """Otherwise the worker's gRPC keeps its reports for a retry."""
+    """Otherwise the worker's gRPC buffers its reports for a retry."""
     worker = FakeWorker(worker_record())
     async with scheduler(store) as address, open_channel(address) as channel:
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).ReportLoad(worker.reports())
@@ -399,7 +400,7 @@ async def test_reports_are_accepted_before_the_stream_ends(store: Store) -> None
         assert not call.done()
 
 
-async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: Store) -> None:
+async def test_a_forwarded_load_counts_for_the_gateways_next_ask(store: Store) -> None:
     worker = FakeWorker(worker_record())
     worker.load.kv_blocks_free = 0
     newer = load_pb2.WorkerLoad()
@@ -416,7 +417,7 @@ async def test_a_load_that_a_gateway_passes_on_counts_for_its_next_ask(store: St
         await gateway.assignment("r2")
 
 
-async def test_it_tells_about_its_process(store: Store) -> None:
+async def test_the_scheduler_exports_process_metrics(store: Store) -> None:
     async with scheduler(store) as address, open_channel(address) as channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
 
@@ -427,7 +428,7 @@ async def test_it_tells_about_its_process(store: Store) -> None:
         await eventually(ready)
 
 
-async def test_a_gateway_that_does_not_read_is_cut_off(
+async def test_a_gateway_that_does_not_read_is_disconnected(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("services.scheduler.servicer.WRITE_TIMEOUT_S", 2.0)
@@ -438,7 +439,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off(
     ):
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Admit()
 
-        # The refusals repeat the ids: far more than the connection's buffers hold.
+        # Refusals repeat the ids, which exceed the connection's buffers by far.
         for number in range(100):
             ask = scheduler_pb2.Ask(request_id=f"{number}" * 100_000)
             await call.write(scheduler_pb2.AdmitRequest(ask=ask))

@@ -1,4 +1,4 @@
-"""What the four services say about their configuration, started as people start them."""
+"""The four services print their configuration when started as commands."""
 
 import os
 import subprocess
@@ -60,6 +60,6 @@ def test_an_installed_command_finds_the_packages_from_any_folder(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "sage:" in done.stdout
-    # The command line loads what a command needs when it runs: the stubs, for the doctor.
+    # The command line imports a command's modules when it runs, such as the doctor's stubs.
     stubs = [sys.executable, "-c", "import tideserve.common.v1, tideserve.cli.doctor.run"]
     assert subprocess.run(stubs, env=kept, cwd=tmp_path, timeout=60, check=False).returncode == 0

@@ -53,6 +53,7 @@ def _run(config: RunnerConfig, oracle: Oracle, seeds: Iterable[int]) -> Counter[
     return seen
 
 
+@pytest.mark.timeout(300 + 5 * SCENARIOS)
 def test_shared_tails_give_the_tokens_of_an_undisturbed_run(
     config: RunnerConfig, oracle: Oracle
 ) -> None:

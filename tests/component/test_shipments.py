@@ -1,4 +1,4 @@
-"""Engines ship running requests to each other; the tokens are those of an undisturbed run."""
+"""Engines ship running requests to each other; tokens equal those of an undisturbed run."""
 
 import os
 import random
@@ -46,7 +46,7 @@ def roomy(tight: RunnerConfig) -> RunnerConfig:
 
 @pytest.fixture
 def group(config: RunnerConfig) -> Iterator[ShippingGroup]:
-    # Parts arrive long before any time limit.
+    # Parts arrive long before any timeout.
     made = ShippingGroup(config, 2, seed=3, network=QueueNetwork(turn_s=0.001))
     yield made
     made.close()
@@ -65,12 +65,12 @@ def undisturbed(config: RunnerConfig, requests: list[Request]) -> list[list[int]
         return [
             generate_tokens(
                 runner,
-                [one.prompt_ids],
-                max_tokens=one.limits.max_tokens,
+                [request.prompt_ids],
+                max_tokens=request.limits.max_tokens,
                 seed=0,
-                samplings=[one.sampling],
+                samplings=[request.sampling],
             )[0]
-            for one in requests
+            for request in requests
         ]
     finally:
         runner.close()
@@ -97,10 +97,10 @@ def test_a_request_moves_with_its_kv(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_of_every_kind_move_unnoticed(
+def test_moves_change_no_token_of_any_request(
     seed: int, tight: RunnerConfig, oracle: Oracle
 ) -> None:
-    """Grammars, penalties, log probabilities and seeds, moved at any token, often, both ways."""
+    """Grammars, penalties, log probabilities and seeds, moved often, at any token, both ways."""
     group = ShippingGroup(roomy(tight), 3, seed, max_batch_tokens=24)
     rng = group.rng
     try:
@@ -168,7 +168,7 @@ def test_a_connection_may_break_while_requests_move(
             for _ in range(rng.randrange(30)):
                 group.turn()
             network.part("w0", "w1", rng.choice([("w0", "w1"), ("w0",), ("w1",)]))
-            network.tell_untold("w0", "w1")
+            network.notify_break("w0", "w1")
         group.end()
         for stream in group.streams.values():
             oracle.check(stream)
@@ -186,7 +186,7 @@ def test_a_worker_may_die_while_requests_move(
         for request in rng.sample(oracle.requests, 12):
             group.start(request, "w0")
         group.introduce("w0", "w1")
-        group.run_until(lambda: sum(bool(one.tokens) for one in group.streams.values()) > 4)
+        group.run_until(lambda: sum(bool(stream.tokens) for stream in group.streams.values()) > 4)
         group.ship("w0", "w1")
         for _ in range(rng.randrange(200)):
             group.turn()
@@ -201,14 +201,14 @@ def test_a_worker_may_die_while_requests_move(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_thousand_moves_in_a_row(config: RunnerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that go back and forth: memory grows by less than 1 KiB a move."""
-    for module in (receiver, sender):  # it holds so many transfers before it stops growing
+    """Requests move back and forth: memory grows by less than 1 KiB per move."""
+    for module in (receiver, sender):  # the history of transfers grows up to this number
         monkeypatch.setattr(module, "ENDED_MAX", 100)
     kinds = [request(number, 40, 300) for number in range(8)]
     expected = undisturbed(config, kinds)
     group = ShippingGroup(config, 2, seed=1)
     process, numbers = psutil.Process(), count()
-    early: tuple[int, int] | None = None  # moves and memory after a part of the moves
+    early: tuple[int, int] | None = None  # (moves, memory) after part of the moves
     try:
         while (moves := group.gateway.shipped) < MOVES:
             if early is None and moves > MOVES // 10:
@@ -223,7 +223,7 @@ def test_ten_thousand_moves_in_a_row(config: RunnerConfig, monkeypatch: pytest.M
             for source, target in (("w0", "w1"), ("w1", "w0")):
                 group.ship(source, target)
             group.carry(220)
-            for name in [name for name, one in group.streams.items() if one.over]:
+            for name in [name for name, stream in group.streams.items() if stream.over]:
                 stream = group.streams.pop(name)
                 assert stream.tokens == expected[int(name.partition("-")[0])]
                 del group.owner[name]

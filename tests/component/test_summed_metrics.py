@@ -1,4 +1,4 @@
-"""Sums over all instances are right: two schedulers with a real etcd tell of one queue, once."""
+"""Sums over instances are right: of two schedulers, only the leader exports the queue."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,8 +21,8 @@ from tests.support.waiting import eventually
 from tideserve.cli.local_cluster import fetch, free_port
 
 
-async def told(port: int) -> Samples:
-    """What the metrics at a port say now; nothing before somebody listens there."""
+async def scrape(port: int) -> Samples:
+    """The metrics at a port; empty while no server listens there."""
     try:
         text = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/metrics")
     except OSError:
@@ -32,11 +32,16 @@ async def told(port: int) -> Samples:
 
 async def total(ports: Sequence[int], name: str) -> float:
     """A metric, summed over its labels and all instances."""
-    found = [await told(port) for port in ports]
-    return sum(value for one in found for (which, _), value in one.items() if which == name)
+    scraped = [await scrape(port) for port in ports]
+    return sum(
+        value
+        for samples_of_port in scraped
+        for (which, _), value in samples_of_port.items()
+        if which == name
+    )
 
 
-async def test_the_newest_scheduler_alone_tells_of_the_queue(store: Store) -> None:
+async def test_only_the_newest_scheduler_exports_the_queue(store: Store) -> None:
     record = worker_record()
     worker = FakeWorker(record)
     worker.load.kv_blocks_free = 0
@@ -80,13 +85,13 @@ async def test_the_newest_scheduler_alone_tells_of_the_queue(store: Store) -> No
                     return await total(ports, "tideserve_scheduler_groups_known")
 
                 await eventually(lambda: is_(groups, 1))
-                engines = [labels for name, labels in await told(ports[1]) if "waiting" in name]
+                engines = [labels for name, labels in await scrape(ports[1]) if "waiting" in name]
                 assert engines == [(("engine", "queue"), ("model_name", record.model))]
-        # The one that stood by is the newest now.
+        # The standby is the newest now.
         del ports[1]
         await eventually(lambda: is_(leaders, [1]))
 
 
 async def is_(ask: Callable[[], Awaitable[object]], expected: object) -> bool:
-    """Whether the answer is the expected one."""
+    """Whether `ask` returns `expected`."""
     return await ask() == expected

@@ -1,4 +1,4 @@
-"""Our engine writes the same tokens as `transformers.generate`, whatever it is batched with."""
+"""Our engine generates the same tokens as `transformers.generate` in any batch."""
 
 import random
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def reference_tokens(
     max_tokens: int,
     guesses: list[list[int]],
 ) -> list[list[int]]:
-    """What `transformers` answers. A right guess takes it one pass instead of `max_tokens`."""
+    """The output of `transformers`. A right guess needs one pass instead of `max_tokens`."""
     model.generation_config.eos_token_id = None
     return [
         guess
@@ -50,14 +50,14 @@ def reference_tokens(
 def greedy_after(
     model: transformers.PreTrainedModel, prompt: list[int], output: list[int]
 ) -> list[int]:
-    """The token that the model likes best in each place of `output`, after all that is before."""
+    """The most likely token at each position of `output`, given all tokens before it."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     best: list[int] = logits.argmax(-1).tolist()
     return best
 
 
 def generated(model: transformers.PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """What `generate` appends to a prompt."""
+    """The output of `generate` for a prompt."""
     output: list[int] = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -77,7 +77,7 @@ Case = tuple[ModelRunner, list[list[int]], list[list[int]]]
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    """A runner, 32 prompts, and what `transformers` answers to them."""
+    """A runner, 32 prompts, and the outputs of `transformers`."""
     model_dir = make_tiny_model(tmp_path_factory.mktemp(request.param), request.param, vocab=VOCAB)
     prompts = random_prompts(PROMPT_LENGTHS, seed=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=EXACT)
@@ -112,7 +112,7 @@ def test_mixed_batches(case: Case, seed: int) -> None:
 
 
 def test_the_real_planner_with_preemptions(case: Case) -> None:
-    """The planner of the worker, on a third of the blocks that its requests want."""
+    """The worker's planner with a third of the blocks that its requests need."""
     runner, prompts, expected = case
     wanted = sum(blocks_for(len(prompt) + NEW_TOKENS, runner.block_size) for prompt in prompts)
     longest = blocks_for(max(map(len, prompts)) + NEW_TOKENS, runner.block_size)
@@ -140,7 +140,7 @@ def test_the_real_planner_with_preemptions(case: Case) -> None:
 
 
 def long_prompt(case: Case, seed: int) -> tuple[ModelRunner, Generation, list[int]]:
-    """The generation of a prompt of 300 tokens, and what is expected of it."""
+    """A generation with a prompt of 300 tokens, and its expected output."""
     runner, prompts, expected = case
     index = PROMPT_LENGTHS.index(300)
     options = {"samplings": [GREEDY], "batch_tokens": 512, "concurrency": 1}
@@ -148,7 +148,7 @@ def long_prompt(case: Case, seed: int) -> tuple[ModelRunner, Generation, list[in
     return runner, generation, expected[index]
 
 
-def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
+def test_an_interrupted_iteration_has_no_effect(case: Case) -> None:
     runner, generation, expected = long_prompt(case, seed=8)
     run, rng = runner.run, random.Random(1)
 
@@ -161,7 +161,7 @@ def test_an_interrupted_iteration_leaves_no_trace(case: Case) -> None:
     assert generation.run() == [expected]
 
 
-def test_answers_are_not_all_alike(case: Case) -> None:
+def test_outputs_differ(case: Case) -> None:
     _, _, expected = case
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     varied = [tokens for tokens in expected if len(set(tokens)) > NEW_TOKENS // 8]

@@ -1,4 +1,4 @@
-"""Two processes that exchange frames and transfers over UCX, and what happens when one is lost."""
+"""Two processes that exchange frames and transfers over UCX, also when one is lost."""
 
 import json
 import os
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def until(check: Callable[[], T], *sources: Any) -> T:
-    """What `check` returns once that is true; looks again when a source has news."""
+    """Wait until `check` returns a true value, called again after events of `sources`."""
     end_s = time.monotonic() + DEADLINE_S
     while not (value := check()):
         assert time.monotonic() < end_s, f"still {value!r} after {DEADLINE_S} s"
@@ -72,32 +72,32 @@ class PeerProcess:
         self.activations, self.bulk = addresses["activations"], addresses["bulk"]
 
     def read(self) -> dict[str, str]:
-        """The next thing that it says."""
+        """The next message of the process."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the peer has died"
-        said: dict[str, str] = json.loads(line)
-        return said
+        message: dict[str, str] = json.loads(line)
+        return message
 
     def read_outcome(self, status: TransferStatus) -> dict[str, str]:
-        """The next transfer with that end that its mover reports."""
-        while (said := self.read()).get("status") != status:
+        """The next transfer with this status that its mover reports."""
+        while (message := self.read()).get("status") != status:
             pass
-        return said
+        return message
 
     def order(self, transfer_id: str) -> None:
-        """Have it send its slab."""
+        """Order it to send its slab."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{transfer_id}\n")
         self.process.stdin.flush()
 
     def stop(self) -> None:
-        """Freeze it; returns once it stands still."""
+        """Suspend it; returns once it is stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """Kill it in any state."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -106,7 +106,7 @@ class PeerProcess:
 
 
 class Collector:
-    """All that a lane has received and reported."""
+    """Frames and events of a lane."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -123,10 +123,10 @@ class Collector:
         return self.frames
 
     def wait_news(self, kind: type[LaneEvent]) -> Any:
-        def found() -> list[LaneEvent]:
+        def matching() -> list[LaneEvent]:
             return [event for event in self.look().news if isinstance(event, kind)]
 
-        return until(found, self.lane)[-1]
+        return until(matching, self.lane)[-1]
 
 
 @pytest.fixture(params=["sm,tcp", "tcp"])
@@ -141,7 +141,7 @@ def transports(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def peer(transports: str) -> Iterator[PeerProcess]:
-    """A running peer that expects the tester."""
+    """A running peer process that expects the test's connection."""
     process = PeerProcess(transports)
     yield process
     process.end()
@@ -149,7 +149,7 @@ def peer(transports: str) -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def ours(transports: str) -> Iterator[UcxLane]:
-    """A lane of the tester."""
+    """A lane of the test."""
     made = lane(TESTER, transports)
     yield made
     made.close()
@@ -162,7 +162,7 @@ def note(text: str, payload: object = b"") -> Frame:
 SIZES = [0, 1, 100, 8192, 65_535, 65_536, 300_000, 5 << 20]
 
 
-def test_frames_of_any_size_go_both_ways_in_order(peer: PeerProcess, ours: UcxLane) -> None:
+def test_frames_of_any_size_arrive_in_order(peer: PeerProcess, ours: UcxLane) -> None:
     ours.connect("peer", peer.activations, NONCE)
     payloads = [bytes_of(size, size) for size in SIZES * 3]
     sent = [ours.send("peer", note(str(n), payload)) for n, payload in enumerate(payloads)]
@@ -173,8 +173,8 @@ def test_frames_of_any_size_go_both_ways_in_order(peer: PeerProcess, ours: UcxLa
         frame.verify()
         assert np.array_equal(frame.payload, payload)
         assert (frame.sender, frame.incarnation) == ("peer", "1")
-    until(lambda: all(one.done for one in sent), ours)
-    assert all(one.error is None for one in sent)
+    until(lambda: all(note_sent.done for note_sent in sent), ours)
+    assert all(note_sent.error is None for note_sent in sent)
     assert collector.news == [PeerConnected(PEER)]
 
 
@@ -188,7 +188,7 @@ def test_more_frames_than_may_be_in_flight(peer: PeerProcess, ours: UcxLane) -> 
 
 
 @pytest.mark.parametrize("size_bytes", [1000, 1 << 20])
-def test_a_receiver_that_takes_nothing_stops_its_sender(transports: str, size_bytes: int) -> None:
+def test_a_receiver_that_does_not_read_stops_its_sender(transports: str, size_bytes: int) -> None:
     config = UcxLaneConfig(
         ucx=UcxConfig(transports),
         queue_bytes_max=8 << 20,
@@ -215,7 +215,7 @@ def test_a_receiver_that_takes_nothing_stops_its_sender(transports: str, size_by
 
 
 def attend(lane: Lane) -> list[Frame]:
-    """The next frames; waits for them as an engine does."""
+    """Wait for the next frames as an engine does."""
     while not (frames := [frame for _, frame in lane.receive()]):
         with lane.attended():
             ready, _, _ = select.select([lane], [], [], DEADLINE_S)
@@ -224,7 +224,7 @@ def attend(lane: Lane) -> list[Frame]:
 
 
 def quiet_pair(transports: str) -> tuple[UcxLane, UcxLane]:
-    """Connected lanes whose threads look after deadlines every 250 s: nothing else wakes them."""
+    """Connected lanes whose threads check deadlines every 250 s, so only frames wake them."""
     config = UcxLaneConfig(
         ucx=UcxConfig(transports),
         heartbeat_s=1000.0,
@@ -259,8 +259,8 @@ def test_a_waiting_lane_is_woken_by_a_frame(transports: str, size_bytes: int) ->
     theirs.close()
 
 
-def test_what_comes_while_the_receiver_sends_and_computes(transports: str) -> None:
-    """Both send while neither receives; that a send also receives is rare luck here."""
+def test_frames_that_arrive_while_the_receiver_sends_and_computes(transports: str) -> None:
+    """Both send while neither receives; a send rarely happens to receive as well."""
     ours, theirs = quiet_pair(transports)
     Collector(ours).wait_news(PeerConnected)
     Collector(theirs).wait_news(PeerConnected)
@@ -275,7 +275,7 @@ def test_what_comes_while_the_receiver_sends_and_computes(transports: str) -> No
     theirs.close()
 
 
-def test_a_lane_that_ends_while_somebody_waits(peer: PeerProcess, ours: UcxLane) -> None:
+def test_a_lane_that_closes_during_a_wait(peer: PeerProcess, ours: UcxLane) -> None:
     ours.connect("peer", peer.activations, NONCE)
     Collector(ours).wait_news(PeerConnected)
     with ours.attended():
@@ -285,7 +285,7 @@ def test_a_lane_that_ends_while_somebody_waits(peer: PeerProcess, ours: UcxLane)
 
 
 def accepts(lane: Lane) -> bool:
-    """Whether there is room for a frame to the peer."""
+    """Whether a frame to the peer can be queued."""
     try:
         lane.send("peer", note(""))
     except LaneFull:
@@ -294,14 +294,14 @@ def accepts(lane: Lane) -> bool:
 
 
 class Bulk:
-    """The tester's bulk lane, connected, with a mover on its own thread."""
+    """The test's connected bulk lane, with a mover in a thread."""
 
     def __init__(self, ours: UcxLane, peer: PeerProcess, memory: Memory) -> None:
         self.memory = memory
         self.gate = ActivationGate()
         self.mover = Mover(ours, self.gate, MoverConfig(), memory.standing, memory.unpack)
         ours.connect("peer", peer.bulk, NONCE)
-        self.told: list[MoverEvent] = []
+        self.news: list[MoverEvent] = []
         self.mover.start()
 
     def send(self, transfer_id: str, pack: PackBytes | None = None) -> None:
@@ -311,16 +311,16 @@ class Bulk:
         self.mover.send(transfer_id, "peer", "g", 1, pieces)
 
     def wait(self, kind: type[MoverEvent]) -> Any:
-        def found() -> list[MoverEvent]:
-            self.told += self.mover.events()
-            return [event for event in self.told if isinstance(event, kind)]
+        def matching() -> list[MoverEvent]:
+            self.news += self.mover.events()
+            return [event for event in self.news if isinstance(event, kind)]
 
-        return until(found, self.mover)[-1]
+        return until(matching, self.mover)[-1]
 
     def wait_outcome(self, status: TransferStatus) -> TransferOutcome:
         def ended() -> list[TransferOutcome]:
-            self.told += self.mover.events()
-            ends = [event for event in self.told if isinstance(event, TransferOutcome)]
+            self.news += self.mover.events()
+            ends = [event for event in self.news if isinstance(event, TransferOutcome)]
             return [outcome for outcome in ends if outcome.status is status]
 
         return until(ended, self.mover)[-1]
@@ -328,7 +328,7 @@ class Bulk:
 
 @pytest.fixture
 def bulk(peer: PeerProcess, ours: UcxLane) -> Iterator[Bulk]:
-    """With a full slab in the tester's memory."""
+    """A bulk lane with a full slab in the test's memory."""
     made = Bulk(ours, peer, filled(SLAB_BYTES))
     yield made
     made.mover.close()
@@ -393,13 +393,13 @@ def test_a_killed_peer_is_lost_and_its_transfer_fails(peer: PeerProcess, bulk: B
     peer.process.kill()
     killed.set()
     assert bulk.wait(PeerLost).peer == PEER
-    # Reported by the lane's event, or by a send that comes before it.
+    # Reported by the lane's event, or by an earlier send.
     failed = bulk.wait_outcome(TransferStatus.FAILED)
     assert "lost" in failed.reason or "no connection" in failed.reason
     assert bulk.memory.reads <= SLAB_BYTES // CHUNK_BYTES_MAX
 
 
-def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -> None:
+def test_a_suspended_peer_is_lost_at_the_deadline(peer: PeerProcess, transports: str) -> None:
     ours = lane(TESTER, transports, silence_timeout_s=3.0)
     ours.connect("peer", peer.activations, NONCE)
     collector = Collector(ours)
@@ -407,7 +407,7 @@ def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -
     peer.stop()
     sent = [ours.send("peer", note("", bytes_of(size))) for size in (10, 4 << 20)]
     assert "no heartbeat" in collector.wait_news(PeerLost).reason
-    until(lambda: all(one.done for one in sent), ours)
+    until(lambda: all(note_sent.done for note_sent in sent), ours)
     assert isinstance(sent[1].error, PeerUnknown)
     with pytest.raises(PeerUnknown):
         ours.send("peer", note(""))
@@ -416,7 +416,7 @@ def test_a_frozen_peer_is_lost_by_deadline(peer: PeerProcess, transports: str) -
     ours.close()
 
 
-def test_a_peer_that_ends_the_connection_is_lost(transports: str, ours: UcxLane) -> None:
+def test_a_peer_that_closes_the_connection_is_lost(transports: str, ours: UcxLane) -> None:
     other = lane(PEER, transports)
     other.expect(TESTER, NONCE)
     ours.connect("peer", other.address, NONCE)
@@ -429,11 +429,11 @@ def test_a_peer_that_ends_the_connection_is_lost(transports: str, ours: UcxLane)
         other.send("tester", note(""))
 
 
-def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
+def test_a_wrong_nonce_is_refused_and_a_right_nonce_is_valid_once(
     peer: PeerProcess, ours: UcxLane
 ) -> None:
     collector = Collector(ours)
-    # It cannot refuse before there is something to send.
+    # It cannot refuse before there is a message to send.
     peer.stop()
     ours.connect("peer", peer.activations, secrets.token_bytes(16))
     sent = ours.send("peer", note("never"))
@@ -450,7 +450,7 @@ def test_a_wrong_nonce_is_refused_and_a_right_one_is_good_once(
     assert collector.frames == []
 
 
-def test_a_peer_of_another_version_is_told_so(
+def test_a_peer_of_another_version_gets_an_error(
     peer: PeerProcess, transports: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = PROTOCOL_VERSION + 1
@@ -475,13 +475,13 @@ def test_a_connection_without_a_handshake_is_closed(
     assert len(Collector(ours).wait_frames(1)) == 1
 
 
-def test_nobody_listens_there(ours: UcxLane) -> None:
+def test_connecting_to_a_closed_port(ours: UcxLane) -> None:
     with refusing_address() as address:
         ours.connect("peer", address, NONCE)
         assert Collector(ours).wait_news(PeerLost).peer == Identity("peer", "")
 
 
-def test_all_that_listens_is_on_the_given_host(peer: PeerProcess) -> None:
+def test_all_sockets_listen_on_the_given_host(peer: PeerProcess) -> None:
     connections = psutil.Process(peer.process.pid).net_connections("inet")
     listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""A process that is killed while it writes into the memory of another one."""
+"""A process that is killed while it writes into another process's memory."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ from tideserve.cli.local_cluster import free_port
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 KILLS_MAX = 150
-"""Most kills do not come in the middle of a write."""
+"""Number of kills, most of which do not hit a write."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def tester() -> Iterator[UcxLane]:
 
 
 def write(tester: UcxLane) -> "subprocess.Popen[bytes]":
-    """A writer that has connected; it goes on to write."""
+    """A connected writer process, which then writes."""
     tester.expect(WRITER, NONCE)
     endpoint = tester._transport.address.hex()
     return subprocess.Popen(
@@ -59,7 +59,7 @@ def await_note(tester: UcxLane) -> None:
 
 def await_loss(tester: UcxLane) -> None:
     end_s = time.monotonic() + DEADLINE_S
-    while not any(isinstance(one, PeerLost) for one in tester.events()):
+    while not any(isinstance(event, PeerLost) for event in tester.events()):
         assert time.monotonic() < end_s, "the lane has not noticed that its peer was killed"
         select.select([tester], [], [], 0.05)
     while tester._check.under_way or tester._connections.lost_in_memory:
@@ -67,7 +67,7 @@ def await_loss(tester: UcxLane) -> None:
         time.sleep(0.01)
 
 
-def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
+def test_a_lane_still_receives_after_a_peer_was_killed_during_a_write(
     tester: UcxLane, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger=ucx_lane.__name__)
@@ -75,7 +75,7 @@ def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
         writer = write(tester)
         try:
             await_note(tester)
-            time.sleep(0.05)  # it writes
+            time.sleep(0.05)  # it is writing
         finally:
             writer.kill()
             writer.wait()
@@ -92,8 +92,8 @@ def test_a_lane_receives_on_after_a_peer_was_killed_in_the_middle_of_a_write(
         last.wait()
 
 
-def test_ucx_begins_anew_where_it_has_no_port_to_spare() -> None:
-    """It would look for a free port without end while the old worker has them all."""
+def test_ucx_restarts_even_without_a_spare_port() -> None:
+    """It would search forever for a free port while the old worker holds them all."""
     port = free_port()
     config = UcxConfig("sm,tcp", "lo", f"{port}-{port}")
     try:

@@ -1,4 +1,4 @@
-"""Requests of a worker run on an upstream server over HTTP, through its losses and refusals."""
+"""Requests of a worker run on an upstream HTTP server, despite its losses and refusals."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ def start(name: str = "r", **changes: Any) -> StartRequest:
 
 
 def tokens(adapter: AdapterOnTest, name: str = "r") -> list[EmitToken]:
-    return [t for frame in adapter.told for t in frame.tokens if t.request_id == name]
+    return [t for frame in adapter.progress for t in frame.tokens if t.request_id == name]
 
 
 def ids(adapter: AdapterOnTest, name: str = "r") -> list[int]:
@@ -95,7 +95,7 @@ def ids(adapter: AdapterOnTest, name: str = "r") -> list[int]:
 
 
 def refusals(adapter: AdapterOnTest) -> list[RefuseRequest]:
-    return [refusal for frame in adapter.told for refusal in frame.refusals]
+    return [refusal for frame in adapter.progress for refusal in frame.refusals]
 
 
 async def ended(adapter: AdapterOnTest, name: str = "r") -> FinishReason | RefuseRequest:
@@ -110,7 +110,7 @@ async def begun(adapter: AdapterOnTest, count: int, name: str = "r") -> None:
     await eventually(lambda: len(tokens(adapter, name)) >= count, interval_s=0.001)
 
 
-async def test_a_request_gets_the_tokens_of_the_server(
+async def test_a_request_gets_the_servers_tokens(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     batch = Service(ServiceClass.BATCH, rank=4)
@@ -122,13 +122,13 @@ async def test_a_request_gets_the_tokens_of_the_server(
     wanted = {"model": upstream.model, "prompt": list(prompt_of("r")), "max_tokens": 8}
     wanted |= {"temperature": 0, "cache_salt": "of a", "priority": priority_of(batch)}
     assert wanted.items() <= body.items()
-    (times,) = [frame.times["r"] for frame in adapter.told if frame.times]
+    (times,) = [frame.times["r"] for frame in adapter.progress if frame.times]
     assert times.wait_s == 0 and times.prefill_s > 0
     assert (await adapter.settled()).report.load.kv_blocks_free == BLOCKS
 
 
 @pytest.mark.parametrize("count", [1, 8])
-async def test_cached_tokens_are_those_that_the_server_reports(
+async def test_cached_tokens_are_those_reported_by_the_server(
     adapter: AdapterOnTest, upstream: UpstreamServer, count: int
 ) -> None:
     upstream.cached_tokens = 5
@@ -150,7 +150,7 @@ async def test_cached_tokens_of_a_prompt_with_output_do_not_count(
 
 
 @pytest.mark.parametrize("count", [-1, "5", True, None, {}])
-async def test_cached_tokens_that_are_no_number_do_not_count(
+async def test_invalid_counts_of_cached_tokens_are_ignored(
     adapter: AdapterOnTest, upstream: UpstreamServer, count: Any
 ) -> None:
     upstream.cached_tokens = count
@@ -159,7 +159,7 @@ async def test_cached_tokens_that_are_no_number_do_not_count(
     assert {token.cached_tokens for token in tokens(adapter)} == {0}
 
 
-async def test_a_server_that_goes_on_after_the_last_token_is_hung_up(
+async def test_a_stream_that_exceeds_its_last_token_is_closed(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     upstream.tokens_more = 50
@@ -188,7 +188,9 @@ async def test_log_probabilities(adapter: AdapterOnTest) -> None:
     )
 
 
-async def test_an_abort_hangs_up(adapter: AdapterOnTest, upstream: UpstreamServer) -> None:
+async def test_an_abort_closes_the_connection(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
     upstream.hold(after=1)
     adapter.send(start())
     await begun(adapter, 1)
@@ -197,7 +199,7 @@ async def test_an_abort_hangs_up(adapter: AdapterOnTest, upstream: UpstreamServe
     assert (await adapter.settled()).report.load.kv_blocks_free == BLOCKS
 
 
-async def test_requests_outlive_the_loss_of_the_server(
+async def test_requests_survive_the_loss_of_the_server(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     names = [f"r{number}" for number in range(24)]
@@ -208,7 +210,7 @@ async def test_requests_outlive_the_loss_of_the_server(
         await begun(adapter, 5, name)
     await upstream.kill()
     gone = await eventually(
-        lambda: [f for f in adapter.told if f.report.load.kv_blocks_free == 0], interval_s=0.005
+        lambda: [f for f in adapter.progress if f.report.load.kv_blocks_free == 0], interval_s=0.005
     )
     assert gone
     upstream.release()
@@ -219,10 +221,10 @@ async def test_requests_outlive_the_loss_of_the_server(
         assert [token.index for token in tokens(adapter, name)] == list(range(40))
     resumed = [body["max_tokens"] for body in upstream.bodies if body["max_tokens"] != 40]
     assert resumed == [40 - 5] * len(names)
-    await eventually(lambda: adapter.told[-1].report.load.kv_blocks_free == BLOCKS)
+    await eventually(lambda: adapter.progress[-1].report.load.kv_blocks_free == BLOCKS)
 
 
-async def test_a_server_that_stays_away_fails_its_requests(
+async def test_a_server_that_does_not_return_fails_its_requests(
     model_dir: Path, upstream: UpstreamServer
 ) -> None:
     async with worker(model_dir, upstream, upstream_wait_s=0.2) as adapter:
@@ -235,28 +237,28 @@ async def test_a_server_that_stays_away_fails_its_requests(
     assert refusal.retryable and "was gone for 0.2 s (upstream_wait_s)" in refusal.message
 
 
-async def test_a_server_that_does_not_answer_is_gone(
-    model_dir: Path, upstream: UpstreamServer
-) -> None:
+async def test_an_unresponsive_server_is_lost(model_dir: Path, upstream: UpstreamServer) -> None:
     async with worker(model_dir, upstream, engine_unready_s=1) as adapter:
         upstream.hold(after=1)
         adapter.send(start(limits=Limits(30)))
         await begun(adapter, 1)
         upstream.polled.clear()
         await eventually(lambda: upstream.hung_up)
-        await eventually(lambda: adapter.told[-1].report.load.kv_blocks_free == 0)
+        await eventually(lambda: adapter.progress[-1].report.load.kv_blocks_free == 0)
         upstream.polled.set()
         upstream.release()
         assert await ended(adapter) is FinishReason.LENGTH
         assert ids(adapter) == expected(list(prompt_of("r")), 30)
 
 
-async def test_a_server_that_comes_back_different_ends_the_worker(
+async def test_a_server_that_returns_with_another_model_ends_the_worker(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     await upstream.kill()
     upstream.max_model_len -= 1
-    await eventually(lambda: adapter.told and not adapter.told[-1].report.load.kv_blocks_free)
+    await eventually(
+        lambda: adapter.progress and not adapter.progress[-1].report.load.kv_blocks_free
+    )
     await upstream.start()
     with pytest.raises(ExceptionGroup) as raised:
         await adapter.running
@@ -264,7 +266,7 @@ async def test_a_server_that_comes_back_different_ends_the_worker(
     assert isinstance(changed, UpstreamChanged) and "up to 511 tokens" in str(changed)
 
 
-async def test_a_full_server_is_asked_again(
+async def test_requests_to_a_full_server_are_retried(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     upstream.refusals = [503, 429]
@@ -273,7 +275,7 @@ async def test_a_full_server_is_asked_again(
     assert len(upstream.bodies) == 3
 
 
-async def test_metrics_that_fail_cut_no_streams(
+async def test_failing_metrics_do_not_break_streams(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     upstream.hold(after=2)
@@ -287,7 +289,7 @@ async def test_metrics_that_fail_cut_no_streams(
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])
-async def test_a_full_server_is_not_gone(
+async def test_a_full_server_is_not_lost(
     adapter: AdapterOnTest, upstream: UpstreamServer, status: int
 ) -> None:
     upstream.hold(after=2)
@@ -299,11 +301,11 @@ async def test_a_full_server_is_not_gone(
     upstream.release()
     assert await ended(adapter) is FinishReason.LENGTH
     assert await ended(adapter, "lost") is FinishReason.LENGTH
-    assert len(upstream.bodies) == 3  # only one request is repeated
+    assert len(upstream.bodies) == 3  # only one request is retried
 
 
 @pytest.mark.parametrize("status", [429, 503, 529])
-async def test_a_request_waits_only_so_long_for_a_full_server(
+async def test_the_wait_for_a_full_server_is_limited(
     model_dir: Path, upstream: UpstreamServer, status: int
 ) -> None:
     upstream.refusals = [status]
@@ -314,7 +316,7 @@ async def test_a_request_waits_only_so_long_for_a_full_server(
     assert refusal.retryable and "the upstream server is full" in refusal.message
 
 
-async def test_a_request_for_rows_of_its_prompt_waits_for_a_full_server(
+async def test_a_request_for_prompt_logprobs_waits_for_a_full_server(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     upstream.probe_status = 429
@@ -325,7 +327,9 @@ async def test_a_request_for_rows_of_its_prompt_waits_for_a_full_server(
     assert tokens(adapter)[0].prompt_logprobs is not None
 
 
-async def test_a_refused_request_says_why(adapter: AdapterOnTest, upstream: UpstreamServer) -> None:
+async def test_a_refused_request_has_the_servers_reason(
+    adapter: AdapterOnTest, upstream: UpstreamServer
+) -> None:
     upstream.refusals = [400]
     adapter.send(start())
     refusal = await ended(adapter)
@@ -367,7 +371,7 @@ async def test_losses_at_earlier_workers_count(
         ({"breaks": True}, "the connection to the upstream server failed"),
     ],
 )
-async def test_a_server_that_fails_each_time_is_no_fault_of_the_request(
+async def test_repeated_server_failures_are_not_blamed_on_the_request(
     adapter: AdapterOnTest, upstream: UpstreamServer, fault: dict[str, Any], message: str
 ) -> None:
     vars(upstream).update(fault)
@@ -409,14 +413,14 @@ async def test_a_stream_without_tokens_is_lost(
         assert ids(adapter) == expected(list(prompt_of("r")), 8)
 
 
-async def test_bad_words_are_refused_in_the_name_of_the_server(adapter: AdapterOnTest) -> None:
+async def test_bad_words_are_refused(adapter: AdapterOnTest) -> None:
     adapter.send(start(sampling=replace(GREEDY, bad_words=((5,),))))
     refusal = await ended(adapter)
     assert isinstance(refusal, RefuseRequest) and not refusal.retryable
     assert refusal.message.startswith("bad_words is not supported with the upstream server; use")
 
 
-def test_losses_long_ago_are_forgotten() -> None:
+def test_old_losses_are_forgotten() -> None:
     losses = LossCount()
     for output, count in ((0, 1), (999, 2), (1998, 3), (2998, 1), (2998, 2)):
         losses.note(output)
@@ -424,7 +428,7 @@ def test_losses_long_ago_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("with_output", [False, True])
-async def test_a_grammar_starts_again_only_without_output(
+async def test_a_grammar_restarts_only_without_output(
     adapter: AdapterOnTest, upstream: UpstreamServer, with_output: bool
 ) -> None:
     upstream.hold(after=1 if with_output else 0)
@@ -448,7 +452,7 @@ async def test_a_grammar_starts_again_only_without_output(
         assert ids(adapter) == expected(list(prompt_of("r")), 8)
 
 
-async def test_a_worker_that_is_asked_to_returns_the_requests_of_a_lost_server(
+async def test_requests_of_a_lost_server_are_returned_on_demand(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     upstream.hold(after=2)
@@ -457,9 +461,9 @@ async def test_a_worker_that_is_asked_to_returns_the_requests_of_a_lost_server(
         await begun(adapter, 2, name)
     room = ReturnRequests(OtherRoom(1000, (1000,)))
     await upstream.kill()
-    await eventually(lambda: adapter.told[-1].report.outage)
-    assert upstream.url in adapter.told[-1].report.outage
-    adapter.send(ReturnRequests(OtherRoom(1000)))  # nobody has room now
+    await eventually(lambda: adapter.progress[-1].report.outage)
+    assert upstream.url in adapter.progress[-1].report.outage
+    adapter.send(ReturnRequests(OtherRoom(1000)))  # no worker has room now
     assert not (await adapter.settled()).refusals
     adapter.send(room)
     (refusal,) = await eventually(lambda: refusals(adapter))
@@ -472,7 +476,7 @@ async def test_a_worker_that_is_asked_to_returns_the_requests_of_a_lost_server(
     assert ids(adapter, "moved") == expected(list(prompt_of("moved")), 2)
 
 
-async def test_output_of_another_worker_continues(
+async def test_requests_of_another_worker_continue_after_their_output(
     adapter: AdapterOnTest, upstream: UpstreamServer
 ) -> None:
     output = expected(list(prompt_of("r")), 8)
@@ -508,12 +512,12 @@ async def test_unusable_servers(
     assert message in str(raised.value)
 
 
-async def test_a_server_that_is_not_there(model_dir: Path) -> None:
+async def test_a_missing_server(model_dir: Path) -> None:
     with pytest.raises(WorkerError, match="did not serve within 1 s"):
         await open_upstream(config_of(model_dir, UpstreamServer(), start_timeout_s=1))
 
 
-async def test_a_key_is_sent(model_dir: Path) -> None:
+async def test_the_key_is_sent(model_dir: Path) -> None:
     key = model_dir / "key"
     key.write_text("secret\n")
     async with UpstreamServer(key="secret") as upstream:
@@ -531,7 +535,7 @@ async def test_a_malformed_key_is_not_shown(model_dir: Path, content: str) -> No
     assert "secret" not in str(raised.value)
 
 
-async def test_without_metrics_the_cache_holds_the_configured_tokens(model_dir: Path) -> None:
+async def test_without_metrics_the_configured_cache_size_is_used(model_dir: Path) -> None:
     async with UpstreamServer(has_metrics=False) as upstream:
         for options, blocks in (
             ({"upstream_kv_tokens": 640}, 640 // 16),
@@ -580,7 +584,7 @@ async def text_server(
         yield server
 
 
-async def test_text_becomes_tokens(model_dir: Path, text_server: UpstreamServer) -> None:
+async def test_text_is_tokenized(model_dir: Path, text_server: UpstreamServer) -> None:
     async with worker(model_dir, text_server) as adapter:
         assert (await adapter.settled()).report.upstream.endswith(
             "output as text, prompts too" if text_server.text_prompts else "output as text"
@@ -596,7 +600,7 @@ async def test_text_becomes_tokens(model_dir: Path, text_server: UpstreamServer)
         assert text_server.bodies[1]["stop_token_ids"] == [2, 50]
 
 
-async def test_output_as_text_does_not_survive_the_server(
+async def test_text_output_does_not_survive_a_loss_of_the_server(
     model_dir: Path, text_server: UpstreamServer
 ) -> None:
     async with worker(model_dir, text_server) as adapter:

@@ -1,4 +1,4 @@
-"""The distributions of the tree: built, installed into an environment of their own, imported."""
+"""The distributions of the tree are built, installed into a new environment and imported."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By the name of the distribution, as in file names."""
+    """Built wheels by the normalized name of the distribution."""
     built = build_wheels.build(tmp_path_factory.mktemp("dist"))
     return {path.name.split("-")[0]: path for path in built}
 
@@ -46,18 +46,20 @@ def names_in(wheel: Path) -> set[str]:
 
 
 def tops_of(names: set[str]) -> set[str]:
-    """The packages in which a type checker looks for py.typed; `tideserve` is a namespace only."""
+    """Packages in which type checkers look for py.typed; `tideserve` is a namespace package."""
     parts = [name.split("/") for name in names if name.endswith("/__init__.py")]
-    return {"/".join(one[: 2 if one[0] == "tideserve" else 1]) for one in parts}
+    return {
+        "/".join(part_names[: 2 if part_names[0] == "tideserve" else 1]) for part_names in parts
+    }
 
 
 def metadata_of(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (one for one in archive.namelist() if one.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return archive.read(name).decode()
 
 
-def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) -> None:
+def test_the_wheels_contain_each_file_of_the_tree_once(wheels: dict[str, Path]) -> None:
     assert list(wheels) == ["tideserve", "tideserve_api", "tideserve_client"]
     server, api, client = map(names_in, wheels.values())
     assert not server & api
@@ -78,18 +80,21 @@ def test_together_they_hold_the_tree_and_no_file_twice(wheels: dict[str, Path]) 
     assert "tideserve/__init__.py" not in shared, "it is a namespace of several wheels"
     assert {"tideserve/client/py.typed", "tideserve/client/sync.py"} <= client
     assert all(f"{top}/py.typed" in shared for top in tops_of(shared)), "types would not be read"
-    # A user of tideserve-api may have other stubs of KServe's protocol.
+    # Users of tideserve-api may have other stubs of KServe's protocol.
     assert "tideserve/kserve/v2/inference_pb2.py" in server - api
     assert "tideserve/worker/py.typed" in api
 
 
-def test_the_server_needs_the_stubs_of_its_version(wheels: dict[str, Path]) -> None:
+def test_the_server_requires_stubs_of_its_version(wheels: dict[str, Path]) -> None:
     version = build_wheels.version()
     assert f"Requires-Dist: tideserve-api=={version}\n" in metadata_of(wheels["tideserve"])
     api = metadata_of(wheels["tideserve_api"])
     assert f"Version: {version}\n" in api
     needed = [line.split()[1] for line in api.splitlines() if line.startswith("Requires-Dist")]
-    assert [one.split(">")[0].split("<")[0] for one in needed] == ["grpcio", "protobuf"]
+    assert [requirement.split(">")[0].split("<")[0] for requirement in needed] == [
+        "grpcio",
+        "protobuf",
+    ]
 
 
 def test_the_client_needs_no_server(wheels: dict[str, Path], tmp_path: Path) -> None:
@@ -99,9 +104,9 @@ def test_the_client_needs_no_server(wheels: dict[str, Path], tmp_path: Path) -> 
     environment = Environment(tmp_path / "environment")
     environment.install(wheels["tideserve_api"])
     environment.install(wheels["tideserve_client"])
-    found = environment.imports("tideserve.client", "services.gateway.app", "tideserve.kserve")
-    assert (found.pop("tideserve.client") or "").startswith(str(environment.packages))
-    assert set(found.values()) == {None}
+    files = environment.imports("tideserve.client", "services.gateway.app", "tideserve.kserve")
+    assert (files.pop("tideserve.client") or "").startswith(str(environment.packages))
+    assert set(files.values()) == {None}
 
 
 def test_the_stubs_work_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
@@ -115,14 +120,14 @@ def test_the_stubs_work_alone(wheels: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment with all wheels and the packages of this one, without the tree."""
+    """An environment with all wheels and this environment's packages, without the tree."""
     environment = Environment(tmp_path_factory.mktemp("installed") / "environment")
     for wheel in wheels.values():
         environment.install(wheel)
     return environment
 
 
-def test_the_server_works_where_the_tree_is_not(installed: Environment) -> None:
+def test_the_server_works_without_the_tree(installed: Environment) -> None:
     names = ("services.gateway.app", "services.worker.app", "tideserve.sim.cluster")
     for name, file in installed.imports(*names).items():
         assert file is not None and file.startswith(str(installed.packages)), name
@@ -132,10 +137,19 @@ def test_the_server_works_where_the_tree_is_not(installed: Environment) -> None:
     assert "simulated, not measured" in installed.command("tideserve", "simulate", str(example))
 
 
-def test_every_command_explains_itself(installed: Environment) -> None:
-    told = json.loads(installed.command("python", "-c", EVERY_COMMAND))
-    assert {"serve", "up", "chat", "demo", "doctor", "profile", "simulate", "bench"} <= told.keys()
-    assert {name for name, code in told.items() if code != 0} == set()
+def test_all_commands_have_help(installed: Environment) -> None:
+    exit_codes = json.loads(installed.command("python", "-c", EVERY_COMMAND))
+    assert {
+        "serve",
+        "up",
+        "chat",
+        "demo",
+        "doctor",
+        "profile",
+        "simulate",
+        "bench",
+    } <= exit_codes.keys()
+    assert {name for name, code in exit_codes.items() if code != 0} == set()
 
 
 def test_benchmarks_need_a_checkout(installed: Environment) -> None:
@@ -154,7 +168,7 @@ def test_a_model_is_served_and_examined(installed: Environment, tmp_path: Path) 
         command=(str(installed.bin / "tideserve"),),
         subcommand="serve",
         environment={"PYTHONPATH": ""},
-        threads=2,  # torch computes: the kernels of this environment are not compiled yet
+        threads=2,  # torch computes, as this environment's kernels are not compiled yet
     )
     with serving as cluster:
         at = ("--url", cluster.url, "--cluster-dir", str(cluster.folder / "cluster"))
@@ -166,8 +180,10 @@ def test_a_model_is_served_and_examined(installed: Environment, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_new_user_is_served_the_default_model(installed: Environment, tmp_path: Path) -> None:
-    """No cache and no compiled kernels, and two workers, which merge."""
+def test_the_default_model_is_served_without_a_cache(
+    installed: Environment, tmp_path: Path
+) -> None:
+    """Without cache and compiled kernels; two workers, which merge."""
     environment = {"PYTHONPATH": "", "HOME": str(tmp_path), "TIDESERVE_CACHE": "", "PATH": ""}
     serving = Cluster(
         memory="1GiB",

@@ -1,4 +1,4 @@
-"""What health checks see of a worker: alive at once, ready only with a group and an engine."""
+"""Health checks of a worker: alive at once, ready only with a group and an engine."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ async def record_of(store: Store) -> record_pb2.WorkerRecord | None:
     return read_record(record_pb2.WorkerRecord, KEY, entry.value) if entry is not None else None
 
 
-async def test_it_lives_while_it_loads_and_is_ready_while_its_engine_speaks(
+async def test_a_worker_is_alive_while_loading_and_ready_while_its_engine_responds(
     store: Store, tmp_path: Path
 ) -> None:
     config = WorkerConfig(
@@ -60,7 +60,7 @@ async def test_it_lives_while_it_loads_and_is_ready_while_its_engine_speaks(
                 )
             except grpc.aio.AioRpcError:
                 return None
-            return {name: one.status for name, one in answer.statuses.items()}
+            return {name: status.status for name, status in answer.statuses.items()}
 
         async def becomes(status: int) -> bool:
             return (await statuses() or {}).get(NAME) == status

@@ -1,4 +1,4 @@
-"""A worker process whose lease has ended comes back, or ends if the cluster has removed it."""
+"""A worker process with an expired lease registers again, or exits if it was removed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def assignment(**changes: object) -> record_pb2.AssignmentRecord:
 
 
 def member(epoch: int = 5) -> MemberState:
-    """The fence of a process that runs the first two layers; new at epoch 0."""
+    """The fence of a process with the first two layers; epoch 0 is a new process."""
     state = MemberState("w0", "w0-a")
     if epoch:
         stage = Member("w0", "w0-a", 0, 2)
@@ -81,7 +81,7 @@ async def test_a_new_or_known_process_registers(
 
 
 @pytest.mark.parametrize("incarnation", [None, "w0-b"])
-async def test_a_removed_process_ends_and_does_not_register(
+async def test_a_removed_process_exits_without_registering(
     store: Store, incarnation: str | None
 ) -> None:
     if incarnation is not None:
@@ -95,8 +95,8 @@ async def test_a_removed_process_ends_and_does_not_register(
     assert Forgotten.exit_code == 1
 
 
-async def test_it_does_not_pass_by_a_removal_that_comes_between(store: Store) -> None:
-    """Between its read of the assignment and its registration the assignment is removed."""
+async def test_a_removal_before_the_registration_is_respected(store: Store) -> None:
+    """The assignment is removed between its read and the registration."""
     await put(store, ASSIGNMENT, OWN)
     reads = 0
 
@@ -120,11 +120,11 @@ async def test_it_does_not_pass_by_a_removal_that_comes_between(store: Store) ->
     [
         (None, 5),
         (assignment(epoch=3, end_layer=4), 5),  # from a backup
-        (assignment(epoch=3, incarnation="w0-z"), 5),  # of a predecessor, from a backup
-        (assignment(epoch=7, end_layer=4), 7),  # from a memory manager that did not know better
+        (assignment(epoch=3, incarnation="w0-z"), 5),  # of a predecessor, restored from a backup
+        (assignment(epoch=7, end_layer=4), 7),  # of a memory manager without the latest state
     ],
 )
-async def test_a_lost_assignment_is_written_again(
+async def test_a_lost_assignment_is_rewritten(
     store: Store, before: record_pb2.AssignmentRecord | None, epoch: int
 ) -> None:
     if before is not None:
@@ -133,13 +133,13 @@ async def test_a_lost_assignment_is_written_again(
     assert await stored(store) == assignment(epoch=epoch)
 
 
-async def test_an_unreadable_assignment_is_written_again(store: Store) -> None:
+async def test_an_unreadable_assignment_is_rewritten(store: Store) -> None:
     await store.put(ASSIGNMENT, b"{")
     await registers(store, member())
     assert await stored(store) == OWN
 
 
-async def test_an_assignment_that_changes_meanwhile_is_left_alone(
+async def test_a_concurrently_changed_assignment_is_kept(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = store.read
@@ -160,7 +160,7 @@ async def test_an_assignment_that_changes_meanwhile_is_left_alone(
 async def test_a_registered_worker_restores_its_assignment(
     store: Store, epoch_floor: int | None
 ) -> None:
-    """Whatever the floor, which other workers may have raised: none is removed while registered."""
+    """At any floor, which other workers may raise: registered workers are never removed."""
     await put(store, ASSIGNMENT, OWN)
     if epoch_floor is not None:
         await put(store, EPOCH_FLOOR, to_floor_record(epoch_floor))

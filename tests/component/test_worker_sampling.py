@@ -1,4 +1,4 @@
-"""What a gateway may ask of a worker's sampling: its servicer over gRPC, a real engine behind."""
+"""Sampling options of a worker: its servicer over gRPC with a real engine."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from tideserve.common.v1 import load_pb2, service_pb2
 from tideserve.worker.v1 import worker_pb2 as pb
 from tideserve.worker.v1 import worker_pb2_grpc
 
-# One start of the engine for all of them.
+# The engine is started once for all tests.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 VOCAB = 320
@@ -42,7 +42,7 @@ SCHEMA = {
 
 
 class Worker:
-    """A worker without a group protocol; `answers` are what its gateway has heard, by request."""
+    """A worker without a group protocol; `answers` are its events by request."""
 
     def __init__(self, model_dir: Path, run_dir: Path) -> None:
         self.model_dir = model_dir
@@ -116,7 +116,7 @@ class Worker:
         await self.call.write(pb.GenerateRequest(abort=pb.Abort(request_id=name)))
 
     async def end_of(self, name: str) -> pb.RequestEvent:
-        """The last event of a request. Raises TimeoutError, and the error that ended the engine."""
+        """The last event of a request. Raises TimeoutError, or the error that ended the engine."""
 
         def over() -> bool:
             for task in self.tasks:
@@ -130,7 +130,7 @@ class Worker:
         return self.answers[name][-1]
 
     def tokens(self, name: str) -> list[int]:
-        """All output of a request; indices have no gap."""
+        """All output of a request, whose indices must be consecutive."""
         tokens: list[int] = []
         for event in self.answers[name]:
             assert not event.token_ids or event.first_index == len(tokens)
@@ -138,7 +138,7 @@ class Worker:
         return tokens
 
     async def until_idle(self) -> None:
-        """Until every block is free again."""
+        """Wait until all blocks are free."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 load = self.engine.report.load
@@ -159,15 +159,17 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Work
         await made.stop()
 
 
-def rows(told: list[pb.TokenLogprobs]) -> list[TokenLogprobs]:
+def rows(logprobs: list[pb.TokenLogprobs]) -> list[TokenLogprobs]:
     return [
-        TokenLogprobs(one.logprob, one.rank, tuple(zip(one.top_ids, one.top_logprobs, strict=True)))
-        for one in told
+        TokenLogprobs(
+            token.logprob, token.rank, tuple(zip(token.top_ids, token.top_logprobs, strict=True))
+        )
+        for token in logprobs
     ]
 
 
 async def test_rules_and_log_probabilities_of_a_start(worker: Worker) -> None:
-    """As `transformers` has them; together with what is only carried along."""
+    """They equal those of `transformers`; other fields have no effect."""
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(worker.model_dir, dtype=torch.float64)
     reference, starts = Reference(model), []
@@ -200,18 +202,20 @@ async def test_rules_and_log_probabilities_of_a_start(worker: Worker) -> None:
         first = next(event for event in events if event.token_ids)
         assert all(len(event.logprobs) == len(event.token_ids) for event in events)
         assert all(not event.prompt_logprobs for event in events if event is not first)
-        told = [one for event in events for one in event.logprobs]
-        reference.check_logprobs(request, output, rows(list(first.prompt_logprobs)), rows(told))
+        output_rows = [token for event in events for token in event.logprobs]
+        reference.check_logprobs(
+            request, output, rows(list(first.prompt_logprobs)), rows(output_rows)
+        )
 
 
-async def test_log_probabilities_are_told_only_where_they_are_asked_for(worker: Worker) -> None:
+async def test_log_probabilities_are_returned_only_if_requested(worker: Worker) -> None:
     await worker.send("plain")
     await worker.end_of("plain")
     assert all(not event.logprobs for event in worker.answers["plain"])
     assert all(not event.prompt_logprobs for event in worker.answers["plain"])
 
 
-async def test_grammars_bound_what_is_written(worker: Worker) -> None:
+async def test_grammars_constrain_the_output(worker: Worker) -> None:
     text = json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
     for number in range(12):
         sampling = pb.Sampling(
@@ -229,7 +233,7 @@ async def test_grammars_bound_what_is_written(worker: Worker) -> None:
         jsonschema.validate(json.loads(written), SCHEMA)
 
 
-async def test_a_grammar_that_does_not_compile_ends_its_request_alone(worker: Worker) -> None:
+async def test_an_invalid_grammar_ends_only_its_request(worker: Worker) -> None:
     await worker.send("fine", limits=pb.Limits(max_tokens=200))
     await worker.send("bad", sampling=pb.Sampling(top_p=1, grammar=pb.Grammar(regex="a(")))
     end = await worker.end_of("bad")
@@ -237,7 +241,7 @@ async def test_a_grammar_that_does_not_compile_ends_its_request_alone(worker: Wo
     assert (await worker.end_of("fine")).finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_contradictions_end_a_request_alone(worker: Worker) -> None:
+async def test_contradictory_options_end_only_their_request(worker: Worker) -> None:
     sampling = pb.Sampling(
         top_p=1, allowed_token_ids=[7], bad_words=[pb.TokenSequence(token_ids=[7, 7])]
     )
@@ -249,8 +253,8 @@ async def test_contradictions_end_a_request_alone(worker: Worker) -> None:
     assert (await worker.end_of("fine-2")).finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_whatever_a_gateway_sends_the_worker_lives(worker: Worker) -> None:
-    """Each ends for a reason of its own, or is aborted; nothing is left behind."""
+async def test_a_worker_survives_any_request(worker: Worker) -> None:
+    """Each request ends with a reason or is aborted, and leaves no state."""
     rng = random.Random(1)
     names = []
     for number in range(FUZZED):
@@ -288,7 +292,7 @@ def fuzzed_limits(rng: random.Random) -> pb.Limits:
 
 
 def fuzzed_sampling(rng: random.Random) -> pb.Sampling:
-    """Mostly within the ranges, at their very ends, or just beyond one of them."""
+    """Mostly within the valid ranges, at their bounds, or just beyond."""
     nan, infinity = float("nan"), float("inf")
     token = rng.randrange(VOCAB)
     fields: dict[str, Any] = {"temperature": rng.choice([0, 1e-300, 1, 2]), "top_p": 1}

@@ -1,4 +1,4 @@
-"""Forms of output and calls of tools with the real default model, which is not made for either."""
+"""Output formats and tool calls with the real default model, which was trained for neither."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # Two threads on a machine that does other work wait for each other, seconds for each token.
+    # On a busy machine two threads wait for each other, for seconds per token.
     with Cluster(memory="512MiB", dtype="bfloat16", workers=1, threads=1) as running:
         yield running
 
@@ -55,7 +55,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 async def check_schema(
     client: openai.AsyncOpenAI, schema: dict[str, Any], count: int, seed: int
 ) -> None:
-    """So many answers at temperature 1, all of which end by themselves and validate."""
+    """Check that `count` answers at temperature 1 end by themselves and validate."""
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Invent an example and answer in JSON."}],
@@ -76,7 +76,7 @@ async def check_schema(
 
 
 async def test_every_schema_is_followed(client: openai.AsyncOpenAI) -> None:
-    await asyncio.gather(*(check_schema(client, one, 1, seed=1) for one in SCHEMAS))
+    await asyncio.gather(*(check_schema(client, schema, 1, seed=1) for schema in SCHEMAS))
 
 
 @pytest.mark.slow
@@ -86,28 +86,28 @@ async def test_two_hundred_answers_validate(client: openai.AsyncOpenAI, number: 
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-async def test_forced_calls_fit_their_tools(client: openai.AsyncOpenAI, choice: Any) -> None:
+async def test_forced_calls_match_their_schemas(client: openai.AsyncOpenAI, choice: Any) -> None:
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "What is 17 and 25, and the weather in Oslo?"}],
         tools=TOOLS,
         tool_choice=choice,
-        parallel_tool_calls=choice is NAMED,  # one that is named is called once all the same
+        parallel_tool_calls=choice is NAMED,  # a named tool is called exactly once
         n=8,
         temperature=1,
         seed=3,
         max_tokens=200,
     )
-    for one in answer.choices:
-        assert one.finish_reason == "tool_calls"
-        assert one.message.content is None and one.message.tool_calls is not None
-        (call,) = one.message.tool_calls
+    for output in answer.choices:
+        assert output.finish_reason == "tool_calls"
+        assert output.message.content is None and output.message.tool_calls is not None
+        (call,) = output.message.tool_calls
         assert call.type == "function"
         jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
         assert choice == "required" or call.function.name == "add"
 
 
-async def test_a_streamed_call_is_the_whole_one(client: openai.AsyncOpenAI) -> None:
+async def test_a_streamed_call_equals_the_whole_call(client: openai.AsyncOpenAI) -> None:
     fields: Any = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is 17 and 25?"}],

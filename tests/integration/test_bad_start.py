@@ -1,8 +1,7 @@
-"""What cannot be served ends `tideserve up` with one sentence; no process is left.
+"""Invalid configurations end `tideserve up` with one sentence and no remaining process.
 
-What the command itself can see is tested in tests/component/tideserve/cli/test_up.py, what the
-model loader finds in tests/component/test_load_failures.py; here is the way from a service to the
-person.
+Errors of the command itself are tested in tests/component/tideserve/cli/test_up.py, those of the
+model loader in tests/component/test_load_failures.py; here errors pass from a service to the user.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def damaged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model one bit of which is not what its manifest says."""
+    """A model with a bit that differs from its manifest."""
     folder = shutil.copytree(tiny, tmp_path_factory.mktemp("damaged") / "model")
     weights = folder / "model.safetensors"
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -38,7 +37,7 @@ def damaged(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fail_to_start(**options: Any) -> str:
-    """What `tideserve up` printed before it ended, which it must do by itself with code 2."""
+    """The output of `tideserve up`, which must exit by itself with code 2."""
     cluster = Cluster(workers=1, **options)
     try:
         cluster.start()
@@ -54,23 +53,23 @@ def fail_to_start(**options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def outputs(tiny: Path, damaged: Path) -> dict[str, str]:
-    """What each start that fails said; side by side, since most of it is waiting for imports."""
+    """The outputs of failing starts, run concurrently, as imports dominate."""
     starts: dict[str, dict[str, Any]] = {
         "memory": {"model_dir": tiny, "memory": "1MiB"},
         "damage": {"model_dir": damaged},
         "setting": {"model_dir": tiny, "worker": {"max_batch_tokens": 0}},
     }
     with ThreadPoolExecutor() as pool:
-        said = pool.map(lambda options: fail_to_start(**options), starts.values())
-        return dict(zip(starts, said, strict=True))
+        outputs = pool.map(lambda options: fail_to_start(**options), starts.values())
+        return dict(zip(starts, outputs, strict=True))
 
 
-def test_too_little_memory_says_how_much_is_needed(outputs: dict[str, str]) -> None:
+def test_too_little_memory_reports_the_required_amount(outputs: dict[str, str]) -> None:
     output = outputs["memory"]
     assert "MiB" in output and "at least" in output and "memory" in output
 
 
-def test_a_flipped_bit_is_found_by_the_manifest(outputs: dict[str, str]) -> None:
+def test_a_flipped_bit_is_detected_by_the_manifest(outputs: dict[str, str]) -> None:
     assert "model.safetensors" in outputs["damage"] and "SHA256SUMS" in outputs["damage"]
 
 

@@ -1,4 +1,4 @@
-"""Batches of a whole cluster: the command, and online requests beside them."""
+"""Batches in a whole cluster: the command, with concurrent online requests."""
 
 import json
 import subprocess

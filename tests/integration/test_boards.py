@@ -1,7 +1,7 @@
-"""Every query of every board has numbers after a flood, asked from a real Prometheus.
+"""Every query of every board returns numbers from a real Prometheus after a flood.
 
-The cluster has two workers with a tiny model; a flood lets groups merge and requests be refused,
-and then the groups split. Prometheus is the one on PATH, or a Debian package that is fetched.
+The cluster has two workers with a tiny model; a flood causes merges and refusals, after which the
+groups split. Prometheus is the one on PATH, or a Debian package that is fetched.
 """
 
 import asyncio
@@ -38,23 +38,23 @@ AMPLE_LIMITS = QuotaLimits(10**9, 10**12, 10**6)
 
 
 def queries() -> list[tuple[str, str]]:
-    """Each query with the board and panel that it belongs to."""
-    found = []
+    """Each query with its board and panel."""
+    expressions = []
     for path in sorted(BOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel.get("targets", ()):
                 expression = target["expr"]
                 for variable, value in FILLED.items():
                     expression = expression.replace(variable, value)
-                found.append((f"{path.stem}: {panel['title']}", expression))
-    return found
+                expressions.append((f"{path.stem}: {panel['title']}", expression))
+    return expressions
 
 
 @contextmanager
 def prometheus(binary: Path, folder: Path, targets: Path) -> Iterator[httpx.Client]:
-    """A Prometheus that has scraped every one of `targets` once.
+    """A Prometheus that has scraped all `targets` once.
 
-    Counts from before a counter's first scrape are no increase.
+    Counts before a counter's first scrape do not register as an increase.
     """
     config = {
         "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"},
@@ -88,7 +88,7 @@ def prometheus(binary: Path, folder: Path, targets: Path) -> Iterator[httpx.Clie
 
 
 async def flood(url: str, model: str, key: str) -> list[int]:
-    """Send all requests at once; the statuses of their answers."""
+    """Send all requests concurrently; returns their statuses."""
     headers = {"authorization": f"Bearer {key}"}
     limits = httpx.Limits(max_connections=REQUESTS)
     async with httpx.AsyncClient(
@@ -111,9 +111,9 @@ async def flood(url: str, model: str, key: str) -> list[int]:
 
 
 def has_numbers(answer: httpx.Response) -> bool:
-    """Whether the answer to a range query holds at least one number."""
+    """Whether the result of a range query has at least one number."""
     series = answer.json()["data"]["result"] if answer.is_success else []
-    return any(not math.isnan(float(value)) for one in series for _, value in one["values"])
+    return any(not math.isnan(float(value)) for curve in series for _, value in curve["values"])
 
 
 def test_every_query_of_every_board_has_numbers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What clients say is in no log of a real cluster, at level debug, and in no span or metric."""
+"""Clients' strings appear in no log of a real cluster at level debug, and in no span or metric."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.canaries import MARK, good, refused, word
 from tests.support.cluster import Cluster
-from tests.support.grpc_bodies import said
+from tests.support.grpc_bodies import to_message
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
@@ -21,7 +21,7 @@ from tideserve.gateway.v1 import gateway_pb2_grpc
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 TIMEOUT_S = 120
 KEY = word("key-of-the-cluster-in-32-letters")
-ID = "told-on-purpose"
+ID = "logged-on-purpose"
 TRACEPARENT = f"00-{'1' * 32}-{'2' * 16}-01"
 HEADERS = {"authorization": f"Bearer {KEY}", "x-request-id": ID, "traceparent": TRACEPARENT}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) ->
         "api_key": KEY,
         "model_name": "m",
         "environment": environment,
-        # One of the bodies is refused since it is longer.
+        # A longer body is refused.
         "worker": {"max_model_len": 1024},
     }
     with Cluster(model_dir=folder, workers=2, memory="64MiB", **options) as running:
@@ -58,7 +58,7 @@ async def over_http(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> in
 
 
 async def over_grpc(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> str:
-    request = said(endpoint, body)
+    request = to_message(endpoint, body)
     async with grpc.aio.insecure_channel(cluster.grpc_target) as channel:
         stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Complete
@@ -66,7 +66,7 @@ async def over_grpc(cluster: Cluster, endpoint: str, body: dict[str, Any]) -> st
         return str((await call.code()).name)
 
 
-async def test_no_service_logs_what_its_clients_say(
+async def test_no_service_exposes_strings_of_clients(
     cluster: Cluster, receiver: OtlpReceiver
 ) -> None:
     for endpoint, body in good():
@@ -75,7 +75,7 @@ async def test_no_service_logs_what_its_clients_say(
     for endpoint, body in refused():
         assert 400 <= await over_http(cluster, endpoint, body) < 500, body
         assert await over_grpc(cluster, endpoint, body) in ("INVALID_ARGUMENT", "NOT_FOUND")
-    # And one whose client goes.
+    # And a request whose client disconnects.
     async with httpx.AsyncClient(timeout=TIMEOUT_S, headers=HEADERS) as http:
         endless = {"model": "m", "prompt": word("prompt"), "stream": True, "ignore_eos": True}
         path = f"{cluster.url}/v1/completions"
@@ -86,12 +86,12 @@ async def test_no_service_logs_what_its_clients_say(
     logs = {name: cluster.log(name) for name in cluster.pids()}
     assert {"gateway", "scheduler", "memmgr", "worker-0", "worker-1"} <= logs.keys()
     assert ID in logs["gateway"]
-    told = logs | {
+    sources = logs | {
         "output": cluster.output(),
         "metrics": metrics,
         "spans": "\n".join(map(str, receiver.all_spans)),
         "status": json.dumps(cluster.status()),
     }
-    for where, text in told.items():
+    for where, text in sources.items():
         for line in text.lower().splitlines():
             assert MARK not in line, f"{where}: {line[:600]}"

@@ -1,4 +1,4 @@
-"""The failpoints of a cluster: each service passes those that docs/faults.md gives it."""
+"""The failpoints of a cluster: each service passes those listed for it in docs/faults.md."""
 
 from pathlib import Path
 
@@ -36,12 +36,12 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
         model_dir=make_tiny_model(tmp_path / "model", seed=3, layers=4),
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        overload_policy="recompute",  # no automatic changes of groups
         services={"failpoints": armed, "failpoint_file": str(hits)},
     ) as cluster:
         model = cluster.get("/v1/models")["data"][0]["id"]
         requests = [
-            # Long enough for none to end before the merge, however busy the machine is.
+            # Long enough that none ends before the merge, even on a busy machine.
             PlannedRequest(0.0, tuple(range(3 + number, 30 + number)), 1200, number)
             for number in range(8)
         ]
@@ -50,11 +50,11 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
         cluster.eventually(lambda: streams.begun == 8)
         change_groups(cluster.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
         outcomes = streams.wait()
-        pids = {one["name"]: one["pid"] for one in read_hits(hits)}
+        pids = {hit["name"]: hit["pid"] for hit in read_hits(hits)}
         running = cluster.pids()
         engines = {row["pids"][1] for row in cluster.workers()}
-    assert all(one.finished for one in outcomes)
-    assert sorted(pids) == sorted(names), "nobody was lost, so nothing was resumed"
+    assert all(outcome.finished for outcome in outcomes)
+    assert sorted(pids) == sorted(names), "no process was lost, so nothing was resumed"
     assert {pids[name] for name in MEMMGR} == {running["memmgr"]}
     assert {pids[name] for name in GATEWAY} == {running["gateway"]}
     assert {pids[name] for name in SERVICER} <= {running["worker-0"], running["worker-1"]}

@@ -1,4 +1,4 @@
-"""What a newcomer does first, with the real default model."""
+"""The first steps of a new user, with the real default model."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
     command += ["--cluster-dir", str(cluster.folder / "cluster")]
 
     def whole() -> dict[str, Any] | None:
-        """The status, if everybody has answered within its short deadlines."""
+        """The status, if all services answered within its short deadlines."""
         done = subprocess.run(command, capture_output=True, check=True, timeout=60)
         status: dict[str, Any] = json.loads(done.stdout)
         all_told = all(row["rss_bytes"] for row in status["services"])
@@ -81,7 +81,7 @@ def test_status_shows_services_and_memory(cluster: Cluster) -> None:
     assert all(name in table for name in names)
 
 
-def test_memory_stays_within_what_each_service_may_use(cluster: Cluster) -> None:
+def test_services_stay_within_their_memory_limits(cluster: Cluster) -> None:
     cluster.check_memory(budget_bytes=512 * 2**20)
 
 
@@ -96,8 +96,8 @@ def test_only_one_port_is_fixed_and_all_are_on_loopback(cluster: Cluster) -> Non
     assert cluster.port in {address.port for address in listening}
 
 
-async def test_a_client_that_hangs_up_during_a_long_prefill(cluster: Cluster) -> None:
-    """An iteration over a long context takes more than a second here; an abort does not wait."""
+async def test_a_disconnect_during_a_long_prefill(cluster: Cluster) -> None:
+    """An iteration over a long context takes more than a second, but an abort is not delayed."""
     long = {**QUESTION, "messages": [{"role": "user", "content": "tide and time " * 1500}]}
     free = cluster.kv_blocks("kv_blocks_free")
     async with httpx.AsyncClient(timeout=120) as client:
@@ -108,5 +108,5 @@ async def test_a_client_that_hangs_up_during_a_long_prefill(cluster: Cluster) ->
     loop = asyncio.get_running_loop()
     gone_s = loop.time()
     await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == free)
-    # A second on a quiet machine; the rest is for one that is not.
+    # A second on an idle machine; the rest is slack for busy machines.
     assert loop.time() - gone_s < 15

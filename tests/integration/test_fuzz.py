@@ -1,4 +1,4 @@
-"""Random requests over both doors, with a real engine and the default model behind them."""
+"""Random requests over HTTP and gRPC, with a real engine and the default model."""
 
 import asyncio
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ async def answer(client: openai.AsyncOpenAI) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_two_hundred_random_requests_over_both_doors(cluster: Cluster) -> None:
+async def test_two_hundred_random_requests_over_http_and_grpc(cluster: Cluster) -> None:
     blocks = cluster.kv_blocks("kv_blocks_total")
     processes = cluster.pids()
     async with (
@@ -56,5 +56,5 @@ async def test_two_hundred_random_requests_over_both_doors(cluster: Cluster) -> 
         assert over_grpc.codes["OK"] > 20 and over_grpc.codes["INVALID_ARGUMENT"] > 20
         await eventually(lambda: cluster.kv_blocks("kv_blocks_free") == blocks)
         assert before and await answer(client) == before
-    assert cluster.pids() == processes, "none was started anew"
+    assert cluster.pids() == processes, "no process was restarted"
     assert "Traceback" not in cluster.log("worker-0") + cluster.log("gateway")

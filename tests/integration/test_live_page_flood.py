@@ -1,4 +1,4 @@
-"""The live page of a real cluster in a flood and afterwards; its pictures are in build/."""
+"""The live page of a real cluster during and after a flood; screenshots are in build/."""
 
 import asyncio
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ MERGED = (
     "document.querySelector('.group.joined') && !document.querySelector('.note.turning')"
     f" && Math.max(...{HEIGHTS}) < 40"
 )
-# Lets columns come to rest in their new shape, for the picture.
+# Lets the columns' animation finish before the screenshot.
 SETTLE_S = 1.0
 
 pytestmark = [
@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Tideserve]:
-    """The demo's cluster, iterations padded, so that a flood lasts long enough to be seen."""
+    """The demo's cluster with padded iterations, so that a flood lasts long enough."""
     tokenizer_dir = resolve_model(None, cache_root(), print, "auto")
     deployment = Deployment(
         model_dir=write_tiny_model(tmp_path / "model", tokenizer_dir, DEEP),
@@ -73,7 +73,7 @@ async def picture(page: Page, name: str) -> None:
     (PICTURES / f"live-page-{name}.png").write_bytes(await page.screenshot())
 
 
-async def test_parameters_ebb_and_come_back_on_the_page(cluster: Tideserve) -> None:
+async def test_the_page_shows_dropped_and_restored_parameters(cluster: Tideserve) -> None:
     async with open_page(1280, 960) as page:
         await page.goto(cluster.admin_url)
         await page.until("document.querySelectorAll('.tank').length === 2")

@@ -1,4 +1,4 @@
-"""A cluster that listens on IPv6, with a model name of odd characters."""
+"""A cluster that listens on IPv6, with unusual characters in the model name."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""The official client against a whole cluster; what differs only by batching must not differ."""
+"""The official client against a whole cluster; batching must not change results."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -40,9 +40,9 @@ async def chat(client: openai.AsyncOpenAI, model: str, **options: Any) -> Any:
 
 
 async def test_models(client: openai.AsyncOpenAI, model: str) -> None:
-    one = await client.models.retrieve(model)
-    assert one.id == model
-    assert one.max_model_len == 4096
+    card = await client.models.retrieve(model)
+    assert card.id == model
+    assert card.max_model_len == 4096
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("no-such-model")
 
@@ -66,7 +66,7 @@ async def test_stream_equals_whole(client: openai.AsyncOpenAI, model: str) -> No
     assert text == whole.choices[0].message.content
     usage = chunks[-1].usage
     assert usage is not None and whole.usage is not None and not chunks[-1].choices
-    # Cached tokens differ: the second request may find the first one's prompt.
+    # Cached tokens differ: the second request may reuse the first one's prompt.
     assert usage.completion_tokens == whole.usage.completion_tokens == 40
     assert usage.prompt_tokens == whole.usage.prompt_tokens
 
@@ -121,33 +121,35 @@ async def test_log_probabilities_of_an_output_are_those_of_the_same_text_as_a_pr
     scored = await client.completions.create(
         model=model, prompt=[*prompt, *choice.token_ids], max_tokens=0, echo=True, logprobs=2
     )
-    told = scored.choices[0].logprobs
+    logprobs = scored.choices[0].logprobs
     assert scored.usage.completion_tokens == 0
-    assert told.token_logprobs[0] is None
-    assert told.token_logprobs[-12:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
-    assert told.tokens[-12:] == choice.logprobs.tokens
-    assert len(told.tokens) == len(told.text_offset) == 32
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[-12:] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+    assert logprobs.tokens[-12:] == choice.logprobs.tokens
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == 32
 
 
-async def test_the_likeliest_tokens_of_a_greedy_chat_are_its_own(
+async def test_a_greedy_chat_takes_the_most_likely_tokens(
     client: openai.AsyncOpenAI, model: str
 ) -> None:
     answer = await chat(client, model, temperature=0, max_tokens=16, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens
-    for one in content:
-        assert len(one.top_logprobs) == 3
-        assert one.token == one.top_logprobs[0].token
-        assert one.logprob == one.top_logprobs[0].logprob
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.token == token.top_logprobs[0].token
+        assert token.logprob == token.top_logprobs[0].logprob
     stream = await chat(
         client, model, temperature=0, max_tokens=16, logprobs=True, top_logprobs=3, stream=True
     )
     chunks = [chunk async for chunk in stream]
-    told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
-    assert [one for part in told if part is not None for one in part.content] == content
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    assert [token for part in parts if part is not None for token in part.content] == content
 
 
-async def test_a_bias_and_the_allowed_tokens_decide(client: openai.AsyncOpenAI, model: str) -> None:
+async def test_logit_bias_and_allowed_tokens_constrain_the_output(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
     ids: Any = {"return_token_ids": True, "ignore_eos": True}
     options: Any = {"model": model, "prompt": prompt_of(1, 9), "max_tokens": 6, "temperature": 0}
     forced = await client.completions.create(**options, logit_bias={"77": 100}, extra_body=ids)
@@ -162,7 +164,7 @@ async def test_a_bias_and_the_allowed_tokens_decide(client: openai.AsyncOpenAI, 
     assert other.choices[0].token_ids[0] == 77
 
 
-async def test_a_client_that_hangs_up_frees_its_blocks(
+async def test_a_disconnect_frees_kv_blocks(
     cluster: Cluster, client: openai.AsyncOpenAI, model: str
 ) -> None:
     addresses = metrics_addresses(cluster.folder / "cluster" / "prometheus_targets.json")
@@ -182,10 +184,10 @@ async def test_a_client_that_hangs_up_frees_its_blocks(
     loop = asyncio.get_running_loop()
     closed_s = loop.time()
     await eventually(lambda: blocks("free") == total)
-    # A second on a quiet machine; the rest is for one that is not.
+    # A second on an idle machine; the rest is slack for busy machines.
     assert loop.time() - closed_s < 15
     counters = [read_metrics(f"http://{address}") for address in addresses]
-    assert sum(found.get("vllm:num_requests_running", 0.0) for found in counters) == 0
+    assert sum(counter.get("vllm:num_requests_running", 0.0) for counter in counters) == 0
 
 
 @pytest.mark.parametrize(

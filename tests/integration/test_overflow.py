@@ -1,8 +1,8 @@
-"""Requests that need three times the KV cache there is: all run, none is lost, none changes.
+"""Requests that need three times the KV cache: all complete, with unchanged outputs.
 
-Under the policy `recompute` the newest are preempted; under `drop` the workers merge, keep
-everybody running in the room that dropped layers make, and part again afterwards. Stop strings are
-found, and end their requests, while workers merge and part.
+Under the policy `recompute` the newest are preempted; under `drop` the workers merge, use the
+memory of dropped layers to keep all requests running, and split again afterwards. Stop strings are
+detected, and end their requests, while workers merge and split.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 from tideserve.cli.groups import drop, restore
 
-AT_REST = 8  # requests at once that nothing disturbs
+AT_REST = 8  # concurrent undisturbed requests
 STREAMS = 64
 PROMPT_TOKENS = 24
 OUTPUT_TOKENS = 160
@@ -32,7 +32,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Iterator[Cluster]:
-    # An even number of layers: two uneven stages of so few would gain nothing.
+    # An even number of layers: uneven stages of so few layers would gain nothing.
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
     with Cluster(
         model_dir=folder,
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Iterator[C
         dtype="float64",
         chunk_size="64KiB",
         overload_policy=policy,
-        # All wait for as long as it takes.
+        # No queueing deadline.
         scheduler={"lateness": 0.0},
         memmgr={"split_dwell_s": 1.0},
     ) as running:
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, policy: str) -> Iterator[C
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Answer]:
-    """The answers of the requests without a flood, once a test has filled it in."""
+    """The outputs of undisturbed requests, filled in by the first test."""
     return []
 
 
@@ -60,7 +60,7 @@ async def ask(cluster: Cluster, number: int, **options: Any) -> Answer:
 
 
 class Answering:
-    """How many streams have some of their answer and not all of it; `most` at a time."""
+    """Counts the streams that are generating; `most` is their largest number."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -79,14 +79,14 @@ class Answering:
 
 
 async def run_all(cluster: Cluster, at_once: int) -> tuple[list[Answer], int]:
-    """The answers, and how many were under way at a time."""
+    """Run all requests; returns their outputs, and how many generated concurrently at most."""
     answering = Answering()
     jobs = [lambda number=number: answering.answer(cluster, number) for number in range(STREAMS)]
     return await gather_bounded(jobs, at_once), answering.most
 
 
 def actions(cluster: Cluster) -> list[str]:
-    """What the memory manager has decided so far."""
+    """The memory manager's decisions so far."""
     return [decision["action"] for decision in cluster.status()["decisions"]]
 
 
@@ -120,13 +120,13 @@ async def test_a_flood_of_three_times_the_kv_cache(
 
 
 def stop_string_of(answer: Answer, after: int) -> str:
-    """Printable characters that the text has for the first time behind `after` characters."""
+    """A printable substring that first occurs after `after` characters."""
     text = answer.text
     pieces = ((at, text[at : at + 6]) for at in range(after, len(text) - 5))
     return next(piece for at, piece in pieces if piece.isprintable() and text.find(piece) == at)
 
 
-async def test_stop_strings_are_found_while_workers_merge_and_part(
+async def test_stop_strings_are_detected_while_workers_merge_and_split(
     cluster: Cluster, policy: str, undisturbed: list[Answer]
 ) -> None:
     if policy != "drop":

@@ -1,4 +1,4 @@
-"""The policy static-pipeline: workers serve merged from the start; only hands change that."""
+"""The policy static-pipeline: workers are merged from the start and split only on request."""
 
 import asyncio
 from collections.abc import Iterator
@@ -49,11 +49,11 @@ async def answers(cluster: Cluster) -> list[Answer]:
     return await gather_bounded(jobs, STREAMS)
 
 
-async def test_workers_are_merged_at_the_start_and_split_only_by_hand(cluster: Cluster) -> None:
+async def test_workers_are_merged_at_the_start_and_split_only_on_request(cluster: Cluster) -> None:
     await eventually(lambda: sizes(cluster) == [2])
     merged = await answers(cluster)
     assert sum(worker["pipeline_busy_s"] > 0 for worker in cluster.workers()) == 2
-    # Demand is low now, for far longer than a split would wait.
+    # Demand is low for far longer than a split would wait.
     await asyncio.sleep(10 * SPLIT_DWELL_S)
     assert sizes(cluster) == [2]
     assert decisions(cluster) == [("merge", "start")]

@@ -1,4 +1,4 @@
-"""Traces of a real cluster, read back from a trace store of another project."""
+"""Traces of a real cluster, read back from a third-party trace store."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def store() -> Iterator[TraceStore]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, store: TraceStore) -> Iterator[Cluster]:
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4)
-    # By the variable that every OpenTelemetry program reads.
+    # By OpenTelemetry's standard environment variable.
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.endpoint}
     with Cluster(
         model_dir=folder,
@@ -57,7 +57,7 @@ def new_caller() -> TraceContext:
 async def stream(
     http: httpx.AsyncClient, model: str, number: int, going: asyncio.Event, max_tokens: int
 ) -> tuple[TraceContext, str]:
-    """A streamed completion under a trace of its own; `going` is set at its tenth event."""
+    """A streamed completion in a new trace; `going` is set at its tenth event."""
     caller, events = new_caller(), 0
     body = {
         "model": model,
@@ -79,12 +79,12 @@ async def stream(
 
 
 def root_of(spans: list[dict[str, Any]], parent: str | None) -> dict[str, Any]:
-    (root,) = [one for one in spans if one["parent_id"] == parent]
-    assert {one["parent_id"] for one in spans if one is not root} <= {root["context"]["span_id"]}
+    (root,) = [span for span in spans if span["parent_id"] == parent]
+    assert {span["parent_id"] for span in spans if span is not root} <= {root["context"]["span_id"]}
     return root
 
 
-async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
+async def test_traces_of_requests_and_changes_are_complete(
     cluster: Cluster, store: TraceStore
 ) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as http:
@@ -94,16 +94,16 @@ async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
             asyncio.create_task(stream(http, model, number, begun[number], 400))
             for number in range(STREAMS)
         ]
-        await asyncio.gather(*(one.wait() for one in begun))
+        await asyncio.gather(*(process.wait() for process in begun))
         await asyncio.to_thread(drop, cluster.admin_url, None, [])
         asked = await asyncio.gather(*streams)
         await asyncio.to_thread(restore, cluster.admin_url, None, None)
 
     def changes() -> list[dict[str, Any]]:
-        return [one for one in store.spans() if one["name"] == CHANGE]
+        return [span for span in store.spans() if span["name"] == CHANGE]
 
     def requests() -> list[dict[str, Any]]:
-        return [one for one in store.spans() if one["name"] == f"text_completion {model}"]
+        return [span for span in store.spans() if span["name"] == f"text_completion {model}"]
 
     await eventually(lambda: len(changes()) == 2, interval_s=1.0)
     await eventually(lambda: len(requests()) == STREAMS, interval_s=1.0)
@@ -111,28 +111,28 @@ async def test_a_requests_trace_and_a_changes_trace_hold_every_span(
     epochs = set()
     for change in changes():
         spans = store.trace(change["context"]["trace_id"])
-        assert Counter(one["name"] for one in spans) == CHANGE_SPANS
+        assert Counter(span["name"] for span in spans) == CHANGE_SPANS
         root = root_of(spans, None)
         epochs.add(root["attributes"]["tideserve.change.epoch"])
         assert root["attributes"]["tideserve.change.cause"] == "manual"
-        assert all(one["status_code"] == "UNSET" for one in spans)
+        assert all(span["status_code"] == "UNSET" for span in spans)
 
     moved_to = []
     for caller, request_id in asked:
         spans = store.trace(caller.trace_id)
         root = root_of(spans, caller.span_id)
-        assert {one["name"] for one in spans if one is not root} == REQUEST_SPANS
+        assert {span["name"] for span in spans if span is not root} == REQUEST_SPANS
         attributes = root["attributes"]
         assert attributes["tideserve.request.id"] == request_id
         assert attributes["gen_ai.usage.output_tokens"] == 400
-        sources = {one["attributes"].get("tideserve.times_from") for one in spans}
-        assert "gateway" not in sources, "every worker has told its times"
+        sources = {span["attributes"].get("tideserve.times_from") for span in spans}
+        assert "gateway" not in sources, "every worker has reported its times"
         moved_to += [
             event["attributes"]["tideserve.epoch"]
             for event in root["events"]
             if event["name"] == "moved"
         ]
-        # Where the store shows what a span tells of prompts.
+        # Where the store displays prompts.
         assert "input.value" not in attributes
     assert moved_to, "nothing has moved"
     assert set(moved_to) <= epochs, "each move names the change that made it"

@@ -1,4 +1,4 @@
-"""`tideserve up --upstream`: a cluster in front of a real server, which is another tideserve."""
+"""`tideserve up --upstream`: a cluster in front of a real server, here another cluster."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def server(model_dir: Path) -> Cluster:
-    """A cluster to be put in front of."""
+    """A cluster that serves as the upstream server."""
     options: dict[str, Any] = {"model_name": "tiny", "dtype": "float64", "threads": 1}
     return Cluster(model_dir, workers=1, memory="64MiB", api_key=KEY, **options)
 
@@ -58,7 +58,7 @@ def front(upstream: Cluster, model_dir: Path, key_file: Path) -> Iterator[Cluste
 
 @asynccontextmanager
 async def entered(cluster: Cluster) -> AsyncIterator[Cluster]:
-    """A cluster that starts and stops while servers of this process answer."""
+    """Start and stop a cluster without blocking this process's servers."""
     stack = ExitStack()
     try:
         yield await asyncio.to_thread(stack.enter_context, cluster)
@@ -67,8 +67,8 @@ async def entered(cluster: Cluster) -> AsyncIterator[Cluster]:
 
 
 async def answer(cluster: Cluster, number: int, key: str = "none", **options: Any) -> str:
-    """The text of a greedy answer to a prompt that is the same for a number."""
-    found = await stream_completion(
+    """The greedy output for a prompt derived from `number`."""
+    answer = await stream_completion(
         cluster.url,
         api_key=key,
         prompt=prompt_of(number, options.pop("prompt_tokens", 20)),
@@ -77,10 +77,10 @@ async def answer(cluster: Cluster, number: int, key: str = "none", **options: An
         ignore_eos=True,
         **options,
     )
-    return found.text
+    return answer.text
 
 
-async def test_answers_are_those_of_the_server(upstream: Cluster, front: Cluster) -> None:
+async def test_outputs_are_those_of_the_server(upstream: Cluster, front: Cluster) -> None:
     async with open_client(front.url) as client, open_client(upstream.url, KEY) as direct:
         asked: Any = {"model": "tiny", "prompt": "Tides", "temperature": 0, "max_tokens": 24}
         asked |= {"logprobs": 2, "stop": ["word7"]}
@@ -96,7 +96,7 @@ async def test_answers_are_those_of_the_server(upstream: Cluster, front: Cluster
     assert row["upstream"].endswith("output as token ids") and not row["outage"]
 
 
-async def test_a_hang_up_reaches_the_server(upstream: Cluster, front: Cluster) -> None:
+async def test_a_disconnect_reaches_the_server(upstream: Cluster, front: Cluster) -> None:
     begun = asyncio.Event()
 
     async def note(_chunks: int) -> None:
@@ -111,7 +111,7 @@ async def test_a_hang_up_reaches_the_server(upstream: Cluster, front: Cluster) -
     await eventually(lambda: front.workers()[0]["running"] == 0)
 
 
-async def test_overload_is_refused_with_a_time(front: Cluster) -> None:
+async def test_overload_is_refused_with_retry_after(front: Cluster) -> None:
     async def ask(number: int) -> str:
         try:
             await answer(front, number, prompt_tokens=3000, max_tokens=400)
@@ -174,7 +174,7 @@ async def test_streams_survive_the_loss_of_the_server(upstream: Cluster, front: 
         return await answer(front, number, max_tokens=tokens, on_chunk=note)
 
     running = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
-    # Others may not have begun: they wait for the server.
+    # Others may not have started: they wait for the server.
     await eventually(lambda: max(chunks) >= 3, interval_s=0.005)
     killed = upstream.kill("gateway")
     await asyncio.to_thread(upstream.wait_for_restart, "gateway", killed)
@@ -184,18 +184,18 @@ async def test_streams_survive_the_loss_of_the_server(upstream: Cluster, front: 
 
 
 async def test_a_request_breaks_three_servers_at_most(tmp_path: Path) -> None:
-    """Its streams break after each token, so no other limit ends it."""
+    """Streams break after each token, so no other limit ends the request."""
     (tmp_path / "config.json").write_text('{"vocab_size": 320, "max_position_embeddings": 4096}')
     write_tokenizer(tmp_path, 320)
-    async with UpstreamServer() as one, UpstreamServer() as other:
-        options: dict[str, Any] = {"upstream": [one.url, other.url], "model_name": "tiny"}
+    async with UpstreamServer() as first, UpstreamServer() as other:
+        options: dict[str, Any] = {"upstream": [first.url, other.url], "model_name": "tiny"}
         async with entered(Cluster(tmp_path, workers=2, **options)) as cluster:
-            one.ends_early = other.ends_early = True
+            first.ends_early = other.ends_early = True
             async with open_client(cluster.url) as client:
                 with pytest.raises(APIStatusError) as raised:
                     await client.completions.create(model="tiny", prompt="a", max_tokens=60)
         assert (raised.value.status_code, raised.value.code) == (502, "server_lost")
-        assert len(one.bodies) + len(other.bodies) == 3
+        assert len(first.bodies) + len(other.bodies) == 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""LoRA adapters with the real vLLM: answers, prefixes, a reload, and a folder that has changed.
+"""LoRA adapters with the real vLLM: outputs, prefixes, a reload, and a changed folder.
 
 It needs the environment of `tideserve engine install vllm`, and takes about a minute.
 """
@@ -80,7 +80,7 @@ async def complete(cluster: Cluster, model: str, **fields: Any) -> httpx.Respons
 
 
 async def answer_of(cluster: Cluster, model: str, **fields: Any) -> tuple[list[int], int]:
-    """The output tokens, and how many of the prompt's were cached."""
+    """The output tokens, and the number of cached prompt tokens."""
     answer = await complete(cluster, model, **fields)
     assert answer.status_code == 200, answer.text
     body = answer.json()
@@ -94,7 +94,9 @@ def base_of(cluster: Cluster) -> str:
     return next(model["id"] for model in models if model["parent"] is None)
 
 
-async def test_answers_and_prefixes_are_those_of_the_adapter(cluster: Cluster, root: Path) -> None:
+async def test_outputs_and_prefixes_are_specific_to_the_adapter(
+    cluster: Cluster, root: Path
+) -> None:
     base = base_of(cluster)
     for name in ("a", "b"):
         await load(cluster, name, root / name)
@@ -120,7 +122,7 @@ async def test_more_adapters_than_slots_take_turns(cluster: Cluster, root: Path)
     assert row["adapter_loads_total"] > SLOTS and row["adapter_load_seconds_total"] > 0
 
 
-async def test_a_reload_is_for_new_requests_and_a_changed_folder_is_refused(
+async def test_a_reload_applies_to_new_requests_and_a_changed_folder_is_refused(
     cluster: Cluster, root: Path
 ) -> None:
     folder, model_dir = root / "changing", root / "model"
@@ -136,7 +138,7 @@ async def test_a_reload_is_for_new_requests_and_a_changed_folder_is_refused(
     ):
         lines = running.aiter_lines()
         ids = ids_of(await anext(lines))
-        # While it runs, the folder gets other weights, first unannounced.
+        # While it runs, the folder's weights change, first without a reload.
         make_tiny_adapter(folder, model_dir, seed=11)
         await load(cluster, "changing", folder, load_inplace=True)
         new, _ = await answer_of(cluster, "changing")
@@ -146,7 +148,7 @@ async def test_a_reload_is_for_new_requests_and_a_changed_folder_is_refused(
     assert new != expected[: len(new)]
 
     make_tiny_adapter(folder, model_dir, seed=12)
-    # Its slot still has the weights of the last load.
+    # Its slot still holds the last loaded weights.
     assert (await answer_of(cluster, "changing"))[0] == new
     for name in ("a", "b"):
         await load(cluster, name, root / name, load_inplace=True)

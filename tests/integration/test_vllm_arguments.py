@@ -21,7 +21,7 @@ START_S = 900.0
 BLOCKS = 40
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = installed_vllm(cache_root())
-# What vLLM's parser makes of each mapping of standard input, or its words.
+# Prints vLLM's parsed arguments, or its error, for each mapping on standard input.
 CHECK = f"""
 import json, sys
 sys.path.append({str(ROOT)!r})
@@ -45,7 +45,7 @@ pytestmark = [
 
 
 def parsed(*engine_args: dict[str, Any]) -> list[Any]:
-    """What the probe finds, and then what the parser makes of each mapping."""
+    """The probe's result, and the parser's results for each mapping."""
     assert PYTHON is not None
     done = subprocess.run(
         [str(PYTHON), "-P", "-c", CHECK],
@@ -56,8 +56,8 @@ def parsed(*engine_args: dict[str, Any]) -> list[Any]:
         timeout=START_S,
         check=True,
     )
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def test_vllms_parser_reads_the_arguments() -> None:
@@ -80,15 +80,15 @@ def test_vllms_parser_reads_the_arguments() -> None:
     )
 
     assert probe is None and none == {} and read == good
-    words = [
+    messages = [
         "argument --tensor-parallel-size/-tp: invalid int value: 'two'",
         "argument --kv-cache-dtype: invalid choice: 'fp9'",
         "unrecognized arguments: --no-such-argument=1",
         "unrecognized arguments: --tensor=2",
         "unrecognized arguments: --middleware=x",
     ]
-    assert len(refused) == len(words)
-    for text, wanted in zip(refused, words, strict=True):
+    assert len(refused) == len(messages)
+    for text, wanted in zip(refused, messages, strict=True):
         assert text.startswith(f"vLLM rejected 'engine_args': {wanted}")
 
 
@@ -107,14 +107,14 @@ async def test_an_argument_takes_effect() -> None:
         },
     ) as cluster:
         (row,) = cluster.workers()
-        # vLLM keeps a block for itself.
+        # vLLM reserves a block.
         assert row["kv_blocks_total"] == BLOCKS - 1
         answer = await stream_completion(cluster.url, prompt="Hello", max_tokens=4)
     assert answer.text
 
 
 async def test_a_worker_may_compute_tensor_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without it, vLLM wants a NUMA node for each process. The model has nine attention heads.
+    # Without it, vLLM requires a NUMA node per process. The model has nine attention heads.
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(3))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)

@@ -1,4 +1,4 @@
-"""A cluster whose model vLLM runs, with the real one: what clients and operators see of it.
+"""A cluster with the real vLLM as its engine, as seen by clients and operators.
 
 It needs the environment of `tideserve engine install vllm`, and takes some minutes.
 """
@@ -24,7 +24,7 @@ from tideserve.cli.vllm_install import installed_vllm
 START_S = 900.0
 MODEL = "SmolLM2-135M-Instruct"
 LONG_PROMPT_TOKENS = 900
-"""The worker has KV for two or three of these."""
+"""Tokens of a request; the worker has KV for two or three."""
 BLOCK_SIZE = 16
 
 pytestmark = [
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Cluster]:
         max_batch_tokens=512,
         queue_limit=2,
         ready_timeout=START_S,
-        threads=1,  # more would spin where tests share a processor
+        threads=1,  # more threads would spin on shared processors
         worker={"start_timeout_s": START_S, "drain_timeout_s": START_S},
     ) as running:
         yield running
@@ -59,7 +59,7 @@ async def client(cluster: Cluster) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def at_rest(cluster: Cluster) -> None:
-    """Nothing runs or waits, and all KV is free."""
+    """Wait until no request runs or waits, and all KV is free."""
 
     def idle() -> bool:
         (row,) = cluster.workers()
@@ -80,7 +80,7 @@ async def long_answer(cluster: Cluster, number: int = 0, **options: Any) -> Any:
     )
 
 
-async def test_it_answers_streamed_or_not(cluster: Cluster, client: AsyncOpenAI) -> None:
+async def test_streamed_and_whole_responses(cluster: Cluster, client: AsyncOpenAI) -> None:
     asked: Any = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}
     whole = await client.completions.create(model=MODEL, **asked)
     text = whole.choices[0].text
@@ -118,8 +118,8 @@ async def test_log_probabilities_and_stop_strings(client: AsyncOpenAI) -> None:
     assert "six" in choice.text and choice.logprobs is not None
     numbers, best = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
     assert numbers is not None and best is not None
-    assert all(-60 < one <= 0 for one in numbers[1:] if one is not None)
-    assert all(len(one) >= 3 for one in best[1:])
+    assert all(-60 < number <= 0 for number in numbers[1:] if number is not None)
+    assert all(len(row) >= 3 for row in best[1:])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ async def test_log_probabilities_and_stop_strings(client: AsyncOpenAI) -> None:
         ({"choice": ["tide", "ebb"]}, lambda text: text in ("tide", "ebb")),
     ],
 )
-async def test_forms_of_output(client: AsyncOpenAI, form: Any, fits: Any) -> None:
+async def test_output_formats(client: AsyncOpenAI, form: Any, fits: Any) -> None:
     answer = await client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Say something."}],
@@ -152,7 +152,7 @@ async def test_forms_of_output(client: AsyncOpenAI, form: Any, fits: Any) -> Non
     assert fits(answer.choices[0].message.content)
 
 
-async def test_what_vllm_cannot_do_is_refused(client: AsyncOpenAI) -> None:
+async def test_unsupported_fields_are_refused(client: AsyncOpenAI) -> None:
     with pytest.raises(APIStatusError) as refused:
         await client.completions.create(
             model=MODEL, prompt="a", max_tokens=4, extra_body={"bad_words": ["the sea"]}
@@ -161,7 +161,7 @@ async def test_what_vllm_cannot_do_is_refused(client: AsyncOpenAI) -> None:
     assert "logit_bias" in str(refused.value)
 
 
-async def test_it_is_told_apart(cluster: Cluster) -> None:
+async def test_the_engine_is_shown_in_the_status(cluster: Cluster) -> None:
     (row,) = cluster.workers()
     assert (row["engine"], row["can_merge"], row["shape"]) == ("vllm", False, None)
     assert 0 < row["parameter_bytes"] < row["budget_bytes"]
@@ -181,7 +181,7 @@ async def test_an_abort_frees_its_kv(cluster: Cluster) -> None:
     await at_rest(cluster)
 
 
-async def test_overload_is_refused_with_a_time(cluster: Cluster) -> None:
+async def test_overload_is_refused_with_retry_after(cluster: Cluster) -> None:
     async def ask(number: int) -> str:
         try:
             await long_answer(cluster, number, prompt_tokens=LONG_PROMPT_TOKENS, max_tokens=64)
@@ -191,18 +191,20 @@ async def test_overload_is_refused_with_a_time(cluster: Cluster) -> None:
             return "refused"
         return "served"
 
-    found = await asyncio.gather(*map(ask, range(10)))
-    assert {"refused", "served"} == set(found)
+    outcomes = await asyncio.gather(*map(ask, range(10)))
+    assert {"refused", "served"} == set(outcomes)
     await at_rest(cluster)
 
 
 def metrics_of_the_worker(cluster: Cluster) -> dict[str, float]:
     targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
-    (found,) = [one["targets"] for one in targets if one["labels"]["process"] == "worker-0"]
-    return read_metrics(f"http://{found[0]}")
+    (targets_of_worker,) = [
+        target["targets"] for target in targets if target["labels"]["process"] == "worker-0"
+    ]
+    return read_metrics(f"http://{targets_of_worker[0]}")
 
 
-async def test_a_prompt_that_came_before_is_cached(cluster: Cluster, client: AsyncOpenAI) -> None:
+async def test_a_repeated_prompt_is_cached(cluster: Cluster, client: AsyncOpenAI) -> None:
     before = metrics_of_the_worker(cluster)
     cached = []
     for _ in range(2):
@@ -221,7 +223,7 @@ async def test_a_prompt_that_came_before_is_cached(cluster: Cluster, client: Asy
     assert (queries, hits) == (2 * LONG_PROMPT_TOKENS, cached[1])
 
 
-async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
+async def test_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
     metrics = metrics_of_the_worker(cluster)
     assert metrics["tideserve_worker_kv_blocks_total"] > 0
     assert metrics["vllm:num_requests_running"] == 0
@@ -229,23 +231,23 @@ async def test_its_metrics_are_those_of_any_worker(cluster: Cluster) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """vLLM's process that computes, and one that looks after what the two share."""
+    """vLLM's compute process, and the tracker of shared resources."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in listed]
+    return [int(pid_text) for pid_text in listed]
 
 
 def computing_process(pid: int) -> int:
-    """vLLM's process that computes: a child of the engine process `pid`."""
-    (found,) = [
-        one
-        for one in children_of(pid)
-        if b"resource_tracker" not in Path(f"/proc/{one}/cmdline").read_bytes()
+    """vLLM's compute process, a child of the engine process `pid`."""
+    (child,) = [
+        child_pid
+        for child_pid in children_of(pid)
+        if b"resource_tracker" not in Path(f"/proc/{child_pid}/cmdline").read_bytes()
     ]
-    return found
+    return child
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there, and no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -254,7 +256,7 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("which", ["computing", "adapter"])
-async def test_a_killed_vllm_comes_back_and_its_request_goes_on(
+async def test_a_killed_vllm_restarts_and_its_request_continues(
     cluster: Cluster, which: str
 ) -> None:
     begun = asyncio.Event()
@@ -275,7 +277,7 @@ async def test_a_killed_vllm_comes_back_and_its_request_goes_on(
     assert (await long_answer(cluster, max_tokens=8)).completion_tokens == 8
 
 
-async def test_a_worker_that_is_asked_to_stop_ends_its_requests_first(cluster: Cluster) -> None:
+async def test_a_stopping_worker_finishes_its_requests(cluster: Cluster) -> None:
     begun = asyncio.Event()
 
     async def note(_chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""What the measurements share: models, a cluster of one worker, and tables."""
+"""Helpers of the measurements: models, a cluster of one worker, and tables."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def fast_dtype() -> str:
 
 @contextmanager
 def runner_of_one_thread(memory_bytes: int, **changes: Any) -> Iterator[ModelRunner]:
-    """An engine's model without a process around it, in the fastest dtype."""
+    """An engine's model in this process, in the fastest dtype."""
     dtype = getattr(torch, fast_dtype())
     config = RunnerConfig(default_model(), "cpu", dtype, memory_bytes, threads=1, **changes)
     runner = ModelRunner.load(config)
@@ -53,7 +53,7 @@ def runner_of_one_thread(memory_bytes: int, **changes: Any) -> Iterator[ModelRun
 
 @contextmanager
 def started(systems: Iterable[Tideserve]) -> Iterator[None]:
-    """Run clusters meanwhile."""
+    """Run clusters during the body."""
     systems = list(systems)
     try:
         for system in systems:
@@ -67,7 +67,7 @@ def started(systems: Iterable[Tideserve]) -> Iterator[None]:
 def tiny_cluster(folder: Path, **options: Any) -> Tideserve:
     """A cluster, not started, of one worker of one thread; `folder` gets a model of 16 layers.
 
-    More threads of the worker would wait for each other beside the load client.
+    More worker threads would contend with the load client.
     """
     model = write_tiny_model(folder, default_model(), DEEP)
     chosen = {**TINY_OPTIONS, "threads": 1, **options}

@@ -1,7 +1,7 @@
-"""Prompt tokens per second of a batch whose lines share beginnings: by prefix, and as in its file.
+"""Prompt tokens per second of a batch with shared prefixes: ordered by prefix, and in file order.
 
-The beginnings together are three times the KV cache, so in the file's order most of them are gone
-when a line needs them.
+The prefixes together are three times the KV cache, so in file order most are evicted before they
+are reused.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ BATCH_S = 600.0
 
 
 def lines_of(beginnings: int) -> list[dict[str, Any]]:
-    """The lines in random order."""
+    """Lines in random order."""
     draw = random.Random(1)
 
     def tokens(count: int) -> list[int]:
@@ -71,7 +71,7 @@ async def rate_of(cluster: Cluster, beginnings: int) -> tuple[float, float]:
         return usage.input_tokens / seconds, cached
 
 
-def test_the_order_by_prefix_finds_cached_beginnings(tmp_path: Path) -> None:
+def test_the_order_by_prefix_hits_cached_prefixes(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", max_model_len=2048)
     rates = {}
     for order in ("fifo", "prefix"):

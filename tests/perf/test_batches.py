@@ -25,13 +25,13 @@ FINISH_MAX_S = 0.2e-3
 
 
 def write_input(path: Path) -> None:
-    """50,000 lines of 200 MB in all: 8 beginnings, then text that differs."""
+    """Write 50,000 lines of 200 MB in total: 8 shared prefixes, then distinct text."""
     draw = random.Random(1)
-    words = [f"word{n}" for n in range(5000)]
-    beginnings = [" ".join(draw.choices(words, k=120)) for _ in range(8)]
+    vocabulary = [f"word{n}" for n in range(5000)]
+    beginnings = [" ".join(draw.choices(vocabulary, k=120)) for _ in range(8)]
     with path.open("w") as file:
         for n in range(LINES):
-            text = " ".join(draw.choices(words, k=280))
+            text = " ".join(draw.choices(vocabulary, k=280))
             messages = [
                 {"role": "system", "content": draw.choice(beginnings)},
                 {"role": "user", "content": text},
@@ -43,7 +43,7 @@ def write_input(path: Path) -> None:
 
 
 def peak_bytes(pid: int) -> int:
-    """The largest resident memory that a process has had."""
+    """The peak resident memory of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -61,7 +61,7 @@ async def test_a_large_input_is_validated_in_time_and_memory(tmp_path: Path) -> 
             ) as gateway,
             open_client(gateway.url) as client,
         ):
-            # No line ends, so none of its memory is that of results.
+            # No line finishes, so no memory is used by results.
             cluster.workers[0].pause_at = 1
             before = gateway.rss
             file = await client.files.create(file=source, purpose="batch")

@@ -1,4 +1,4 @@
-"""Duration of iterations beside that of their matrix products alone.
+"""Duration of iterations relative to their matrix products alone.
 
 One engine of one thread without a cluster. For each shape of a batch, iterations take turns with
 the products of their weights, and the medians count. Attention has a floor of its own: its products
@@ -28,16 +28,16 @@ from tests.perf.measuring import MIB, fast_dtype, runner_of_one_thread, show
 ROUNDS = 7
 MEMORY_BYTES = 2048 * MIB
 READ_BYTES = 256 * MIB
-"""More than any cache holds."""
+"""Bytes that exceed all caches."""
 RATE_ROWS = 256
-"""Rows of the product whose rate is the processor's."""
+"""Rows of the product that measures the processor's rate."""
 ITERATION_MAX = 1.5
 """An iteration over its products and the floor of attention; 1.02 to 1.28 on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """A batch: `requests` of them have `new` tokens each after `context` computed ones."""
+    """A batch: `requests` requests with `new` tokens each after `context` computed tokens."""
 
     name: str
     requests: int
@@ -83,7 +83,7 @@ class Products:
 
     @torch.inference_mode()
     def duration_s(self, rows: int, sampled: int) -> float:
-        """How long they take; the head has only the rows that are sampled from."""
+        """Duration of the products; the head only has the sampled rows."""
         parts = [(self._layers, rows), (self._head, sampled)]
         inputs = {
             (count, size): torch.randn(count, size, dtype=self._compute)

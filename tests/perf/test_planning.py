@@ -1,4 +1,4 @@
-"""Planning time of up to 256 sequences, beside an iteration of a 7B model.
+"""Planning time of up to 256 sequences, relative to an iteration of a 7B model.
 
 The planner decides as in an engine, and a cost model says how long its iterations take. Cases take
 turns, so that a busy machine disturbs all alike, and the time is that of the processor. All
@@ -43,7 +43,7 @@ MAX_BATCH_TOKENS = 512
 ROUNDS = 20
 PATIENCE = 10
 ADDED_MAX, SHARE_MAX = 0.01, 0.04
-"""Planning time over iteration time: more than `fcfs`, and in all."""
+"""Limits of planning time over iteration time: beyond `fcfs`, and in total."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ FEW = {
 
 
 class Iteration(NamedTuple):
-    """An iteration that counts."""
+    """A measured iteration."""
 
     sequences: int
     prompt_tokens: int
@@ -82,7 +82,7 @@ class Iteration(NamedTuple):
 
 
 class PlannerRun:
-    """A planner under load, and what its iterations took."""
+    """A planner under load, and its measured iterations."""
 
     def __init__(self, case: PlannedLoad) -> None:
         config = IterationConfig(
@@ -144,14 +144,14 @@ class PlannerRun:
         )
 
     def middle(self) -> Iteration:
-        """The medians over the iterations with most sequences."""
+        """Medians over the iterations with the most sequences."""
         most = max(each.sequences for each in self.iterations)
         counted = [each for each in self.iterations if each.sequences >= 0.9 * most]
         return Iteration(*map(median, zip(*counted, strict=True)))
 
 
 def measured() -> dict[str, PlannerRun]:
-    """Every case; in each round all of its requests arrive and end."""
+    """Measure all cases; in each round all requests arrive and end."""
     runs = {name: PlannerRun(case) for name, case in (CASES | FEW).items()}
     for _ in range(ROUNDS):
         left = {name: run.case.sequences + run.case.waiting for name, run in runs.items()}

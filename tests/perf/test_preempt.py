@@ -1,4 +1,4 @@
-"""Delay until an iteration of batch work gives way, and what that costs.
+"""Delay until an iteration of batch requests is preempted, and the cost of preemption.
 
 Two engine processes of the same model, each with a servicer in this process. One interrupts batch
 work for online requests (`--preempt always`), the other does not. Each gets one batch prompt at a
@@ -65,7 +65,7 @@ class Load:
         self.sent_s: dict[str, float] = {}
         self.ttft_s: dict[str, float] = {}
         self.merges: list[tuple[float, float]] = []
-        """When each was asked for, and when both engines had been prepared."""
+        """When each merge was requested, and when both engines were prepared."""
         self.prompt_of: dict[str, int] = {}
         """The number of the prompt of each disturbed batch request."""
         facts = engines.workers[ALWAYS].facts
@@ -110,7 +110,7 @@ class Load:
         return self.ttft_s[name]
 
     async def _disturbed(self, engine: str, case: str, arrivals: int, prompts: int = 1) -> None:
-        """Batch prompts, and online requests one after another while these run."""
+        """Run batch prompts, and sequential online requests meanwhile."""
         running = self._batch(engine, prompts)
         for _ in range(arrivals):
             await asyncio.sleep(self._rng.uniform(0, 2 * self._length_s / (arrivals + 1)))
@@ -121,16 +121,16 @@ class Load:
         await running
 
     async def _prepare_merge(self) -> None:
-        """Prepare a merge of both while a batch prompt runs, and give it up again."""
+        """Prepare a merge of both while a batch prompt runs, and abort it."""
         running, half = self._batch(ALWAYS, 1), self.layers // 2
         await asyncio.sleep(self._rng.uniform(0, self._length_s))
         stages, sent_s = [Stage(ALWAYS, 0, half), Stage(OFF, half, self.layers)], monotonic_s()
-        await self._engines.reconfigure([stages], give_up=True)
+        await self._engines.reconfigure([stages], abandon=True)
         self.merges.append((sent_s, monotonic_s()))
         await running
 
     def _batch(self, engine: str, count: int) -> asyncio.Future[list[None]]:
-        """Send so many batch prompts at once."""
+        """Send `count` batch prompts concurrently."""
 
         async def ask(number: int) -> None:
             name = f"batch-{engine}-{next(self._numbers)}"
@@ -185,7 +185,7 @@ def notice(parts: list[Part], sent_s: float) -> tuple[float, float] | None:
 
 
 def safepoints(tokens: int) -> tuple[list[float], list[float]]:
-    """What they add to an iteration of one prompt, by pair; and the intervals between them."""
+    """Cost of safepoints in an iteration of a prompt, by pair, and the intervals between them."""
     costs, between_s = [], []
     with runner_of_one_thread(MEMORY_BYTES, max_batch_tokens=tokens, suspends=True) as runner:
         blocks = tuple(range(blocks_for(tokens, runner.block_size)))
@@ -263,7 +263,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[EngineProcesses]:
 
 
 @pytest.mark.timeout(1800)
-async def test_interrupted_batch_work_gives_way_soon_and_loses_nothing(
+async def test_batch_requests_are_preempted_soon_and_lose_nothing(
     tmp_path: Path, engines: EngineProcesses
 ) -> None:
     load = Load(engines)
@@ -315,16 +315,16 @@ def notices(load: Load, parts: list[Part]) -> tuple[list[float], dict[str, str]]
     """P99 of the seconds beyond the slowest interval between safepoints, and rows to print."""
     late_s = []
     rows = {"merge prepared after": in_ms(ended_s - sent_s for sent_s, ended_s in load.merges)}
-    for what, sent_s in (
+    for event, sent_s in (
         ("online request", [load.sent_s[name] for name in load.online(ALWAYS, "")]),
         ("merge", [began_s for began_s, _ in load.merges]),
     ):
         seen = [noticed for at_s in sent_s if (noticed := notice(parts, at_s))]
-        assert seen, f"no {what} arrived while batch work ran"
+        assert seen, f"no {event} arrived while batch work ran"
         beyond_s = [after_s - STRETCH * whole_s / load.layers for after_s, whole_s in seen]
         late_s.append(percentile(beyond_s, 0.99) or 0.0)
         p99 = percentile([after_s * load.layers / whole_s for after_s, whole_s in seen], 0.99)
-        rows[f"{what} noticed after"] = (
+        rows[f"{event} noticed after"] = (
             f"{in_ms(after_s for after_s, _ in seen)}; P99 {p99 or 0.0:.2f} intervals of its"
             " iteration"
         )

@@ -1,6 +1,7 @@
 """Processor time of the gateway with 1 % of the requests traced.
 
-Two clusters of one worker, alike but for tracing, serve their halves of one load at the same time,
+Two clusters of one worker, equal except for tracing, serve their halves of one load at the same
+time,
 so that other work of the machine disturbs both alike. Processor time is the kernel's count for the
 gateway's process, tokens are the gateway's count. Answers are short: tracing costs by the request.
 """

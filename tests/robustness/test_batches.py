@@ -1,4 +1,4 @@
-"""Random processes are killed while a batch runs: its output is that of an undisturbed run."""
+"""Random processes are killed while a batch runs; its output equals an undisturbed run."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ def cluster(model: Path) -> Iterator[Cluster]:
 
 
 def lines_of(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Greedy lines, and sampled ones with a seed."""
+    """Greedy lines, and lines with seeded sampling."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": 7},
@@ -83,7 +83,7 @@ async def run(
     victims: Sequence[str] = (),
     pause_s: float = 0.0,
 ) -> tuple[list[dict[str, Any]], int]:
-    """The results, and the number of victims that were killed before the batch ended."""
+    """Run a batch; returns its results, and the number of victims killed before its end."""
     killed: list[str] = []
     async with open_client(cluster.url) as client:
         batch = await submit(client, as_file(lines))
@@ -106,7 +106,7 @@ async def over(client: AsyncOpenAI, batch_id: str) -> bool:
 
 
 async def answered(client: AsyncOpenAI, batch_id: str, least: int) -> int | None:
-    """The number of answered lines once there are `least`."""
+    """The number of finished lines; None while there are fewer than `least`."""
     batch = await look(client, batch_id)
     counts = None if batch is None else batch.request_counts
     return counts.completed if counts is not None and counts.completed >= least else None
@@ -115,7 +115,7 @@ async def answered(client: AsyncOpenAI, batch_id: str, least: int) -> int | None
 async def run_restarted(
     cluster: Cluster, lines: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], float]:
-    """The results, and the seconds from readiness to the first answer after a restart."""
+    """Restart during a batch; returns its results, and the seconds from readiness to a result."""
     async with open_client(cluster.url) as client:
         batch = await submit(client, as_file(lines))
         before = await eventually(lambda: answered(client, batch.id, len(lines) // 10))
@@ -128,7 +128,7 @@ async def run_restarted(
 
 
 def restart(cluster: Cluster) -> None:
-    """Kill every process, start the cluster again and wait until it is ready."""
+    """Kill every process, restart the cluster and wait until it is ready."""
     cluster.kill_all()
     cluster.start()
     cluster.wait_until_ready()
@@ -147,7 +147,7 @@ def wait_until_ready(cluster: Cluster) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
+def test_killed_processes_change_no_line(cluster: Cluster) -> None:
     lines = lines_of(240, 80)
     undisturbed, _ = asyncio.run(run(cluster, lines))
     disturbed, killed = asyncio.run(run(cluster, lines, list(VICTIMS), 1.0))
@@ -158,7 +158,7 @@ def test_no_line_shows_that_processes_were_killed(cluster: Cluster) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_lines_run_again_soon_after_a_restart_of_everything(cluster: Cluster) -> None:
+def test_lines_resume_soon_after_all_processes_restart(cluster: Cluster) -> None:
     lines = lines_of(480, 80)
     undisturbed, _ = asyncio.run(run(cluster, lines))
     restarted, resumed_s = asyncio.run(run_restarted(cluster, lines))

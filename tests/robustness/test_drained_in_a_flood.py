@@ -1,4 +1,4 @@
-"""A worker is asked to stop in a flood: no request is lost, moved or not."""
+"""A worker stops during a flood: no request is lost, moved or not."""
 
 import asyncio
 import signal
@@ -19,7 +19,7 @@ DRAIN_TIMEOUT_S = 240.0
 
 
 async def run_all(cluster: Cluster, at_once: int, begun: list[int]) -> list[Answer]:
-    """The answers to all requests; `begun` receives the numbers of those with a token."""
+    """Run all requests; `begun` receives the numbers of those with a token."""
 
     async def answer(number: int) -> Answer:
         async def note(chunks: int) -> None:
@@ -38,7 +38,7 @@ async def run_all(cluster: Cluster, at_once: int, begun: list[int]) -> list[Answ
 
 
 @pytest.mark.cluster
-async def test_all_requests_of_a_flood_end_as_undisturbed(tmp_path: Path) -> None:
+async def test_outputs_of_a_flood_equal_undisturbed_runs(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", seed=3, layers=4)
     logs = tmp_path / "events"
     logs.mkdir()
@@ -49,7 +49,7 @@ async def test_all_requests_of_a_flood_end_as_undisturbed(tmp_path: Path) -> Non
         chunk_size="64KiB",
         overload_policy="recompute",  # groups do not change
         services={"event_log": str(logs)},
-        scheduler={"lateness": 0.0},  # all wait for as long as it takes
+        scheduler={"lateness": 0.0},  # no queueing deadline
         worker={"drain_timeout_s": DRAIN_TIMEOUT_S},
     ) as cluster:
         undisturbed, begun = await run_all(cluster, AT_REST, []), list[int]()
@@ -62,5 +62,5 @@ async def test_all_requests_of_a_flood_end_as_undisturbed(tmp_path: Path) -> Non
         await eventually(lambda: not any(row["running"] for row in cluster.workers()))
         audited = audit_logs(logs)
     assert audited.findings.violations == [] and audited.differing == []
-    # Whether requests have room elsewhere depends on the moment; the unit tests cover both.
+    # Whether requests fit elsewhere depends on timing; the unit tests cover both cases.
     assert audited.findings.checks["I5"] > STREAMS * OUTPUT_TOKENS

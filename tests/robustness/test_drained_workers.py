@@ -1,7 +1,7 @@
-"""Workers are asked to stop while they stream: their streams go on at others, token by token.
+"""Workers stop while they stream; their streams continue at others without a change.
 
-Streams of every kind of sampling, at several moments, with other parts of the cluster suspended or
-killed meanwhile.
+Streams use every kind of sampling; workers stop at several tokens, while other parts of the cluster
+are suspended or killed.
 """
 
 import signal
@@ -47,7 +47,7 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 def drained(
     cluster: Cluster, names: list[str], at: int, also: Callable[[], object] = lambda: None
 ) -> tuple[list[Answer], float]:
-    """Ask workers to stop at token `at`, after `also`; returns answers, and the resumptions."""
+    """Stop workers at token `at`, after `also`; returns outputs, and the number of resumptions."""
     both_serve(cluster)
     resumed, stopped = metric(cluster, RESUMED), dict[str, int]()
 
@@ -63,7 +63,7 @@ def drained(
 
 
 @pytest.mark.parametrize(("at", "name"), [(1, "worker-0"), (40, "worker-1"), (150, "worker-0")])
-def test_no_answer_shows_that_a_worker_was_drained(
+def test_draining_a_worker_changes_no_output(
     at: int, name: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     answers, _ = drained(cluster, [name], at)
@@ -71,10 +71,10 @@ def test_no_answer_shows_that_a_worker_was_drained(
 
 
 @pytest.mark.parametrize("suspended", ["scheduler", "memmgr"])
-def test_streams_go_on_without_a_control_plane(
+def test_streams_complete_without_a_control_plane(
     suspended: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
-    """Without a scheduler there is no other place: streams end where they are."""
+    """Without a scheduler, streams finish at the draining worker."""
     process = psutil.Process(cluster.pids()[suspended])
     try:
         answers, resumed = drained(cluster, ["worker-0"], 20, process.suspend)
@@ -84,7 +84,7 @@ def test_streams_go_on_without_a_control_plane(
     assert suspended == "memmgr" or not resumed
 
 
-def test_all_workers_may_be_drained_together(cluster: Cluster, undisturbed: list[Answer]) -> None:
+def test_all_workers_may_drain_together(cluster: Cluster, undisturbed: list[Answer]) -> None:
     answers, _ = drained(cluster, ["worker-0", "worker-1"], 20)
     check_answers(answers, undisturbed)
 
@@ -101,7 +101,7 @@ def test_the_other_worker_may_die_meanwhile(cluster: Cluster, undisturbed: list[
 
 
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
-    """Also those of drained engines, whose decisions are the same in a replay."""
+    """Includes the logs of drained engines, which replay."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
     assert metric(cluster, SHIPPED) > 0, "no stream moved with its KV"
     audited = audit_logs(logs)
@@ -109,7 +109,7 @@ def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> Non
     assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]
 
 
-def test_a_worker_leaves_soon_if_its_gateway_dies(cluster: Cluster) -> None:
+def test_a_worker_stops_soon_if_its_gateway_dies(cluster: Cluster) -> None:
     pids = cluster.pids()
     with pytest.raises(httpx.HTTPError):
         drained(cluster, ["worker-0"], 20, lambda: cluster.kill("gateway"))

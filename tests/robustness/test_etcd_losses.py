@@ -1,4 +1,4 @@
-"""etcd loses a key, all keys, its latest writes or everything: the cluster heals by itself."""
+"""etcd loses a key, all keys, its latest writes or everything: the cluster recovers by itself."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 OUTPUT_TOKENS = 400
 STREAMS = 4
 WORKERS = {"worker-0", "worker-1"}
-KEY_BACK_S = 15.0  # the TTL of the leases and 5 s
+KEY_BACK_S = 15.0  # the leases' TTL plus 5 s
 HEALED_S = 30.0
 
 
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 async def keys(cluster: Cluster, prefix: str = "") -> list[str]:
-    """The kinds of the keys below `prefix`: without the ids of processes."""
+    """The keys below `prefix` without process ids."""
     store = Store(cluster.etcd_url)
     await store.connect()
     try:
@@ -69,10 +69,10 @@ def serves(cluster: Cluster) -> bool:
     return served == {row["id"] for row in status["workers"]} == WORKERS
 
 
-def change(cluster: Cluster, what: str) -> bool:
-    """Merge or split all groups by hand; whether it succeeded."""
+def change(cluster: Cluster, action: str) -> bool:
+    """Merge or split all groups; returns whether it succeeded."""
     request = urllib.request.Request(
-        f"{cluster.admin_url}/tideserve/v1/groups/{what}",
+        f"{cluster.admin_url}/tideserve/v1/groups/{action}",
         b"",
         {"x-tideserve-admin": "1"},
         method="POST",
@@ -84,8 +84,8 @@ def change(cluster: Cluster, what: str) -> bool:
         return False
 
 
-async def changes(cluster: Cluster, what: str) -> None:
-    await eventually(lambda: asyncio.to_thread(change, cluster, what), deadline_s=HEALED_S)
+async def changes(cluster: Cluster, action: str) -> None:
+    await eventually(lambda: asyncio.to_thread(change, cluster, action), deadline_s=HEALED_S)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ async def changes(cluster: Cluster, what: str) -> None:
         "",
     ],
 )
-async def test_deleted_keys_come_back(cluster: Cluster, prefix: str) -> None:
+async def test_deleted_keys_are_restored(cluster: Cluster, prefix: str) -> None:
     await eventually(lambda: serves(cluster))
     undisturbed = await seeded_completion(cluster.url, OUTPUT_TOKENS)
     before, deleted = cluster.pids(), await keys(cluster, prefix)
@@ -118,7 +118,7 @@ async def test_deleted_keys_come_back(cluster: Cluster, prefix: str) -> None:
 
 
 def copy_data(cluster: Cluster, target: Path) -> Path:
-    """Copy etcd's data while it stands still."""
+    """Copy etcd's data while it is suspended."""
     cluster.kill("etcd", signal.SIGSTOP)
     try:
         shutil.copytree(cluster.folder / "cluster" / "etcd", target)
@@ -128,7 +128,7 @@ def copy_data(cluster: Cluster, target: Path) -> Path:
 
 
 def replace_data(cluster: Cluster, data: Path | None) -> None:
-    """Kill etcd, which `tideserve up` starts again with the data of a copy, or with none."""
+    """Kill etcd, which `tideserve up` restarts with a copy's data, or empty."""
     folder = cluster.folder / "cluster" / "etcd"
     os.kill(cluster.up_pid, signal.SIGSTOP)
     try:
@@ -144,7 +144,7 @@ def replace_data(cluster: Cluster, data: Path | None) -> None:
 
 @pytest.mark.parametrize("data", ["old", "empty"])
 @pytest.mark.parametrize("merged", [False, True])
-async def test_etcd_comes_back_without_its_latest_writes(
+async def test_etcd_restarts_without_its_latest_writes(
     cluster: Cluster, tmp_path: Path, data: str, merged: bool
 ) -> None:
     await eventually(lambda: serves(cluster))

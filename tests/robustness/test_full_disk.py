@@ -1,6 +1,6 @@
-"""The disk of a cluster's folder is full: `up` lives, streams complete, and everything heals.
+"""A full disk of the cluster's folder: `up` survives, streams complete, and all recovers.
 
-`test_up.py` has the same for `up` alone, without a file system of its own.
+`test_up.py` tests `up` alone, without a separate file system.
 """
 
 import asyncio
@@ -29,20 +29,20 @@ from tideserve.cli.groups import drop, restore
 STREAMS = 8
 OUTPUT_TOKENS = 400
 HEAL_S = 120.0
-"""etcd is started again within 15 s once there is room, and `up` writes again within 10 s."""
+"""Recovery deadline: etcd restarts within 15 s of free space, and `up` writes within 10 s."""
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, SmallDisk]]:
-    """A cluster whose folder is on a small disk; the model and the output of `up` are not."""
+    """A cluster with its folder on a small disk, but not the model and the output of `up`."""
     cluster = Cluster(
         model_dir=make_tiny_model(tmp_path_factory.mktemp("model"), seed=3, layers=4),
         memory="32MiB",
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        overload_policy="recompute",  # no automatic changes of groups
     )
     try:
         with small_disk(cluster.folder / "cluster") as disk, cluster:
@@ -69,7 +69,7 @@ def undisturbed(small: tuple[Cluster, SmallDisk]) -> list[Answer]:
 
 
 def disturbed(cluster: Cluster, disturb: Callable[[], None]) -> list[Answer]:
-    """The answers of streams that have all begun when `disturb` is called."""
+    """The outputs of streams that have all started when `disturb` is called."""
 
     async def run() -> list[Answer]:
         begun = asyncio.Barrier(STREAMS + 1)
@@ -82,7 +82,7 @@ def disturbed(cluster: Cluster, disturb: Callable[[], None]) -> list[Answer]:
 
 
 def write_to_etcd(cluster: Cluster) -> None:
-    """Write until etcd has ended for lack of space."""
+    """Write until etcd has exited for lack of space."""
     deaths = cluster.output().count("etcd died")
     value = base64.b64encode(bytes(20_000)).decode()
     for number in range(3000):
@@ -104,13 +104,13 @@ def metric(cluster: Cluster, name: str) -> float:
 
 
 def registered_pids(cluster: Cluster) -> dict[str, int]:
-    """The processes whose records are in etcd, and etcd's own."""
+    """Ids of the registered processes and of etcd."""
     pids = {row["name"]: row["pid"] for row in cluster.status()["services"]}
     return pids | {"etcd": cluster.pids().get("etcd", 0)}
 
 
 def status_text(cluster: Cluster) -> str:
-    """What `tideserve status` prints."""
+    """The output of `tideserve status`."""
     command = [sys.executable, "-m", "tideserve.cli.commands.main", "status", "--cluster-dir"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
     return subprocess.run(
@@ -124,18 +124,18 @@ def status_text(cluster: Cluster) -> str:
 
 
 def check_healed(cluster: Cluster) -> None:
-    """All processes run and are registered, and groups can be changed."""
+    """Check that all processes run and are registered, and that groups can change."""
     warnings = cluster.output().count("cannot write cluster.json")
     cluster.eventually(lambda: cluster.output().count("can be written again") == warnings, HEAL_S)
     cluster.eventually(
         lambda: len(cluster.pids()) == 6 and all(map(process_lives, cluster.pids().values())),
         HEAL_S,
     )
-    # The record of a killed worker, and its group, stay until its lease ends.
+    # The record of a killed worker, and its group, stay until its lease expires.
     cluster.eventually(lambda: registered_pids(cluster) == cluster.pids(), HEAL_S)
     cluster.eventually(lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, HEAL_S)
     assert "is full" not in status_text(cluster)
-    # While groups are formed again, a change may fail.
+    # While groups are re-formed, a change may fail.
     cluster.eventually(lambda: changes(cluster), HEAL_S)
     assert len(cluster.status()["groups"]) == 2
 
@@ -154,7 +154,7 @@ def process_lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_a_worker_that_dies_on_a_full_disk_comes_back(
+def test_a_worker_that_dies_on_a_full_disk_restarts(
     small: tuple[Cluster, SmallDisk], undisturbed: list[Answer]
 ) -> None:
     cluster, disk = small
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_on_a_full_disk_comes_back(
     check_healed(cluster)
 
 
-def test_an_etcd_that_cannot_write_is_started_until_it_can(
+def test_an_etcd_that_cannot_write_is_restarted_until_it_can(
     small: tuple[Cluster, SmallDisk], undisturbed: list[Answer]
 ) -> None:
     cluster, disk = small

@@ -1,6 +1,6 @@
-"""A worker of a merged group is asked to stop while requests run: all of them end as undisturbed.
+"""A worker of a merged group stops while requests run; their outputs do not change.
 
-As in a rolling restart during a flood: the others go on, and it comes back as another process.
+As in a rolling restart during a flood: other workers continue, and a new process replaces it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         memory="32MiB",
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only, or for a leaving worker
+        overload_policy="recompute",  # groups change only on request or for a leaving worker
     ) as running:
         yield running
 
@@ -56,7 +56,7 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 
 
 @pytest.mark.parametrize("name", ["worker-0", "worker-1"])
-def test_it_leaves_its_group_before_it_stops(
+def test_a_stopping_worker_leaves_its_group_first(
     name: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     async def run() -> None:

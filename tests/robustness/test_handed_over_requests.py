@@ -1,6 +1,6 @@
-"""A real cluster computes prompts and answers at different workers: streams show nothing of it.
+"""A real cluster computes prompts and outputs at different workers without changing outputs.
 
-A worker is killed meanwhile. Answers are compared with those of a cluster whose workers are mixed.
+A worker is killed meanwhile. Outputs are compared with a cluster of mixed workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from tests.support.disturbed_streams import (
 MIN_TOKENS = 20
 """Prompts have 24 tokens."""
 STREAMS_MIN = 6
-"""Of eleven: some may start before the workers are connected, or find the target full."""
+"""Of eleven: some may start before the workers are connected, or when the target is full."""
 salts = count()
 
 
@@ -63,14 +63,12 @@ def worker_with(cluster: Cluster, role: str) -> str:
 
 
 def handed(cluster: Cluster, at: int, *actions: Callable[[], object]) -> tuple[list[Answer], float]:
-    """Streams whose prompts are not cached; see `disturbed`."""
+    """Streams with uncached prompts; see `disturbed`."""
     cluster.eventually(lambda: have_roles(cluster), deadline_s=60)
     return disturbed(cluster, at, *actions, more={"cache_salt": f"run {next(salts)}"})
 
 
-def test_no_answer_shows_that_another_worker_computed_the_prompt(
-    cluster: Cluster, undisturbed: list[Answer]
-) -> None:
+def test_hand_overs_change_no_output(cluster: Cluster, undisturbed: list[Answer]) -> None:
     answers, moved = handed(cluster, OUTPUT_TOKENS)
     check_answers(answers, undisturbed)
     assert moved >= STREAMS_MIN
@@ -98,7 +96,7 @@ def test_a_worker_may_die_meanwhile(
 
 
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
-    both_serve(cluster)  # the log of a killed worker has ended once there is one of its successor
+    both_serve(cluster)  # the log of a killed worker is complete once its successor has one
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
     assert metric(cluster, MOVED) > 0
     audited = audit_logs(logs)

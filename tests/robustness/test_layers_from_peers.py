@@ -1,4 +1,4 @@
-"""A worker of a merged group is killed: no layer that a worker has is read from disk."""
+"""A worker of a merged group is killed: layers held by a worker are not read from disk."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         memory="32MiB",
         dtype="float64",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        overload_policy="recompute",  # no automatic changes of groups
         # Workers of a busy machine are slow to connect and to send, which is no reason for the
         # model folder.
         memmgr={"prepare_timeout_s": 600},
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def groups(cluster: Cluster) -> list[list[str]]:
-    """The members of all groups; empty while any of them changes."""
+    """The members of all groups; empty while any group is changing."""
     rows = cluster.status()["groups"]
     busy = any(row["degraded"] or row["changing"] for row in rows)
     return [] if busy else sorted(row["members"] for row in rows)
@@ -45,10 +45,10 @@ def restored(cluster: Cluster, worker: str) -> dict[str, float]:
     (address,) = [
         target["targets"][0] for target in targets if target["labels"]["process"] == worker
     ]
-    found = samples(httpx.get(f"http://{address}/metrics", timeout=10).text)
+    metrics = samples(httpx.get(f"http://{address}/metrics", timeout=10).text)
     return {
         dict(labels)["source"]: count
-        for (name, labels), count in found.items()
+        for (name, labels), count in metrics.items()
         if name == "tideserve_worker_restored_slabs_total"
     }
 
@@ -96,7 +96,7 @@ def test_survivors_of_one_group_fetch_their_layers_from_each_other(cluster: Clus
     cluster.eventually(
         lambda: [group for group in groups(cluster) if group in alone] == alone, deadline_s=120
     )
-    # A process that is killed while it writes may cut a survivor's lane, and with it a fetch.
+    # A process killed during a write may break a survivor's lane and fetch.
     cut = any("UCX receives nothing any more" in cluster.log(name) for name in survivors)
     for name in survivors:
         counts = {key: n - before[name][key] for key, n in restored(cluster, name).items()}

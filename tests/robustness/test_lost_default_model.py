@@ -1,6 +1,6 @@
-"""SmolLM2 in float32, two workers that have merged: one is killed under eight streams.
+"""SmolLM2 in float32 on two merged workers, of which one is killed under eight streams.
 
-Every token is the one that transformers gives after the same ones, but where rounding decides.
+Every token equals that of transformers after the same prefix, except for near-ties.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tideserve.cli.model_store import prepare_default_model
 
 OUTPUT_TOKENS = 64
 KILL_AFTER = 12
-"""Tokens of a stream: each has more to come."""
+"""Tokens per stream at which workers are killed."""
 EXCUSED_MAX = 0.005
 
 
@@ -32,12 +32,12 @@ def model_dir() -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # Groups change by hand only.
+    # No automatic changes of groups.
     with Cluster(memory="600MiB", dtype="float32", overload_policy="recompute") as running:
         yield running
 
 
-def test_eight_streams_outlive_both_members(cluster: Cluster, model_dir: str) -> None:
+def test_eight_streams_survive_both_members(cluster: Cluster, model_dir: str) -> None:
     tokenizer = Tokenizer.from_file(f"{model_dir}/tokenizer.json")
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32")
     prompts = [list(tokenizer.encode(text).ids) for text in TEXTS]
@@ -50,7 +50,7 @@ def test_eight_streams_outlive_both_members(cluster: Cluster, model_dir: str) ->
                 hit.append(kill(cluster, name, engine=False))
 
         async def run(note=note) -> list[list[int]]:  # type: ignore[no-untyped-def]
-            asked = (streamed_ids(cluster, one, OUTPUT_TOKENS, note) for one in prompts)
+            asked = (streamed_ids(cluster, prompt, OUTPUT_TOKENS, note) for prompt in prompts)
             async with asyncio.timeout(TIMEOUT_S):
                 return await asyncio.gather(*asked)
 

@@ -16,14 +16,14 @@ def test_an_idle_survivor_restores_its_layers(tmp_path: Path) -> None:
         model_dir=folder,
         memory="256MiB",
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups change by hand only
+        overload_policy="recompute",  # no automatic changes of groups
         environment={"TIDESERVE_CACHE": str(tmp_path / "cache")},
         worker={"profile_when_idle": True},
     ) as cluster:
         survivor, lost = merge(cluster)
         before = cluster.pids()[survivor]
         assert "this worker profiles while idle" in cluster.log(survivor)
-        time.sleep(1.5 * MIN_IDLE_S)  # then the profilers of both workers measure whenever they may
+        time.sleep(1.5 * MIN_IDLE_S)  # the profilers of both workers measure whenever allowed
         kill(cluster, lost, engine=False)
         cluster.eventually(lambda: "has lost" in cluster.log(survivor), deadline_s=120)
         cluster.eventually(lambda: apart(cluster), deadline_s=120)

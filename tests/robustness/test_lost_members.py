@@ -1,6 +1,6 @@
-"""A member of a merged group is killed or stands still: every stream goes on, token by token.
+"""A member of a merged group is killed or suspended; all streams continue unchanged.
 
-What the survivors lead is computed again there; what a dead leader led goes on from the gateway.
+Survivors recompute their own requests; requests of a dead leader are resumed by the gateway.
 """
 
 import signal
@@ -25,7 +25,7 @@ from tests.support.disturbed_streams import (
 )
 
 STOPPED_S = 12.0
-"""Longer than a stalled microbatch is waited for, and than a member may be silent."""
+"""Longer than the deadline of a stalled microbatch and than a member's allowed silence."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 
 
 def stop(cluster: Cluster, name: str) -> None:
-    """The engine of a worker stands still for a while."""
+    """Suspend the engine of a worker for a while."""
     for process in psutil.Process(cluster.pids()[name]).children(recursive=True):
         process.suspend()
         Timer(STOPPED_S, process.resume).start()
@@ -53,7 +53,7 @@ def stop(cluster: Cluster, name: str) -> None:
 
 @pytest.mark.parametrize("role", [0, 1], ids=["leader", "follower"])
 @pytest.mark.parametrize("fault", ["worker", "engine", "stop"])
-def test_no_answer_shows_that_a_member_was_lost(
+def test_losing_a_member_changes_no_output(
     fault: str, role: int, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     name = merge(cluster)[role]
@@ -71,7 +71,7 @@ def test_no_answer_shows_that_a_member_was_lost(
     check_answers(run_all(cluster, note), undisturbed)
     cluster.eventually(lambda: apart(cluster), deadline_s=120)
     assert hit, "nothing was disturbed"
-    lived = {one for one, pid in cluster.pids().items() if before[one] == pid}
+    lived = {name for name, pid in cluster.pids().items() if before[name] == pid}
     died = {name} if fault != "stop" else set()
     assert lived == before.keys() - died, "no process ends because of another one"
 
@@ -85,19 +85,19 @@ def ready(cluster: Cluster) -> bool:
     return True
 
 
-def test_while_etcd_is_away_nobody_is_sent_to_a_group_that_lost_a_member(
+def test_without_etcd_no_request_is_sent_to_a_group_that_lost_a_member(
     cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     leader, follower = merge(cluster)
-    said = "etcd does not respond: its requests are aborted"
-    before = cluster.log(leader).count(said)
+    line = "etcd does not respond: its requests are aborted"
+    before = cluster.log(leader).count(line)
     seen: list[bool] = []
 
     def await_the_gateway() -> None:
-        """etcd comes back once the gateway tells that no group serves."""
+        """Restart etcd once the gateway reports that no group serves."""
         try:
             cluster.eventually(lambda: not ready(cluster), deadline_s=120)
-            seen.append(cluster.log(leader).count(said) > before)
+            seen.append(cluster.log(leader).count(line) > before)
         finally:
             cluster.kill("etcd", signal.SIGCONT)
 

@@ -1,7 +1,7 @@
-"""Workers are killed while they stream: every answer is that of a cluster that nobody disturbs.
+"""Workers are killed while they stream; all outputs equal those of an undisturbed cluster.
 
-Whole workers and engines alone, at several moments of the answers. These are greedy or sampled,
-with penalties, a grammar, log probabilities or several choices.
+Whole workers or engines alone are killed at several tokens. Outputs are greedy or sampled, with
+penalties, a grammar, log probabilities or several choices.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def cluster(dtype: str, logs: Path, tmp_path_factory: pytest.TempPathFactory) ->
         dtype=dtype,
         services={"event_log": str(logs)},
         chunk_size="64KiB",
-        overload_policy="recompute",  # groups do not change
+        overload_policy="recompute",  # groups never change
     ) as running:
         yield running
 
@@ -73,11 +73,11 @@ def metric(cluster: Cluster, name: str) -> float:
         (150, "worker-1", True),
     ],
 )
-def test_no_answer_shows_that_a_worker_was_killed(
+def test_killing_a_worker_changes_no_output(
     at: int, name: str, engine: bool, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     killed: list[int] = []
-    # Both get requests: the heartbeat of the scheduler counts those that report.
+    # Both get requests: the scheduler's heartbeat counts reporting workers.
     cluster.eventually(lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2)
 
     def note(tokens: int) -> None:
@@ -93,7 +93,7 @@ def test_no_answer_shows_that_a_worker_was_killed(
 
 
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
-    """Also with the logs of killed engines: a segment is what its engine has emitted."""
+    """Includes the logs of killed engines: a segment holds what its engine has emitted."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
     assert metric(cluster, RESUMED) > 0, "nothing ran at the workers that were killed"
     findings = audit_logs(logs).findings

@@ -1,4 +1,4 @@
-"""A whole cluster over mutual TLS, etcd included, whose certificates and CA change under load."""
+"""A whole cluster with mutual TLS, including etcd, changes certificates and CA under load."""
 
 import asyncio
 from collections import defaultdict
@@ -39,7 +39,7 @@ TIMEOUT_S = 10.0
 
 @dataclass
 class Secured:
-    """The cluster, its certificates and the etcd that it shares with others."""
+    """The cluster, its certificates and its shared etcd."""
 
     cluster: Cluster
     certified: Certified
@@ -61,7 +61,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
             "etcd_prefix": PREFIX,
         }
         sections = {role: plain(certified.config(role)) for role in SERVICE_ROLES}
-        # A scheduler that is killed below takes longer to come back than clients should wait.
+        # The scheduler killed below restarts more slowly than clients would wait by default.
         sections["gateway"]["admit_timeout_s"] = 60.0
         with Cluster(
             model, memory="32MiB", dtype="float64", etcd=etcd.url, services=shared, **sections
@@ -70,13 +70,13 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 def plain(config: dict[str, object]) -> dict[str, object]:
-    """As YAML has it."""
+    """Convert paths to strings for YAML."""
     return {key: str(value) if isinstance(value, Path) else value for key, value in config.items()}
 
 
 @dataclass
 class Load:
-    """Streams one after the other, several at once; the answers of each number."""
+    """Concurrent loops of streams, and the outputs by number."""
 
     url: str
     answers: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -95,7 +95,7 @@ class Load:
             self.finished += 1
 
     async def some_more(self) -> None:
-        """Wait until each stream has ended and begun again."""
+        """Wait until each loop has started another stream."""
         wanted = self.finished + 2 * STREAMS
 
         async def there() -> bool:
@@ -104,7 +104,7 @@ class Load:
         await eventually(there)
 
 
-async def test_no_request_is_lost_while_certificates_and_the_ca_change(secured: Secured) -> None:
+async def test_certificates_and_the_ca_change_without_a_failed_request(secured: Secured) -> None:
     cluster, certified = secured.cluster, secured.certified
     load, stop = Load(cluster.url), asyncio.Event()
     first, second = certified.authority, Authority.create("second")
@@ -119,7 +119,7 @@ async def test_no_request_is_lost_while_certificates_and_the_ca_change(secured: 
             certified.trust(*trusted)
             for role in SERVICE_ROLES:
                 certified.issue(role, issuer)
-            # Every change of groups makes connections of its own; a new scheduler, all of them.
+            # Each change of groups opens new connections; a new scheduler causes all to reconnect.
             await asyncio.to_thread(drop, cluster.admin_url, None, ())
             await load.some_more()
             await asyncio.to_thread(restore, cluster.admin_url, None, "")
@@ -131,19 +131,19 @@ async def test_no_request_is_lost_while_certificates_and_the_ca_change(secured: 
     assert {number: len(texts) for number, texts in load.answers.items()} == dict.fromkeys(
         range(STREAMS), 1
     )
-    await everybody_refuses_the_former_ca(secured, first)
+    await all_services_refuse_the_former_ca(secured, first)
 
 
-async def everybody_refuses_the_former_ca(secured: Secured, former: Authority) -> None:
-    """And a caller without any certificate."""
+async def all_services_refuse_the_former_ca(secured: Secured, former: Authority) -> None:
+    """Check also that callers without a certificate are refused."""
     certified = secured.certified
     dial = certified.transport("gateway").dial
 
     async def answering() -> list[tuple[str, str]]:
-        """All instances, once only living ones are registered."""
-        found = await registered(secured.etcd)
-        health = [await health_of(dial(address, role)) for role, address in found]
-        return found if set(health) == {None} else []
+        """All instances, once only live ones are registered."""
+        services = await registered(secured.etcd)
+        health = [await health_of(dial(address, role)) for role, address in services]
+        return services if set(health) == {None} else []
 
     addresses = await eventually(answering)
     assert {role for role, _ in addresses} == set(SERVICE_ROLES)
@@ -163,13 +163,13 @@ async def registered(etcd: EtcdServer) -> list[tuple[str, str]]:
         workers = await store.list_prefix(WORKERS)
     finally:
         await store.close()
-    found = []
+    addresses = []
     for entry in services.values():
         record = decode_record(record_pb2.ServiceRecord, entry.value)
-        found.append((record.name, record.address))
+        addresses.append((record.name, record.address))
     for entry in workers.values():
-        found.append(("worker", decode_record(record_pb2.WorkerRecord, entry.value).address))
-    return found
+        addresses.append(("worker", decode_record(record_pb2.WorkerRecord, entry.value).address))
+    return addresses
 
 
 async def health_of(channel: grpc.aio.Channel) -> grpc.StatusCode | None:

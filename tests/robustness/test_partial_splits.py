@@ -31,16 +31,16 @@ def cluster(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         dtype="float64",
         services={"event_log": str(logs)},
         chunk_size="64KiB",
-        # Groups change by hand only.
+        # No automatic changes of groups.
         overload_policy="recompute",
         memmgr={"split_dwell_s": 3600},
     ) as running:
         yield running
 
 
-def change(cluster: Cluster, what: str) -> str:
-    """Merge or split groups; returns the steps."""
-    url = f"{cluster.admin_url}/tideserve/v1/groups/{what}"
+def change(cluster: Cluster, action: str) -> str:
+    """Merge or split groups; returns the reported steps."""
+    url = f"{cluster.admin_url}/tideserve/v1/groups/{action}"
     return httpx.post(url, headers={ADMIN_HEADER: "1"}, timeout=120).text
 
 
@@ -48,9 +48,7 @@ def sizes(cluster: Cluster) -> list[int]:
     return sorted(len(group["members"]) for group in cluster.status()["groups"])
 
 
-def test_no_answer_shows_that_its_group_split_into_smaller_groups(
-    cluster: Cluster, logs: Path
-) -> None:
+def test_splits_into_smaller_groups_change_no_output(cluster: Cluster, logs: Path) -> None:
     undisturbed = run_all(cluster)
     assert '"stable"' in change(cluster, "merge") and sizes(cluster) == [4]
     obstacles = cluster.status()["split_obstacles"]

@@ -1,4 +1,4 @@
-"""Workers of two versions side by side: no KV moves between them, and no stream is lost."""
+"""Workers of two versions in a cluster: no KV moves between them, and no stream is lost."""
 
 import shutil
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ RESUMED = "tideserve_gateway_resumed_streams_total"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the packages, in which a file of the worker can change."""
+    """A copy of the packages, in which the test modifies a file of the worker."""
     copy = tmp_path_factory.mktemp("tree")
     for package in ("services", "tideserve"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -65,7 +65,7 @@ def test_a_worker_of_another_version_gets_no_kv(
     assert moved == 0 and "do not run the same version of the code" in str(orders[0])
 
 
-def test_a_drained_worker_gives_its_streams_to_the_newer_version_without_kv(
+def test_a_drained_worker_returns_streams_to_the_newer_version_without_kv(
     cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     resumed, pids = metric(cluster, RESUMED), list[int]()
@@ -75,7 +75,7 @@ def test_a_drained_worker_gives_its_streams_to_the_newer_version_without_kv(
     cluster.wait_for_restart("worker-0", pids[0])
 
 
-def test_kv_moves_again_once_both_are_newer(cluster: Cluster, undisturbed: list[Answer]) -> None:
+def test_kv_moves_again_after_both_upgrades(cluster: Cluster, undisturbed: list[Answer]) -> None:
     for _ in range(ATTEMPTS):
         answers, moved = disturbed(
             cluster, 40, lambda: asked_to_move(cluster, "worker-0", "worker-1")

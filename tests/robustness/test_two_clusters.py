@@ -1,4 +1,4 @@
-"""Two clusters that start beside one etcd at the same moment: one serves, the other is refused."""
+"""Two clusters started simultaneously with a shared etcd: one serves, the other is refused."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""A gateway's admin port with a real memory manager and two members behind it."""
+"""A gateway's admin port in front of a real memory manager and two members."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,7 +23,7 @@ from tideserve.cli.local_cluster import free_port
 async def admin_port(
     store: Store, model_dir: Path, service: str = "memmgr", **fields: Any
 ) -> AsyncIterator[str]:
-    """A gateway without a scheduler, once its status shows `service`; yields its admin URL."""
+    """Run a gateway without a scheduler until its status lists `service`; yield its admin URL."""
     write_model_folder(model_dir)
     port = free_port()
     config = GatewayConfig(
@@ -55,13 +55,13 @@ async def admin_port(
 
 @asynccontextmanager
 async def members(store: Store, **record: Any) -> AsyncIterator[tuple[FakeMember, FakeMember]]:
-    """Two members that serve alone, and a memory manager that leads; `record`: fields of both."""
+    """Two single-worker groups and a leading memory manager; `record`: fields of both workers."""
     config = MemmgrConfig(etcd_url=store.url, lease_ttl_s=LEASE_TTL_S, change_over_timeout_s=20)
     async with (
         serving(memmgr_app.serve, config),
-        member(store, "w0", **record) as one,
-        member(store, "w1", **record) as two,
-        reporting(await service_address(store, "memmgr"), one, two),
+        member(store, "w0", **record) as first,
+        member(store, "w1", **record) as second,
+        reporting(await service_address(store, "memmgr"), first, second),
     ):
-        await eventually(lambda: one.engine.serving and two.engine.serving)
-        yield one, two
+        await eventually(lambda: first.engine.serving and second.engine.serving)
+        yield first, second

@@ -1,4 +1,4 @@
-"""An application of one answer."""
+"""An ASGI application that always answers 200."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Inputs that every door refuses: the rows Prompt and Sampling of the table of bad inputs.
+"""Inputs that every API refuses: the rows Prompt and Sampling of the table of bad inputs.
 
-In the form of HTTP's fields. A door whose contract cannot say a value (protobuf has no text for a
-number) leaves that row out.
+Values are fields of the HTTP API. An API that cannot express a value skips its row: a protobuf
+number, for example, cannot be a string.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class BadInput:
-    """A body's fields, over those of a good one, and what the error names.
+    """Fields that override those of a valid body, and what the error mentions.
 
-    `endpoint` is "chat" or "completion"; with `absent` that field is left out. `needs_model`: only
-    a door that knows the model can tell.
+    `endpoint` is "chat" or "completion"; `absent` is a field to leave out. `needs_model`: detected
+    only by a gateway that has loaded the model's folder.
     """
 
     endpoint: str
@@ -32,18 +32,18 @@ class BadInput:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The whole body."""
+        """The complete request body."""
         good = CHAT if self.endpoint == "chat" else COMPLETION
         return {name: value for name, value in good.items() if name != self.absent} | self.fields
 
     @property
     def name(self) -> str:
-        """A short one for the test."""
+        """A short name for the test's id."""
         shown = ",".join(f"{name}={value!a:.24}" for name, value in self.fields.items())
         return f"{self.endpoint}:{shown or f'no {self.absent}'}"
 
 
-# Fields of every body. Below: values that are not in the range of their field.
+# Fields common to all bodies. Below: values out of range for their field.
 BOTH: dict[str, list[Any]] = {
     "model": [None, 1, "", "x" * 513],
     "max_tokens": [-1, 1.5, 1.0, "5", True, 2**31, 2**63, [], {}],
@@ -193,7 +193,7 @@ PROMPTS: list[Any] = [
     *(None, [], [[]], [1, "a"], [True], [1.5], [-1], [2**31], ["a", [1], 2]),
     *({"a": 1}, 5, ["a"] * 65, "lone \ud800", [[1], []], [None], [[[1]]]),
 ]
-# Fields that contradict each other, and the one that the error names.
+# Contradictory fields, and the field that the error names.
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ("chat", {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
@@ -212,11 +212,12 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("completion", {"prompt": ["a"] * 2, "n": 65}, "n"),
     ("completion", {"max_tokens": 0, "echo": False}, "max_tokens"),
 ]  # fmt: skip
-# Never ends, and its memory grows: the speed of the machine decides which limit ends its check.
+# Compiles forever with growing memory: whether time or memory runs out first depends on the
+# machine.
 BOMB = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]}
-# Takes several times the processor time that a check may take, and less than its memory.
+# Exceeds the CPU time of a check several times, but not its memory.
 SLOW = {"type": "object", "properties": {str(n): {} for n in range(4000)}}
-# Faults that only a door that knows the model can tell.
+# Errors that only a gateway with the model's folder detects.
 MODEL: list[tuple[str, dict[str, Any], str, int]] = [
     ("chat", {"model": "other"}, "model", 404),
     ("chat", {"model": "../x"}, "model", 404),
@@ -249,7 +250,7 @@ MODEL: list[tuple[str, dict[str, Any], str, int]] = [
 
 
 def bad_inputs() -> Iterator[BadInput]:
-    """All of them."""
+    """All bad inputs."""
     for endpoint, more in (("chat", CHAT_ONLY), ("completion", COMPLETION_ONLY)):
         for fields in (BOTH, more):
             for name, values in fields.items():

@@ -1,6 +1,6 @@
-"""Two gateways that take the lead from each other at random while both run lines.
+"""Two gateways that both run lines of a batch while leadership moves between them at random.
 
-A gateway learns from the store alone that it was replaced, like a gateway that was suspended.
+A replaced leader is informed by the store alone, like a gateway process that was suspended.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ TURNS_MAX = 400
 
 @dataclass(slots=True)
 class Gateway:
-    """A gateway: the store's token that it believes in, and the lines that it runs."""
+    """A gateway: the fencing token it was elected with, and the lines it runs."""
 
     store: BatchStore
     name: str
@@ -30,7 +30,7 @@ class Gateway:
 
 
 class Takeovers:
-    """One batch, and all results that were accepted."""
+    """A batch, and all results that the store accepted."""
 
     def __init__(
         self, stores: tuple[BatchStore, BatchStore], seed: int, elections: Iterator[int]
@@ -43,7 +43,7 @@ class Takeovers:
         self.bodies: dict[int, bytes] = {}
 
     async def run(self) -> None:
-        """Run the batch to its end under random take-overs."""
+        """Run the batch to completion while leadership changes at random."""
         first = self._gateways[0]
         first.token = await first.store.lead(next(self._elections))
         self._batch_id = await begun_batch(first.store, first.token, LINES)
@@ -64,7 +64,7 @@ class Takeovers:
             gateway.running.clear()
 
     async def _lead(self, gateway: Gateway) -> None:
-        # The leader of the moment does not campaign: then both would lead all the time.
+        # The current leader does not campaign; otherwise leadership would never be lost.
         if gateway.token == 0 or self._random.random() < 0.1:
             gateway.running.clear()
             gateway.token = await gateway.store.lead(next(self._elections))

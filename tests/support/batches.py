@@ -1,4 +1,4 @@
-"""Batches of a test: inputs, their way through a gateway, and their results."""
+"""Helpers that build, submit, follow and compare batches."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tests.support.waiting import DEADLINE_S, eventually
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
 VARYING = frozenset({"id", "created", "request_id"})
-"""Fields that differ between runs of a line; so does the number of cached tokens."""
+"""Result fields that differ between runs of a line (so does the number of cached tokens)."""
 KILL_POINTS = (
     "gateway.batches.claimed=kill",
     "gateway.started=kill@5",
@@ -28,19 +28,19 @@ KILL_POINTS = (
     "gateway.batches.output_begun=kill",
     "gateway.batches.output_written=kill",
 )
-"""Points of a batch of 24 lines at which a gateway is killed."""
+"""Numbers of finished lines, of 24, at which a gateway is killed."""
 WATCH_S = 10.0
 
 
 def chat_line(number: int, **fields: Any) -> dict[str, Any]:
-    """A line with a chat."""
+    """An input line that calls the chat endpoint."""
     messages = [{"role": "user", "content": f"question {number}"}]
     body = {"model": "m", "messages": messages, "max_tokens": 12, "temperature": 0}
     return {"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": body | fields}
 
 
 def chat_lines(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Lines with chats."""
+    """Input lines that call the chat endpoint."""
     return [chat_line(number, **fields) for number in range(count)]
 
 
@@ -60,7 +60,7 @@ async def submit(client: AsyncOpenAI, content: bytes, endpoint: str = CHAT) -> B
 
 
 async def look(client: AsyncOpenAI, batch_id: str) -> Batch | None:
-    """The batch; None while the gateway is away."""
+    """The batch object; None while the gateway is unreachable."""
     try:
         return await client.batches.retrieve(batch_id)
     except (APIConnectionError, InternalServerError):
@@ -68,7 +68,7 @@ async def look(client: AsyncOpenAI, batch_id: str) -> Batch | None:
 
 
 async def ended(client: AsyncOpenAI, batch_id: str, deadline_s: float = DEADLINE_S) -> Batch:
-    """The batch once it has ended; the gateway may be away meanwhile."""
+    """Wait for the batch to end; the gateway may be unreachable meanwhile."""
 
     async def final() -> Batch | None:
         batch = await look(client, batch_id)
@@ -78,7 +78,7 @@ async def ended(client: AsyncOpenAI, batch_id: str, deadline_s: float = DEADLINE
 
 
 async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
-    """The lines of an output or error file; none without a file."""
+    """The lines of an output or error file; empty without a file id."""
     if file_id is None:
         return []
     content = await client.files.content(file_id)
@@ -86,7 +86,7 @@ async def results(client: AsyncOpenAI, file_id: str | None) -> list[dict[str, An
 
 
 def comparable(value: Any) -> Any:
-    """A result without what differs between runs."""
+    """A result without the fields that differ between runs."""
     if isinstance(value, list):
         return [comparable(item) for item in value]
     if not isinstance(value, dict):

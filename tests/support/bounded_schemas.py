@@ -1,4 +1,4 @@
-"""JSON schemas all of whose values are short, so that any model comes to an end."""
+"""JSON schemas with short values only, so that generation ends with any model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def of(**properties: Any) -> dict[str, Any]:
 
 
 def listed(items: Any, least: int = 0, most: int = 3) -> dict[str, Any]:
-    """A list of so many items."""
+    """A list of `least` to `most` items."""
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
 

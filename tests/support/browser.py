@@ -46,12 +46,12 @@ KEYS = {
 
 
 class PageError(AssertionError):
-    """The page, or the browser, did not do what it was asked for."""
+    """The page or the browser failed a command."""
 
 
 @dataclass
 class Page:
-    """One tab, and all that it asked for and said."""
+    """A tab, with the requests it made and its console messages."""
 
     _writer: asyncio.StreamWriter
     session: str = ""
@@ -81,7 +81,7 @@ class Page:
         await self.send("Page.navigate", url=url)
 
     async def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, of its promise if it is one."""
+        """The value of a JavaScript expression; promises are awaited."""
         result = await self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -92,15 +92,15 @@ class Page:
     async def until(self, expression: str) -> Any:
         """Wait until an expression is true; returns its value."""
         try:
-            # An element has no value that could be sent; that there is one will do.
-            found = f"((value) => value instanceof Node || value)({expression})"
-            return await eventually(lambda: self._tried(found), deadline_s=DEADLINE_S)
+            # DOM nodes cannot be serialised: return whether there is a node.
+            guarded = f"((value) => value instanceof Node || value)({expression})"
+            return await eventually(lambda: self._tried(guarded), deadline_s=DEADLINE_S)
         except AssertionError as error:
             text = await self._tried("document.body.innerText")
             raise PageError(f"{expression}: {error}\n{self.complaints}\n{text}") from None
 
     async def text(self, selector: str) -> str:
-        """The text of the first element that a selector finds, as a person sees it."""
+        """The rendered text of the first element that matches a selector."""
         return str(await self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     async def press(self, key: str) -> None:
@@ -112,7 +112,7 @@ class Page:
         await self.send("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     async def type(self, text: str) -> None:
-        """Put a text where the focus is."""
+        """Insert text into the focused element."""
         await self.send("Input.insertText", text=text)
 
     async def screenshot(self, whole: bool = True) -> bytes:
@@ -121,7 +121,7 @@ class Page:
         return base64.b64decode(answer["data"])
 
     async def set_view(self, width: int, height: int, **features: str) -> None:
-        """The size of the window; features as in media queries, with _ for -."""
+        """Set the window's size and media features (named as in media queries, with _ for -)."""
         await self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -135,7 +135,7 @@ class Page:
         await self.send("Emulation.setEmulatedMedia", features=named)
 
     async def read(self, reader: asyncio.StreamReader) -> None:
-        """Take what the browser says until it ends."""
+        """Read the browser's messages until it exits."""
         with_end = b"\0"
         while True:
             try:
@@ -162,7 +162,7 @@ class Page:
                 self.complaints.append(f"{entry['text']} {entry.get('url', '')}")
 
     async def _tried(self, expression: str) -> Any:
-        """As `evaluate`, but None while the page changes."""
+        """As `evaluate`, but None during navigation."""
         try:
             return await self.evaluate(expression)
         except PageError:
@@ -171,14 +171,14 @@ class Page:
 
 @asynccontextmanager
 async def open_page(width: int = 1280, height: int = 900, **features: str) -> AsyncIterator[Page]:
-    """A tab of a browser of its own, gone with its profile afterwards."""
+    """A tab of a new browser with a temporary profile; closed on exit."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(
         prefix="tideserve-browser-", ignore_cleanup_errors=True
     ) as home:
         to_browser, from_browser = os.pipe(), os.pipe()
 
-        # The browser takes orders at 3 and answers at 4.
+        # The browser reads commands from descriptor 3 and writes replies to 4.
         inner, outer = to_browser[0], from_browser[1]
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", f'exec "$@" 3<&{inner} 4>&{outer}', "bash", CHROMIUM, *FLAGS),

@@ -30,7 +30,7 @@ OTHER_TEMPLATE = (
 
 
 def byte_tokenizer(*, other: bool = False) -> Tokenizer:
-    """One token for each byte; that of `other` has other ids."""
+    """A tokenizer with a token per byte; with `other`, ids differ."""
     special = OTHER_SPECIAL_TOKENS if other else SPECIAL_TOKENS
     tokens = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=other)]
     ids = {token: number for number, token in enumerate(tokens)}
@@ -42,7 +42,7 @@ def byte_tokenizer(*, other: bool = False) -> Tokenizer:
 
 
 def write_model_folder(model_dir: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
-    """What a gateway reads of a model; returns `model_dir`."""
+    """Write the files that a gateway reads of a model; returns `model_dir`."""
     model_dir.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(model_dir / "tokenizer.json"))
     config = {

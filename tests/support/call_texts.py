@@ -1,4 +1,4 @@
-"""Tool calls as models write them, in each format."""
+"""Tool calls in the text formats that models generate."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 from services.gateway.tools.format import ToolFormat
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
-"""Names and arguments."""
+"""Function names with their arguments."""
 
 
 def written(form: ToolFormat, calls: Calls) -> str:
-    """The calls in the format."""
+    """Render the calls in the format `form`."""
     return _WRITERS[form](calls)
 
 
@@ -20,7 +20,7 @@ def _json(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in an element: strings have no quotes."""
+    """A value as element text: strings are unquoted."""
     return value if isinstance(value, str) else _json(value)
 
 
@@ -82,7 +82,7 @@ def _deepseek(calls: Calls, fenced: bool) -> str:
 
 
 def _harmony(calls: Calls) -> str:
-    # A call ends the output of the model; further messages occur in texts of the library only.
+    # A model's output ends with a call; only texts rendered by the library have further messages.
     texts = [
         f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}"
         for name, arguments in calls
@@ -113,7 +113,7 @@ _WRITERS = {
     ToolFormat.QWEN3_CODER: _qwen,
 }
 CALL_FORMATS = tuple(_WRITERS)
-# Whole tags of each format, which texts in disorder consist of.
+# Complete tags of each format, from which shuffled texts are built.
 TAGS: Mapping[ToolFormat, Sequence[str]] = {
     ToolFormat.HARMONY: (
         *("<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "{", "<|end|>"),

@@ -1,15 +1,15 @@
-"""Requests in which every word of the client is marked, so that it is found wherever it stands."""
+"""Requests in which every client-supplied string contains a marker that can be searched for."""
 
 from collections.abc import Iterator
 from typing import Any
 
 MARK = "kanarie"
-"""In every word, in small letters."""
+"""Part of every client-supplied string; lower case."""
 
 
-def word(what: str) -> str:
-    """A client's word for `what`."""
-    return f"{MARK}-{what}"
+def word(field: str) -> str:
+    """A marked string for a field."""
+    return f"{MARK}-{field}"
 
 
 SCHEMA = {
@@ -45,14 +45,14 @@ WORDS: dict[str, Any] = {
     "cache_salt": word("salt"),
     "max_tokens": 3,
 }
-"""Fields that every body may have."""
+"""Fields accepted by every endpoint."""
 CHAT: dict[str, Any] = {"model": "m", "messages": MESSAGES, **WORDS}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": word("prompt"), **WORDS}
 FORM = {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA}}
 
 
 def good() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Endpoint ("chat" or "completion") and body of requests that are answered."""
+    """Endpoint ("chat" or "completion") and body of valid requests."""
     yield "chat", CHAT
     yield "chat", CHAT | {"tools": [TOOL]}
     yield "chat", CHAT | {"tools": [TOOL], "tool_choice": "required"}
@@ -66,7 +66,7 @@ def good() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refused() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Requests in which something is wrong, mostly next to or in a client's word."""
+    """Invalid requests, with the error mostly in or next to a marked string."""
     yield "chat", CHAT | {"model": word("model")}
     yield "chat", CHAT | {"temperature": 9}
     yield "chat", CHAT | {"messages": [{"role": "user", "content": word("long") * 200}]}
@@ -80,7 +80,7 @@ def refused() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refused_json() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Bodies that only JSON can say."""
+    """Invalid bodies that only JSON can express."""
     yield "chat", CHAT | {"messages": [{"role": word("role"), "content": word("user")}]}
     yield "chat", CHAT | {"temperature": word("temperature")}
     yield "chat", CHAT | {"chat_template_kwargs": {word("variable"): word("value")}}
@@ -91,5 +91,5 @@ def refused_json() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def named(tool: str) -> dict[str, Any]:
-    """The choice of one tool."""
+    """A `tool_choice` that names a function."""
     return {"type": "function", "function": {"name": tool}}

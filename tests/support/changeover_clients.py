@@ -1,7 +1,7 @@
-"""Clients of a change-over's world: what each request has to give, and what its reader has seen.
+"""Clients of a change-over world: the expected output of each request, and the tokens received.
 
-A reader goes where the leader of its request sends it. Tokens follow from all tokens before them,
-so that a disturbed run must give those of the undisturbed one.
+A reader follows its request when the leader moves it. A token is a function of all tokens before
+it, so a disturbed run must produce the tokens of the undisturbed run.
 """
 
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ VOCABULARY = 997
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
-    """What follows these tokens."""
+    """The token that follows these tokens."""
     return hash(tokens) % VOCABULARY
 
 
 @dataclass
 class Stream:
-    """What a client wants, and what it has; `owner` is the worker where it is read."""
+    """A client's request and the tokens received; `owner` is the worker it reads from."""
 
     request: Request
     owner: str
@@ -54,7 +54,7 @@ class Stream:
 
 @dataclass
 class Source:
-    """What a worker has told of a sequence, even without a reader."""
+    """Tokens that a worker has published for a sequence, with or without a reader."""
 
     name: str
     tokens: list[int]
@@ -66,7 +66,7 @@ class Source:
 
 
 class Clients:
-    """All of them. `sources` are by worker and request."""
+    """All clients. `sources` are keyed by worker and request."""
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
@@ -75,7 +75,7 @@ class Clients:
         self.returned = 0
 
     def begin(self, worker_id: str, name: str) -> None:
-        """A sequence begins at a worker."""
+        """A worker starts a sequence."""
         self.sources[worker_id, request_id_of(name)] = Source(name, [])
 
     def start(
@@ -87,7 +87,7 @@ class Clients:
         salt: str = "",
         service: Service = DEFAULT_SERVICE,
     ) -> Stream:
-        """A client asks a worker for the first time."""
+        """A client sends a new request to a worker."""
         greedy, limits = Sampling(temperature=0.0), Limits(max_tokens)
         request = Request(
             request_id,
@@ -103,22 +103,22 @@ class Clients:
         return stream
 
     def truth(self, name: str) -> tuple[int, ...]:
-        """All tokens of the undisturbed run of a sequence's request."""
+        """Prompt and output of a request's undisturbed run."""
         return self.streams[request_id_of(name)].truth
 
     def kv(self, name: str) -> tuple[int, ...]:
-        """The KV of each token of `truth`: it depends on all tokens before, and on the tenant."""
+        """The KV of each token of `truth`, a function of all tokens before it and of the tenant."""
         return self.streams[request_id_of(name)].kv
 
     def open(self) -> list[str]:
-        """Requests that are not over."""
+        """Requests that have not ended."""
         return [name for name, stream in self.streams.items() if not stream.over]
 
-    def tell(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
-        """A worker has something for the reader of a request."""
+    def publish(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
+        """A worker publishes tokens of a request."""
         request_id = request_id_of(command.request_id)
         source = self.sources[worker_id, request_id]
-        require(source.name == command.request_id, f"{worker_id} tells of {command.request_id}")
+        require(source.name == command.request_id, f"{worker_id} publishes {command.request_id}")
         if isinstance(command, RefuseRequest):
             source.refused, source.returned = command.message, command.returned
             self.returned += command.returned
@@ -129,20 +129,20 @@ class Clients:
         self._read(request_id)
 
     def adopt(self, worker_id: str, command: NoteAdopted) -> None:
-        """A worker has taken a sequence over."""
+        """A worker has adopted a sequence."""
         name = command.sequence.request.request_id
         tokens = list(command.sequence.output_ids)
         self.sources[worker_id, request_id_of(name)] = Source(name, tokens, adopted=True)
 
     def move(self, worker_id: str, command: NoteMoved) -> None:
-        """A worker sends the readers of a request on."""
+        """A worker redirects the readers of a request to its new owner."""
         request_id = request_id_of(command.seq_id)
         self.sources[worker_id, request_id].moved_to = command.worker_id
         self._read(request_id)
 
     def lose(self, lost: str, workers: set[str], ask_again: bool) -> None:
-        """Readers leave these workers, one of which is lost."""
-        self.sources = {at: one for at, one in self.sources.items() if at[0] != lost}
+        """Detach the readers of these workers, of which `lost` has died."""
+        self.sources = {at: source for at, source in self.sources.items() if at[0] != lost}
         for stream in self.streams.values():
             if stream.owner in workers and not stream.over:
                 self._lose(stream, ask_again)

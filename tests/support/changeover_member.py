@@ -1,4 +1,4 @@
-"""One member of a change-over's world: drives the machine as an engine does, without a model."""
+"""A member of a change-over world: drives the state machine as an engine does, without a model."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from tests.support.changeover_world import World
 
 Payload = Mapping[str, tuple[int, ...]]
-"""The tokens of a microbatch's chunks: what hidden states come from."""
+"""The tokens of a microbatch's chunks, which stand in for hidden states."""
 
 
 @dataclass
 class Packet:
-    """A frame on its way."""
+    """A frame in flight."""
 
     peer: str
     epoch: int
@@ -48,7 +48,7 @@ class Packet:
 
 @dataclass
 class Sending:
-    """KV on its way. `packed`: the piece that has been read and is not written yet."""
+    """A KV transfer in flight. `packed`: the piece that was read and not yet written."""
 
     command: vocabulary.SendBlocks
     epoch: int
@@ -59,25 +59,25 @@ class Sending:
 
 @dataclass
 class WorldMember:
-    """The machine of one worker, its memory, and what is to be done for it."""
+    """A worker's state machine, its memory, and its pending events."""
 
     world: "World"
     worker_id: str
     memory: FakeMemory
     config: IterationConfig
     slabs_at_once: int = 1
-    weights: int = 0  # a worker with others sends no slab that matches
-    kv_layout: str = ""  # workers with the same move requests to each other
+    weights: int = 0  # workers whose slabs are reported as mismatching
+    kv_layout: str = ""  # requests move between workers of equal layouts only
     fence: EpochFence[Packet] = field(default_factory=EpochFence)
     ripe: deque[Packet] = field(default_factory=deque)
     control: deque[vocabulary.Event] = field(default_factory=deque)
-    events: deque[vocabulary.Event] = field(default_factory=deque)  # of transfers
+    events: deque[vocabulary.Event] = field(default_factory=deque)  # of finished transfers
     sending: dict[str, Sending] = field(default_factory=dict)
     restoring: list[vocabulary.Command] = field(default_factory=list)  # of a preparation
     restored: Counter[str] = field(default_factory=Counter)  # slabs by source
-    noticed: set[str] = field(default_factory=set)  # lost workers
-    known: set[str] = field(default_factory=set)  # sequences, to the sampler
-    heard_s: float = 0.0  # of the newest change
+    noticed: set[str] = field(default_factory=set)  # lost workers it has noticed
+    known: set[str] = field(default_factory=set)  # sequences the sampler knows
+    heard_s: float = 0.0  # when it received the newest change
 
     def __post_init__(self) -> None:
         self.planner = PlannerState(self.config)
@@ -114,14 +114,14 @@ class WorldMember:
                 self.worker_id, command
             ),
             vocabulary.NoteMoved: lambda command: self.world.clients.move(self.worker_id, command),
-            EmitToken: lambda command: self.world.clients.tell(self.worker_id, command),
-            RefuseRequest: lambda command: self.world.clients.tell(self.worker_id, command),
+            EmitToken: lambda command: self.world.clients.publish(self.worker_id, command),
+            RefuseRequest: lambda command: self.world.clients.publish(self.worker_id, command),
         }
 
-    # --- what happens to it
+    # --- inputs
 
     def handle(self, event: vocabulary.Event) -> None:
-        """Have the machine handle an event, and carry its commands out."""
+        """Feed an event to the state machine and execute its commands."""
         self._handle(event)
         later, self._later = self._later, []
         for command in later:
@@ -131,7 +131,7 @@ class WorldMember:
         require(self.planner.pool.num_blocks <= self.memory.num_blocks, "blocks without memory")
 
     def start(self, request: Request) -> None:
-        """A request is handed to it."""
+        """Submit a request."""
         name = self._names.new_id(request.request_id)
         if self.machine.seq_id_of(request.request_id) not in self.planner.sequences or (
             self.world.clients.sources[self.worker_id, request.request_id].adopted
@@ -141,22 +141,22 @@ class WorldMember:
         self.handle(RequestArrived(self.now_s, copy))
 
     def abort(self, request_id: str) -> None:
-        """Nobody wants a request any more."""
+        """Abort a request."""
         self.handle(RequestAborted(self.now_s, request_id))
 
     def take(self, packet: Packet) -> None:
-        """A frame has come: an older one is dropped, a newer one waits."""
+        """Receive a frame: drop it if its epoch is old, hold it if its epoch is newer."""
         if self.fence.admits(packet.epoch, packet):
             self._payload = packet.payload
             self.handle(vocabulary.FrameReceived(self.now_s, packet.peer, packet.frame))
 
     @property
     def epoch(self) -> int:
-        """The epoch of the present configuration."""
+        """The epoch of the current configuration."""
         return self.fence.epoch
 
     def take_control(self) -> None:
-        """The group's coordinator says something."""
+        """Handle the next message of the coordinator."""
         event = self.control.popleft()
         if isinstance(event, vocabulary.ConfigurationCommitted):
             self.heard_s = self.now_s
@@ -164,7 +164,7 @@ class WorldMember:
         self.handle(event)
 
     def supersede(self, left: vocabulary.ConfigurationCommitted) -> None:
-        """It hears of this commit, perhaps instead of one before: it reads what records say now."""
+        """Receive this commit, which replaces an unread one, as members read current records."""
         if self.world.rng.random() < 0.5:
             known = (
                 commit
@@ -176,7 +176,7 @@ class WorldMember:
         self.control.append(left)
 
     def take_turn(self) -> None:
-        """Go on with what is under way."""
+        """Take a turn: continue changes and transfers in progress."""
         if self.has_lost:
             self._told_lost = self._lost
             self.handle(vocabulary.PeersLost(self.now_s, self._lost))
@@ -185,9 +185,9 @@ class WorldMember:
 
     @property
     def has_lost(self) -> bool:
-        """Whether the machine has yet to be told that a member of the change was lost."""
+        """Whether the loss of a member of the change is not yet reported to the state machine."""
         if self.ripe:
-            return False  # what came before is taken first
+            return False  # messages sent before the loss come first
         return self._lost != self._told_lost
 
     @property
@@ -196,7 +196,7 @@ class WorldMember:
         return frozenset(self.noticed & (configuration.members if configuration else set()))
 
     def launch(self) -> None:
-        """Run a microbatch as its first stage, if there is one."""
+        """Launch a microbatch as first stage, if the planner has one."""
         microbatch = self.machine.plan(self.now_s)
         self.machine.check_invariants()
         if microbatch is None:
@@ -219,7 +219,7 @@ class WorldMember:
 
     @property
     def may_launch(self) -> bool:
-        """Whether it could have something to run."""
+        """Whether the planner might return a microbatch."""
         planner = self.planner
         work = bool(planner.running or planner.waiting)
         if planner.stages > 1 and not planner.in_flight:
@@ -233,7 +233,7 @@ class WorldMember:
     # --- a preparation
 
     def end_restoring(self) -> None:
-        """What a preparation does in the background comes to its end."""
+        """Finish the background work of a preparation."""
         last = len(self.restoring) - 1
         command = self.restoring.pop(self.world.rng.randint(0, last) if last else 0)
         chance = self.world.rng.random() if self.world.faults else 1.0
@@ -285,7 +285,7 @@ class WorldMember:
     # --- commands
 
     def note(self, kind: str, value: Any) -> None:
-        """What an engine writes into its event log."""
+        """Hook for what an engine writes into its event log."""
 
     def _handle(self, event: vocabulary.Event) -> None:
         self.note(EVENT, event)
@@ -319,7 +319,7 @@ class WorldMember:
         early = [packet for _, packet in self.fence.early]
         self.fence.enter(new.epoch)
         self.fence.early.clear()
-        self.ripe.extend(early)  # each is looked at again when it is taken
+        self.ripe.extend(early)  # each is checked again when it is delivered
         self._told_lost = frozenset()
         return answer
 
@@ -341,11 +341,11 @@ class WorldMember:
     def _run(
         self, name: str, start: int, tokens: tuple[int, ...], sample: SampleSpec | None
     ) -> int | None:
-        """Run a chunk in the own layers; the token that follows it at the last stage, if asked."""
+        """Run a chunk through this stage's layers; at the last stage, return the sampled token."""
         truth, kv = self.world.clients.truth(name), self.world.clients.kv(name)
         owner = (
             "" if self.config.prefix_caching else name
-        )  # who shares KV does not know whose it is
+        )  # shared KV may have been written by another sequence
         end = start + len(tokens)
         require(tokens == truth[start:end], f"{name} runs tokens that are not its own")
         block_ids = self.planner.table.block_ids(name)
@@ -373,7 +373,7 @@ class WorldMember:
         self.sending[command.transfer_id] = Sending(command, self.epoch, had, pieces)
 
     def pack(self, sending: Sending) -> bool:
-        """Read the next piece; False if the sequence has gone."""
+        """Read the next piece; False if the sequence no longer exists."""
         layer, place = sending.pieces[0]
         ids = self.planner.table.block_ids(sending.command.seq_id)
         if len(ids) <= place or ids[place] != sending.had[place] or sending.epoch != self.epoch:
@@ -382,7 +382,7 @@ class WorldMember:
         return True
 
     def unpack(self, sending: Sending) -> bool:
-        """Store the piece that was read; False if it is not expected any more."""
+        """Store the piece that was read; False if the receiver no longer expects it."""
         command, (layer, place) = sending.command, sending.pieces[0]
         ids = self.machine.kv_blocks_for(command.transfer_id, command.seq_id)
         if place >= len(ids) or sending.epoch != self.epoch:
@@ -394,5 +394,5 @@ class WorldMember:
         return True
 
     def alone(self) -> Stage:
-        """All layers."""
+        """A stage of all layers."""
         return Stage(self.worker_id, 0, self.memory.num_layers)

@@ -1,7 +1,7 @@
-"""The rules of a member's change-over, each of which can be taken out.
+"""The rules of a member's change-over, each with a patch that removes it.
 
-Without it, its scenario in `changeover_witnesses.py` has wrong KV, lost blocks, a member that waits
-for ever, or a client without its tokens.
+Without a rule, its scenario in `changeover_witnesses.py` ends with wrong KV, leaked blocks, a
+member that waits forever, or a client without its tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Removal = Callable[[pytest.MonkeyPatch], None]
 
 
 def _put(owner: Any, name: str, value: Any) -> Removal:
-    """Have `owner` do something else under that name."""
+    """A removal that replaces an attribute of `owner`."""
     return lambda patch: patch.setattr(owner, name, value)
 
 
@@ -99,7 +99,7 @@ def _cancels_nothing(patch: pytest.MonkeyPatch) -> None:
     def keep_on(self: StageKv, peer: str, frame: Any) -> None:
         free(self, peer, frame)
         commands = self._context.commands
-        commands[:] = [one for one in commands if not isinstance(one, CancelTransfer)]
+        commands[:] = [command for command in commands if not isinstance(command, CancelTransfer)]
 
     patch.setattr(StageKv, "free", keep_on)
 
@@ -203,7 +203,7 @@ RULES: dict[str, Removal] = {
     "departed KV stays until it is freed": _put(StageKv, "_release", _releases_departed_at_once),
     "freed blocks of other leaders are credited": _tells_no_credit,
     "a transfer of freed KV is cancelled": _cancels_nothing,
-    "a new leader counts what is in use": _counts_no_joined_use,
+    "a new leader counts used blocks": _counts_no_joined_use,
     "a preparation for another change is aborted": _put(
         Preparation, "end", _keeps_what_was_prepared
     ),
@@ -211,23 +211,23 @@ RULES: dict[str, Removal] = {
     "a stage shrinks when few enough are used": _put(
         MemberCapacity, "answer_waiting", _answers_at_once
     ),
-    "a stage shrinks when its leader says so": _limits_unasked,
+    "a stage shrinks when its leader agrees": _limits_unasked,
     "a move starts when there is room": _put(ExchangeState, "_fits", lambda *_: True),
     "KV that no leader has is released": _put(OrphanedKv, "release", lambda *_: None),
-    "the later of two that one member hands on is taken": _puts_the_first_first,
-    "what a lost leader was dealt is freed": _put(Handover, "lose", lambda *_: []),
-    "KV of a lost source is given up": _put(LeaderMoves, "lose", lambda *_: None),
+    "the later of two copies from a member is adopted": _puts_the_first_first,
+    "sequences dealt to a lost leader are freed": _put(Handover, "lose", lambda *_: []),
+    "KV of a lost source is abandoned": _put(LeaderMoves, "lose", lambda *_: None),
     "a leader waits for all that may hand over": _put(
         Adoption, "settled", property(lambda self: self._joined is None)
     ),
-    "a member that passes over a change says so": _ignores_passed,
-    "a member that may have missed a change says so": _put(
+    "a member that skips a change announces it": _ignores_passed,
+    "a member that may have missed a change announces it": _put(
         Preparation, "ready_before", lambda *_: None
     ),
     "a sequence is adopted once": _adopts_again,
     "an abort follows a sequence that has moved": _put(
         Handover, "abort", _aborts_only_what_is_pending
     ),
-    "lost peers are kept in mind while stages join": _forgets_lost,
-    "a stage waits for word of its requests": _leaves_when_its_leader_does,
+    "lost peers are remembered while stages join": _forgets_lost,
+    "a stage waits for the outcome of its requests": _leaves_when_its_leader_does,
 }

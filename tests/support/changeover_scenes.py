@@ -1,4 +1,4 @@
-"""Where scenarios of a change-over begin: "a" and "b" are a pipeline most of the time, and part."""
+"""Initial states of change-over scenarios: mostly "a" and "b" form a pipeline and then separate."""
 
 from services.core.changeover import vocabulary
 from services.core.changeover.state import MemberPhase
@@ -8,7 +8,7 @@ APART = groups(2, "a", "b")
 
 
 def pipeline(*running: str, waiting: tuple[str, ...] = (), tokens: int = 8) -> Script:
-    """ "a" leads "b", "c" is alone. The `running` ones have a token each and 3 blocks."""
+    """Make "a" lead "b" and leave "c" alone. Each running request has a token and 3 blocks."""
     script = Script("abc").change(groups(1, "ab", "c"))
     for name in running:
         script.ask("a", name, tokens)
@@ -20,7 +20,7 @@ def pipeline(*running: str, waiting: tuple[str, ...] = (), tokens: int = 8) -> S
 
 
 def part(script: Script) -> None:
-    """ "a" and "b" enter groups of their own; what "a" hands to "b" has not yet arrived."""
+    """Split "a" and "b" into single-worker groups; requests handed to "b" are in flight."""
     script.hear(APART)
     script.turn("a")
     while script.members["b"].phase is MemberPhase.DRAINING:
@@ -29,9 +29,9 @@ def part(script: Script) -> None:
 
 
 def go_on_when_ready(script: Script) -> None:
-    """The change after it comes as soon as "b" gets ready for it."""
+    """Commit the next change as soon as "b" is ready for it."""
     after = groups(3, "bc")
-    script.turn("b")  # it says that it has what it is to have, if it thinks so
+    script.turn("b")  # it reports the handover complete, if it believes so
     script.do("b", vocabulary.PreparationAsked("t", after))
     if vocabulary.ConnectMembers in kinds(script.turn("b")):
         script.hear(after)
@@ -49,14 +49,14 @@ def leaving(*names: str) -> Script:
             script.memories["b"].write(layer, block_ids, name, 0, (5,) * 2)
     script.transfers_run = False
     script.change(groups(2, "ab"))
-    assert {one.seq_id for one in script.sending.values()} == set(names)
+    assert {sending.seq_id for sending in script.sending.values()} == set(names)
     return script
 
 
 def read_what_is_sent(script: Script) -> None:
-    for one in script.sending.values():
-        (block,) = script.members["b"].planner.table.block_ids(one.seq_id)
-        script.memories["b"].pack(one.transfer.first_layer, block)
+    for sending in script.sending.values():
+        (block,) = script.members["b"].planner.table.block_ids(sending.seq_id)
+        script.memories["b"].pack(sending.transfer.first_layer, block)
 
 
 def restoring(*workers: str, blocks: int = 16) -> Script:

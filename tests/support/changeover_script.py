@@ -1,7 +1,7 @@
-"""Members of a change-over that a test drives by hand: each frame waits until the test brings it.
+"""Members of a change-over driven by hand: the test delivers each frame explicitly.
 
 Real: `Changeover`, the planner, the fence. Memory is that of `FakeMemory` for the workers named
-`remembering`; the others have as many blocks as ever, and no KV departs there.
+`remembering`; the others have unlimited blocks, and no KV departs there.
 """
 
 from collections import defaultdict, deque
@@ -32,20 +32,20 @@ Groups = tuple[GroupStages, ...]
 
 
 def groups(epoch: int, *members: str) -> Groups:
-    """Groups of these workers: "ab" is a pipeline of "a" and "b", with equal shares of layers."""
-    found = []
+    """Groups by their workers: "ab" is a pipeline of "a" and "b", with equal shares of layers."""
+    built = []
     for names in members:
         cuts = [LAYERS * number // len(names) for number in range(len(names) + 1)]
         stages = tuple(Stage(name, cuts[i], cuts[i + 1]) for i, name in enumerate(names))
-        found.append(GroupStages(f"g-{names[0]}", epoch, stages))
-    return tuple(found)
+        built.append(GroupStages(f"g-{names[0]}", epoch, stages))
+    return tuple(built)
 
 
 class Script:
     """Workers with names of one letter. `ways`: frames by sender and receiver, with their epochs.
 
-    `stopped` are ways on which `settle` brings nothing, `sending` transfers that have begun, and
-    `steps` what a preparation does in the background at each worker.
+    `stopped`: ways on which `settle` delivers nothing. `sending`: transfers in progress. `steps`:
+    pending background work of a preparation, by worker.
     """
 
     def __init__(
@@ -82,36 +82,36 @@ class Script:
         }
         self._lost: frozenset[str] = frozenset()
 
-    # --- what happens to a member; each returns the commands, those for frames aside
+    # --- inputs of a member; each returns its commands except those that send frames
 
     def do(self, name: str, event: vocabulary.Event) -> list[vocabulary.Command]:
-        """Have a member handle an event, and carry its commands out."""
-        found = self._handle(name, event)
+        """Feed an event to a member and execute its commands."""
+        commands = self._handle(name, event)
         self.members[name].check_invariants()
-        return found
+        return commands
 
     def turn(self, name: str) -> list[vocabulary.Command]:
-        """Time passes at a member."""
+        """Let a member take a turn."""
         return self.do(name, vocabulary.TurnTaken(self.now_s))
 
     def hear(self, new: Groups, *names: str) -> None:
-        """Members hear of a commit; all of them if none is named."""
-        for name in names or sorted({one for group in new for one in group.workers}):
+        """Deliver a commit to the named members, or to all."""
+        for name in names or sorted({worker for group in new for worker in group.workers}):
             self.do(name, vocabulary.ConfigurationCommitted(self.now_s, new))
 
     def change(self, new: Groups, *names: str) -> Self:
-        """Members hear of a commit, and all comes to rest."""
+        """Deliver a commit to the named members, or to all, and settle."""
         self.hear(new, *names)
         self.settle()
         return self
 
     def advance(self, leader: str) -> None:
-        """Launch a microbatch, and let all come to rest."""
+        """Launch a microbatch, and settle."""
         self.launch(leader)
         self.settle()
 
     def reconnect(self) -> None:
-        """Frames of all ways arrive again."""
+        """Resume delivery on all stopped ways."""
         self.stopped.clear()
         self.settle()
 
@@ -125,18 +125,18 @@ class Script:
         *,
         resumable: bool = False,
     ) -> list[vocabulary.Command]:
-        """A client asks for a request of so many tokens, and at most so many more."""
+        """Submit a request with `tokens` prompt tokens and up to `most` output tokens."""
         prompt, limits = (5,) * tokens, Limits(most)
         request = Request(name, prompt, Sampling(), limits, self.now_s, service=service)
         request = replace(request, resumable=resumable)
         return self.do(leader, RequestArrived(self.now_s, request))
 
     def receive(self, peer: str, name: str, frame: MemberFrame) -> list[vocabulary.Command]:
-        """`name` receives a frame of the present epoch from `peer`."""
+        """Deliver a frame of the current epoch from `peer` to `name`."""
         return self.do(name, vocabulary.FrameReceived(self.now_s, peer, frame))
 
     def deliver(self, source: str, peer: str) -> list[vocabulary.Command]:
-        """The next frame on this way arrives."""
+        """Deliver the next frame on a way."""
         epoch, frame = self.ways[source, peer].popleft()
         if not self._fences[peer].admits(epoch, (source, frame)):
             return []
@@ -158,14 +158,14 @@ class Script:
         return True
 
     def run(self, leader: str, microbatches: int = 40) -> None:
-        """Launch and settle as often as there is something to run."""
+        """Launch and settle until there is nothing to run, at most `microbatches` times."""
         for _ in range(microbatches):
             if not self.launch(leader):
                 return
             self.settle()
 
     def lose(self, lost: str) -> None:
-        """A worker dies, and all others notice."""
+        """Kill a worker; all others notice."""
         del self.members[lost]
         self._lost |= {lost}
         for way in [way for way in self.ways if lost in way]:
@@ -176,7 +176,7 @@ class Script:
     def go_on(
         self, name: str, *, unreachable: str = "", intact: bool = True
     ) -> list[vocabulary.Command]:
-        """What a preparation does in the background at a member comes to its end."""
+        """Finish the background work of a member's preparation."""
         match self.steps.pop(name):
             case vocabulary.ConnectMembers(attempt=attempt):
                 return self.do(name, vocabulary.MembersConnected(attempt, unreachable))
@@ -189,7 +189,7 @@ class Script:
         raise AssertionError("nothing of that kind goes on")
 
     def settle(self) -> None:
-        """Bring frames and KV and let time pass, until nothing happens any more."""
+        """Deliver frames and KV and take turns until nothing changes."""
         idle = 0
         for _ in range(TURNS_MAX):
             if self._bring_frame() or self._end_transfer():
@@ -202,14 +202,14 @@ class Script:
                 return
         raise AssertionError("no end of it")
 
-    # --- what is asked often
+    # --- queries
 
     def names_at(self, name: str) -> list[str]:
-        """The sequences that a member has."""
+        """Names of a member's sequences."""
         return list(self.members[name].planner.sequences)
 
     def taken_at(self, name: str) -> int:
-        """The blocks that are in use at a member."""
+        """Number of a member's blocks in use."""
         return self.members[name].planner.pool.taken_count
 
     # ---
@@ -231,7 +231,7 @@ class Script:
         return True
 
     def end_transfer(self, transfer_id: str) -> None:
-        """KV that was sent has arrived, if both ends are still in that epoch."""
+        """Complete a KV transfer, if both ends are still in its epoch."""
         command = self.sending.pop(transfer_id)
         source, peer = command.transfer.source, command.transfer.destination
         epoch = int(transfer_id.split("/")[0])
@@ -243,17 +243,17 @@ class Script:
             self.do(name, TransferOutcome(transfer_id, status))
 
     def _handle(self, name: str, event: vocabulary.Event) -> list[vocabulary.Command]:
-        found: list[vocabulary.Command] = []
+        frames: list[vocabulary.Command] = []
         for command in self.members[name].handle(event):
             if isinstance(command, vocabulary.SendFrame):
                 self._send(name, command)
                 continue
-            found.append(command)
+            frames.append(command)
             if isinstance(command, vocabulary.SwitchStage):
-                found += self._switch(name, command)
+                frames += self._switch(name, command)
             elif (answer := self._answer(name, command)) is not None:
-                found += self._handle(name, answer)
-        return found
+                frames += self._handle(name, answer)
+        return frames
 
     def _send(self, name: str, command: vocabulary.SendFrame) -> None:
         epoch = self._fences[name].epoch if command.group is None else command.group.epoch
@@ -267,12 +267,12 @@ class Script:
             answer = memory.set_stage(stage.first_layer, stage.end_layer)
         early = self._fences[name].enter(command.configuration.epoch)
         self.steps.pop(name, None)
-        found = self._handle(name, answer)
+        commands = self._handle(name, answer)
         for peer, frame in early:
-            found += self._handle(name, vocabulary.FrameReceived(self.now_s, peer, frame))
+            commands += self._handle(name, vocabulary.FrameReceived(self.now_s, peer, frame))
         if self._lost:
-            found += self._handle(name, vocabulary.PeersLost(self.now_s, self._lost))
-        return found
+            commands += self._handle(name, vocabulary.PeersLost(self.now_s, self._lost))
+        return commands
 
     def _answer(self, name: str, command: vocabulary.Command) -> vocabulary.Event | None:
         match command:
@@ -326,5 +326,5 @@ def _sampled(frame: Activations) -> dict[str, int]:
 
 
 def kinds(commands: Iterable[vocabulary.Command]) -> list[type]:
-    """The kinds of commands."""
+    """Types of commands."""
     return [type(command) for command in commands]

@@ -1,7 +1,6 @@
-"""For rules of a change-over a short scenario each, that goes wrong without that rule.
+"""A short scenario for each rule of a change-over that fails without the rule.
 
-A scenario returns if all is well, and raises if not. "a" and "b" are a pipeline most of the time,
-"a" leads it, and they part.
+A scenario raises on failure. Mostly "a" leads a pipeline with "b", and the two separate.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from tests.support.changeover_script import LAYERS, Script, groups, kinds
 
 Witness = Callable[[], None]
 WITNESSES: dict[str, Witness] = {}
-"""By rule."""
+"""Scenarios by rule."""
 
 
 def _witness(rule: str) -> Callable[[Witness], Witness]:
@@ -37,7 +36,7 @@ def _witness(rule: str) -> Callable[[Witness], Witness]:
 
 
 @_witness("frames of other epochs have no effect")
-def what_an_old_leader_says_has_no_effect() -> None:
+def frames_of_a_former_leader_are_ignored() -> None:
     script = pipeline("r")
     script.launch("a")
     script.hear((GroupStages("g-b", 2, (Stage("b", 2, LAYERS),)),))
@@ -48,7 +47,7 @@ def what_an_old_leader_says_has_no_effect() -> None:
 
 
 @_witness("frames wait until all stages have joined")
-def sequences_come_to_a_leader_that_knows_its_stages() -> None:
+def sequences_wait_until_the_leader_knows_its_stages() -> None:
     script = Script("abc").change(groups(1, "a", "b", "c"))
     script.ask("c", "r", 8)
     script.run("c", 1)
@@ -60,7 +59,7 @@ def sequences_come_to_a_leader_that_knows_its_stages() -> None:
 
 
 @_witness("an abort waits while stages join")
-def kv_of_what_is_aborted_while_stages_join_is_freed() -> None:
+def kv_of_a_request_aborted_while_stages_join_is_freed() -> None:
     script = pipeline("r")
     script.stopped = {("c", "a")}
     script.change(groups(2, "ac", "b"))
@@ -72,7 +71,7 @@ def kv_of_what_is_aborted_while_stages_join_is_freed() -> None:
 
 @_witness("a stage leaves after its leader")
 @_witness("a configuration is left when it is drained")
-def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
+def stages_keep_the_blocks_of_microbatches_in_flight() -> None:
     script = pipeline("r", "s")
     while script.launch("a"):
         pass
@@ -85,7 +84,7 @@ def all_stages_have_the_blocks_of_what_was_in_flight() -> None:
 
 
 @_witness("a sequence is held until its KV is whole")
-def what_lacks_kv_does_not_run() -> None:
+def a_sequence_without_its_kv_does_not_run() -> None:
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -96,7 +95,7 @@ def what_lacks_kv_does_not_run() -> None:
 
 
 @_witness("unclaimed KV keeps a member unsettled")
-def kv_is_not_left_before_it_is_fetched() -> None:
+def kv_is_kept_until_it_is_fetched() -> None:
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -107,7 +106,7 @@ def kv_is_not_left_before_it_is_fetched() -> None:
 
 
 @_witness("a superseded sequence is not adopted")
-def a_request_that_was_asked_for_again_has_one_sequence() -> None:
+def a_retried_request_has_a_single_sequence() -> None:
     script = pipeline(waiting=("r#g.1", "s#g.1"))
     part(script)
     script.ask("b", "s#g.2", 8)
@@ -117,7 +116,7 @@ def a_request_that_was_asked_for_again_has_one_sequence() -> None:
 
 
 @_witness("transfers to released requests are refused")
-def nothing_is_stored_in_blocks_that_a_sequence_was_given_anew() -> None:
+def late_kv_is_not_stored_in_reassigned_blocks() -> None:
     script = pipeline()
     stage = script.members["b"]
     script.receive("a", "b", Reserve("b", "r", 2, ("t",)))
@@ -126,9 +125,9 @@ def nothing_is_stored_in_blocks_that_a_sequence_was_given_anew() -> None:
     assert stage.kv_blocks_for("t", "r") == ()
 
 
-@_witness("a new leader counts what is in use")
+@_witness("a new leader counts used blocks")
 @_witness("freed blocks of other leaders are credited")
-def a_leader_counts_what_its_stage_uses() -> None:
+def a_leader_counts_the_used_blocks_of_its_stages() -> None:
     script = pipeline("r")
     script.change(groups(2, "a", "cb"))
     assert script.names_at("a") == ["r"]
@@ -137,7 +136,7 @@ def a_leader_counts_what_its_stage_uses() -> None:
 
 
 @_witness("a transfer of freed KV is cancelled")
-def what_is_being_sent_is_there() -> None:
+def kv_being_sent_stays_in_memory() -> None:
     script = leaving("r")
     read_what_is_sent(script)
     script.do("a", RequestAborted(0.0, "r"))
@@ -146,16 +145,16 @@ def what_is_being_sent_is_there() -> None:
 
 
 @_witness("departed KV stays until it is freed")
-def what_is_still_to_be_sent_is_there() -> None:
+def kv_queued_to_be_sent_stays_in_memory() -> None:
     script = leaving("r", "s")
     script.do("a", RequestAborted(0.0, "r"))
     script.settle()
-    assert {one.seq_id for one in script.sending.values()} == {"s"}
+    assert {sending.seq_id for sending in script.sending.values()} == {"s"}
     read_what_is_sent(script)
 
 
 @_witness("a preparation begins when all is settled")
-def layers_return_when_their_old_kv_has_gone() -> None:
+def layers_are_restored_after_their_old_kv_is_released() -> None:
     script = leaving("r")
     script.do("b", vocabulary.PreparationAsked("t", groups(3, "a", "b")))
     for _ in range(2):
@@ -169,7 +168,7 @@ def layers_return_when_their_old_kv_has_gone() -> None:
 
 
 @_witness("a preparation for another change is aborted")
-def a_stage_that_keeps_its_layers_has_no_half_restored_one() -> None:
+def a_cancelled_restore_leaves_no_partial_layer() -> None:
     script = restoring("b")
     while not isinstance(script.steps.get("b"), vocabulary.RestoreSlab):
         script.go_on("b")
@@ -181,7 +180,7 @@ def a_stage_that_keeps_its_layers_has_no_half_restored_one() -> None:
 
 
 @_witness("blocks move below the limit first")
-def a_stage_keeps_the_blocks_that_it_needs() -> None:
+def a_stage_keeps_its_used_blocks() -> None:
     script = restoring("b", blocks=8)
     for name in "rst":
         script.ask("a", name, 16)
@@ -196,7 +195,7 @@ def a_stage_keeps_the_blocks_that_it_needs() -> None:
 
 
 @_witness("names of released requests go before blocks")
-def a_stage_frees_what_its_leader_counts_on() -> None:
+def a_shrinking_stage_frees_blocks_of_aborted_requests() -> None:
     script = restoring("b")
     script.ask("a", "r", 56)
     script.advance("a")
@@ -210,8 +209,8 @@ def a_stage_frees_what_its_leader_counts_on() -> None:
 
 
 @_witness("a stage shrinks when few enough are used")
-def a_stage_has_the_blocks_that_its_leader_has_given_out() -> None:
-    """ "s" has its blocks in the leader's books before a microbatch tells the stage of them."""
+def a_stage_keeps_blocks_that_its_leader_has_assigned() -> None:
+    """The leader assigns blocks to "s" before a microbatch announces them to the stage."""
     script = restoring("b")
     script.ask("a", "r", 60)
     script.ask("a", "s", 40)
@@ -223,8 +222,8 @@ def a_stage_has_the_blocks_that_its_leader_has_given_out() -> None:
     assert isinstance(script.steps["b"], vocabulary.ShrinkKv), "both have ended"
 
 
-@_witness("a stage shrinks when its leader says so")
-def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
+@_witness("a stage shrinks when its leader agrees")
+def a_stage_keeps_blocks_that_its_leader_has_planned() -> None:
     script = restoring("b", blocks=8)
     script.stopped = {("b", "a"), ("a", "b")}
     for name in "rst":
@@ -239,7 +238,7 @@ def a_stage_has_the_blocks_that_its_leader_has_planned_with() -> None:
 
 
 @_witness("a move starts when there is room")
-def no_stage_takes_in_more_than_it_has() -> None:
+def no_stage_adopts_more_kv_than_fits() -> None:
     script = Script("ab").change(groups(1, "a", "b"))
     for name, request in (("a", "r"), ("b", "s")):
         script.ask(name, request, 40)
@@ -247,11 +246,13 @@ def no_stage_takes_in_more_than_it_has() -> None:
         assert script.taken_at(name) == 10
     script.change(groups(2, "ab"))
     assert script.members["a"].settled
-    assert [one.blocks for one in script.members["a"].planner.sequences.values()].count(0) == 1
+    assert [sequence.blocks for sequence in script.members["a"].planner.sequences.values()].count(
+        0
+    ) == 1
 
 
-@_witness("what a lost leader was dealt is freed")
-def sequences_come_back_from_a_lost_leader() -> None:
+@_witness("sequences dealt to a lost leader are freed")
+def sequences_of_a_lost_leader_are_returned() -> None:
     script = pipeline("r", "s")
     part(script)
     script.stopped = {("b", "a")}
@@ -264,8 +265,8 @@ def sequences_come_back_from_a_lost_leader() -> None:
     assert script.members["a"].planner.table.seq_ids == ("r",)
 
 
-@_witness("KV of a lost source is given up")
-def kv_that_does_not_come_is_computed_again() -> None:
+@_witness("KV of a lost source is abandoned")
+def lost_kv_is_recomputed() -> None:
     script = pipeline("r")
     script.transfers_run = False
     script.change(APART)
@@ -273,11 +274,11 @@ def kv_that_does_not_come_is_computed_again() -> None:
     script.lose("b")
     script.settle()
     assert script.members["a"].settled
-    assert [one.seq_id for one in script.members["a"].planner.waiting] == ["r"]
+    assert [request.seq_id for request in script.members["a"].planner.waiting] == ["r"]
 
 
 @_witness("a leader waits for all that may hand over")
-def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
+def a_receiver_of_sequences_defers_preparations() -> None:
     script = pipeline(waiting=("r", "s"))
     part(script)
     go_on_when_ready(script)
@@ -287,8 +288,8 @@ def who_gets_sequences_prepares_no_change_before_it_has_them() -> None:
     assert isinstance(script.steps["b"], vocabulary.ConnectMembers)
 
 
-@_witness("a member that passes over a change says so")
-def what_was_handed_to_a_member_that_passes_comes_back() -> None:
+@_witness("a member that skips a change announces it")
+def sequences_handed_to_a_member_that_skips_the_epoch_return() -> None:
     script = pipeline(waiting=("r", "s"))
     script.hear(groups(2, "a", "bc"), "a", "b")
     script.lose("c")
@@ -297,9 +298,9 @@ def what_was_handed_to_a_member_that_passes_comes_back() -> None:
     assert script.names_at("a") == ["r", "s"]
 
 
-@_witness("a member that may have missed a change says so")
-def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
-    """It was ready, and reads only that a member was lost since."""
+@_witness("a member that may have missed a change announces it")
+def members_that_missed_a_change_are_not_awaited() -> None:
+    """The member was ready; its next record already excludes the lost member."""
     script = pipeline(waiting=("r", "s"))
     apart = groups(2, "a", "bc")
     for name in "abc":
@@ -315,7 +316,7 @@ def nobody_waits_for_a_member_that_never_heard_of_the_change() -> None:
 
 
 @_witness("a sequence is adopted once")
-def a_reader_is_told_of_a_sequence_once() -> None:
+def a_reader_is_redirected_once() -> None:
     script = pipeline(waiting=("r", "s"))
     part(script)
     (adopt,) = [frame for _, frame in script.ways["a", "b"] if isinstance(frame, Adopt)]
@@ -329,7 +330,7 @@ def a_reader_is_told_of_a_sequence_once() -> None:
 
 
 @_witness("an abort follows a sequence that has moved")
-def who_hangs_up_where_a_sequence_was_ends_it() -> None:
+def an_abort_at_the_former_leader_ends_the_sequence() -> None:
     script = pipeline(waiting=("r", "s"))
     part(script)
     script.settle()
@@ -339,8 +340,8 @@ def who_hangs_up_where_a_sequence_was_ends_it() -> None:
     assert script.names_at("b") == []
 
 
-@_witness("lost peers are kept in mind while stages join")
-def a_member_lost_while_stages_join_is_not_waited_for() -> None:
+@_witness("lost peers are remembered while stages join")
+def a_member_lost_while_stages_join_is_not_awaited() -> None:
     script = pipeline(waiting=("r", "s"))
     script.stopped = {("c", "a"), ("a", "b")}
     script.change(groups(2, "ac", "b"), "a", "c")
@@ -356,7 +357,7 @@ def a_member_lost_while_stages_join_is_not_waited_for() -> None:
 
 
 @_witness("KV that no leader has is released")
-def nobody_keeps_kv_for_an_old_leader_that_died() -> None:
+def kv_held_for_a_dead_former_leader_is_freed() -> None:
     for new in (("a", "b", "c"), ("a", "bc")):
         script = Script("abc").change(groups(1, "abc"))
         script.ask("a", "r", 8)
@@ -372,9 +373,9 @@ def nobody_keeps_kv_for_an_old_leader_that_died() -> None:
         assert script.members["b"].planner.load().kv_blocks_free > 0
 
 
-@_witness("the later of two that one member hands on is taken")
-def a_request_that_was_given_up_and_asked_for_again_runs() -> None:
-    """ "b" does not lead when it comes, so it hands both on."""
+@_witness("the later of two copies from a member is adopted")
+def a_request_retried_after_an_abort_runs() -> None:
+    """ "b" no longer leads when the request arrives, so it forwards both copies."""
     script = pipeline()
     script.ask("b", "r#1", 8)
     script.do("b", RequestAborted(0.0, "r"))
@@ -383,9 +384,9 @@ def a_request_that_was_given_up_and_asked_for_again_runs() -> None:
     assert script.names_at("a") == ["r#2"] and script.names_at("b") == []
 
 
-@_witness("a stage waits for word of its requests")
+@_witness("a stage waits for the outcome of its requests")
 def a_sequence_has_one_leader() -> None:
-    """ "c" hands a request that came late to "a", which leaves, and says both to "c"."""
+    """ "c" forwards a late request to "a", which leaves and returns both copies to "c"."""
     script = Script("abc").change(groups(1, "abc"))
     script.ask("a", "q", 8)
     script.ask("c", "r", 8)

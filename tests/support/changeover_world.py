@@ -1,7 +1,7 @@
-"""A cluster of change-over machines without a model, in which chance decides what happens next.
+"""A randomised cluster of change-over state machines without a model.
 
 Real: `Changeover` and the planner. Modelled: memory (`FakeMemory`), the lanes with their fence,
-transfers piece by piece, clients, and a coordinator that asks members to get ready and commits.
+transfers piece by piece, clients, and a coordinator that prepares and commits changes.
 Members may be lost, transfers fail, time pass. The oracle is the tokens: every stage checks that
 the KV it reads is that of this very sequence, or, if prefixes are cached, that of the same tokens
 of the same tenant. In the end every request has the tokens of an
@@ -31,16 +31,16 @@ SLAB_UNITS = 5
 TURNS_MAX = 6_000
 TURN_S = 0.001
 UNEQUAL = 2
-"""In one of five worlds, each worker has more memory than the one before."""
+"""Share of worlds in which each worker has more memory than the previous worker."""
 JUMP_S = 5.2
 """After it a leader has discarded what is in flight; see `DRAIN_TIMEOUT_S`."""
 PATIENCE_S = 19.0
-"""A follower is not made to wait longer for a leader that lives."""
+"""Longest time that a follower waits for a live leader."""
 
 
 @dataclass
 class Attempt:
-    """A change that is being prepared, and what its members have answered."""
+    """A change in preparation, with the answers of its members."""
 
     name: str
     old: list[tuple[Stage, ...]]
@@ -53,7 +53,7 @@ class Attempt:
 
     @property
     def ready(self) -> bool:
-        """Whether all members are."""
+        """Whether all members are ready."""
         return self.answers.keys() == self.members and not any(self.answers.values())
 
 
@@ -87,7 +87,7 @@ class World:
         self.now_s = 0.0
         self.clients = Clients()
         self.faults = True
-        self.disturbed = False  # a worker was lost, or time has passed
+        self.disturbed = False  # commit may be late: a worker was lost, or time has passed
         self.losses_left = rng.choice([0, 1, 1, 2]) if losses is None else losses
         self.epoch = 1
         self.groups: list[tuple[Stage, ...]] = []
@@ -124,7 +124,7 @@ class World:
     # --- operations
 
     def start(self) -> None:
-        """A client asks the leader of some group that serves."""
+        """Submit a request to the leader of a random serving group."""
         leaders = [group[0].worker_id for group in self.groups if self._serves(group)]
         if not leaders:
             return
@@ -142,7 +142,7 @@ class World:
         self.members[leader].start(stream.request)
 
     def _go_on_from_another(self, rng: random.Random, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """A prompt of the same length that begins as another request's tokens."""
+        """A prompt of the same length that shares a prefix with another request."""
         streams = list(self.clients.streams.values())
         if not streams or rng.random() < 0.2:
             return prompt
@@ -150,17 +150,19 @@ class World:
         return (*other, *prompt)[: len(prompt)]
 
     def abort(self) -> None:
-        """A client hangs up."""
-        if found := self.clients.open():
-            name = self.rng.choice(found)
+        """Abort a random request."""
+        if open_requests := self.clients.open():
+            name = self.rng.choice(open_requests)
             stream = self.clients.streams[name]
             stream.aborted, stream.lost = True, False
             if stream.owner in self.members:
                 self.members[stream.owner].abort(name)
 
     def prepare(self) -> None:
-        """Ask members to get ready for other groups."""
-        busy = {stage.worker_id for one in self.attempts.values() for g in one.old for stage in g}
+        """Begin to prepare other groups."""
+        busy = {
+            stage.worker_id for other in self.attempts.values() for g in other.old for stage in g
+        }
         free = [group for group in self.groups if group[0].worker_id not in busy]
         if not free:
             return
@@ -179,7 +181,7 @@ class World:
             self.members[name].control.append(asked)
 
     def _slabs(self) -> tuple[int, int]:
-        """How many slabs a member restores at once, and which weights it has."""
+        """How many slabs a member restores concurrently, and which weights it has."""
         rng = self._holders
         return (1, 0) if rng is None else (rng.choice((1, 2, 4)), int(rng.random() < 0.1))
 
@@ -197,8 +199,8 @@ class World:
             self._abandon(self.rng.choice(list(self.attempts)))
 
     def commit(self) -> None:
-        """Commit what all are ready for; each member hears of it at another moment."""
-        for name in [name for name, one in self.attempts.items() if one.ready]:
+        """Commit a change whose members are ready; each receives it at a different moment."""
+        for name in [name for name, pending in self.attempts.items() if pending.ready]:
             attempt = self.attempts.pop(name)
             self.groups = [group for group in self.groups if group not in attempt.old]
             self.groups += [group.stages for group in attempt.groups]
@@ -210,14 +212,16 @@ class World:
                 self.members[member].control.append(committed)
 
     def lose(self) -> None:
-        """A worker dies; what is left of its group serves nothing, and its requests are over."""
+        """Kill a worker; the rest of its group serves nothing, and its requests end."""
         if not self.losses_left or len(self.members) < 2:
             return
         self.losses_left -= 1
         self.disturbed = True
         lost = self.rng.choice(sorted(self.members))
-        group = next(one for one in self.groups if any(s.worker_id == lost for s in one))
-        for name in [n for n, one in self.attempts.items() if group in one.old]:
+        group = next(
+            candidate for candidate in self.groups if any(s.worker_id == lost for s in candidate)
+        )
+        for name in [n for n, pending in self.attempts.items() if group in pending.old]:
             self._abandon(name)
         del self.members[lost]
         self._cut(lost)
@@ -231,27 +235,27 @@ class World:
                 self.members[stage.worker_id].supersede(left)
 
     def jump(self) -> None:
-        """Time passes, and nothing happens; not longer than a member that lives would take."""
-        waiting = [one for one in self.members.values() if one.machine.phase == "draining"]
-        if all(self.now_s + JUMP_S - one.heard_s < PATIENCE_S for one in waiting):
+        """Advance the clock, within the time in which a live member would act."""
+        waiting = [member for member in self.members.values() if member.machine.phase == "draining"]
+        if all(self.now_s + JUMP_S - member.heard_s < PATIENCE_S for member in waiting):
             self.now_s += JUMP_S
             self.disturbed = True
 
     def turns(self, most: int = 25) -> None:
-        """Let things happen."""
+        """Take up to `most` random steps."""
         for _ in range(self.rng.randint(1, most)):
             self.turn()
 
     def step(self) -> None:
-        """One operation, drawn by chance."""
+        """Run a random operation."""
         operations = (self.start, self.abort, self.prepare, self.abandon, self.commit, self.lose)
         weights = (6, 1, 4, 0.4, 6, 0.8)
         self.rng.choices((*operations, self.jump, self.turns), (*weights, 0.6, 12))[0]()
 
-    # --- one thing happens
+    # --- single steps
 
     def turn(self, launches: bool = True) -> bool:
-        """Something happens that can; False if nothing can."""
+        """Run a random possible step; False if there is none."""
         self.now_s += TURN_S
         actions = self._arrivals()
         for member in self.members.values():
@@ -260,35 +264,37 @@ class World:
             if launches and member.may_launch:
                 actions.append(member.launch)
         actions += [
-            partial(self._ask_again, one) for one in self.clients.streams.values() if one.lost
+            partial(self._ask_again, stream)
+            for stream in self.clients.streams.values()
+            if stream.lost
         ]
         if actions:
             self.rng.choice(actions)()
         return bool(actions)
 
     def _arrivals(self) -> list[Callable[[], None]]:
-        """What is on its way."""
-        found: list[Callable[[], None]] = [
+        """Deliveries of frames in flight."""
+        actions: list[Callable[[], None]] = [
             partial(self._deliver, *way) for way, queue in self.queues.items() if queue
         ]
         for member in self.members.values():
             if member.ripe:
-                found.append(partial(self._take_ripe, member))
+                actions.append(partial(self._take_ripe, member))
             if member.control:
-                found.append(member.take_control)
+                actions.append(member.take_control)
             if member.events:
-                found.append(partial(self._take_event, member))
+                actions.append(partial(self._take_event, member))
             if member.restoring:
-                found.append(member.end_restoring)
+                actions.append(member.end_restoring)
             if not self._dead <= member.noticed:
-                found.append(partial(member.noticed.update, self._dead))
+                actions.append(partial(member.noticed.update, self._dead))
             for sending in member.sending.values():
                 if self._may_move(sending):
-                    found.append(partial(self._move_piece, member, sending))
-        return found
+                    actions.append(partial(self._move_piece, member, sending))
+        return actions
 
     def post(self, peer: str, packet: Packet) -> None:
-        """A member sends a frame; to one that is lost it is dropped."""
+        """Send a frame; dropped if the peer is lost."""
         if peer in self.members:
             self.queues.setdefault((packet.peer, peer), deque()).append(packet)
 
@@ -308,7 +314,7 @@ class World:
     # --- transfers
 
     def _may_move(self, sending: Sending) -> bool:
-        """A piece of a newer epoch waits."""
+        """Whether a piece may be delivered; pieces of a newer epoch wait."""
         peer = self.members.get(sending.command.transfer.destination)
         return peer is None or peer.epoch >= sending.epoch
 
@@ -328,7 +334,7 @@ class World:
             peer.events.append(TransferOutcome(command.transfer_id, TransferStatus.RECEIVED))
 
     def fail(self, source: WorldMember, transfer_id: str) -> None:
-        """A transfer ends before it is complete, or was cancelled; both ends hear of it."""
+        """Fail or cancel a transfer; both ends are notified."""
         sending = source.sending.pop(transfer_id, None)
         if sending is None:
             return
@@ -340,14 +346,14 @@ class World:
     # --- the coordinator
 
     def note_answer(self, attempt: str, worker_id: str, refusal: str | None) -> None:
-        """A member is ready, or refuses."""
+        """Record that a member is ready or refuses."""
         if attempt in self.attempts:
             self.attempts[attempt].answers[worker_id] = refusal
             if refusal is not None:
                 self._abandon(attempt)
 
     def members_of(self, attempt: str) -> set[str]:
-        """The members that an attempt needs."""
+        """The live members that an attempt needs."""
         return self.attempts[attempt].members if attempt in self.attempts else set()
 
     def _abandon(self, name: str) -> None:
@@ -371,7 +377,7 @@ class World:
     def _choose(
         self, free: list[tuple[Stage, ...]]
     ) -> tuple[list[tuple[Stage, ...]], list[tuple[Stage, ...]]]:
-        """Which groups become which."""
+        """Choose which groups to change, and into what."""
         rng = self.rng
         old = [rng.choice(free)]
         names = [stage.worker_id for stage in old[0]]
@@ -398,7 +404,7 @@ class World:
     def _divide(
         self, rng: random.Random, free: list[tuple[Stage, ...]]
     ) -> tuple[list[tuple[Stage, ...]], list[tuple[Stage, ...]]]:
-        """Split the largest group into smaller ones; while there is none of three, merge all."""
+        """Split the largest group into smaller groups; if none has three workers, merge all."""
         largest = max(free, key=len)
         if len(largest) < 3:
             return free, [self._cut_among([stage.worker_id for group in free for stage in group])]
@@ -424,7 +430,7 @@ class World:
                 member.events.append(TransferOutcome(transfer_id, TransferStatus.FAILED))
 
     def _ask_again(self, stream: Stream) -> None:
-        """Ask some leader for a request that has no token yet, under the same id."""
+        """Submit a request without tokens to a random leader again, under the same id."""
         leaders = [group[0].worker_id for group in self.groups if self._serves(group)]
         name = stream.request.request_id
         stream.lost = False
@@ -441,13 +447,13 @@ class World:
     # --- the end
 
     def settle(self) -> None:
-        """No more faults: everything comes to rest. Raises Violated."""
+        """Run without faults until everything is idle. Raises Violated."""
         self.faults = False
         for name in list(self.attempts):
             self._abandon(name)
         for _ in range(TURNS_MAX):
             if not self.turn():
-                due = [one.machine.parked_due_s for one in self.members.values()]
+                due = [member.machine.parked_due_s for member in self.members.values()]
                 if not (times := [time for time in due if time is not None]):
                     break
                 self.now_s = max(self.now_s, min(times))
@@ -458,7 +464,7 @@ class World:
         self.check_rest()
 
     def check_rest(self) -> None:
-        """Every request has its tokens, and nothing is left of any."""
+        """Check that every request has its tokens and left no state behind."""
         for name, stream in self.clients.streams.items():
             require(stream.over and not stream.refused, f"{name}: {stream}")
             require(stream.aborted or stream.tokens == stream.output, f"{name} has {stream.tokens}")
@@ -486,6 +492,6 @@ class World:
             )
 
     def describe(self) -> str:
-        """For a failure's message."""
+        """A summary for failure messages."""
         phases = {name: member.machine.phase for name, member in self.members.items()}
         return f"open {self.clients.open()}, {phases}, groups {self.groups}"

@@ -1,10 +1,11 @@
-"""Random events on real engines: requests of both classes, interruptions, shelves, deaths."""
+"""Random events on real engines: both request classes, interruptions, shelves, deaths."""
 
 import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from services.core.cost.model import Coefficients, CostModel
 from services.core.planner.batch import Microbatch
@@ -34,13 +35,13 @@ SCHEDULINGS = (
 MODEL = CostModel(
     alpha=1e-5, beta=1e-3, gamma=1e-2, lam=9e-3, decode=Coefficients(alpha=1e-5, beta=0, gamma=3e-2)
 )
-"""Five decodes take longer than a token may after another."""
+"""Step time of the cost model: five decodes exceed the inter-token target."""
 ENGINES_MIN = 2
-"""A worker dies only while there are more."""
+"""Workers die only while more than this many are alive."""
 
 
 class ClassScenario(Scenario):
-    """Requests that lose their worker are asked for again, after their tokens.
+    """Requests that lose their worker are resumed after their last token.
 
     `seen` counts what has happened: "suspended", "resumed", "discarded", "yielded", "shared",
     "lost tails", "rested" and "killed".
@@ -56,8 +57,12 @@ class ClassScenario(Scenario):
         scheduling: Scheduling | None = None,
         event_logs: Path | None = None,
         block_sharing: bool = False,
+        **more: Any,
     ) -> None:
-        """Chance chooses a `scheduling` if none is given; in `event_logs` each engine keeps one."""
+        """`scheduling`: random by default. `event_logs`: folder for a log of each engine.
+
+        `more`: options of the `GROUP`.
+        """
         self.seen: Counter[str] = Counter()
         self.seed = seed
         self._chances = chances = random.Random(seed)
@@ -80,12 +85,13 @@ class ClassScenario(Scenario):
             "planner": planner,
             "interrupts": self._interrupts,
             "event_logs": event_logs,
+            **more,
         }
         super().__init__(config, requests, seed, network, **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True
 
     def run(self, events: int) -> None:
-        """Do it all, and let everything end."""
+        """Run random events, then let all requests end."""
         for _ in range(events):
             self._chances.choices(
                 [self.arrive, self.abort, self._reorder, self.wait, self._kill, self._flood],
@@ -98,7 +104,7 @@ class ClassScenario(Scenario):
         self._look()
 
     def check_streams(self, oracle: Oracle) -> None:
-        """No request was refused, and those not aborted have the tokens of an undisturbed run."""
+        """Check that no request was refused, and that outputs equal those of an undisturbed run."""
         for stream in self.group.streams.values():
             assert not stream.refused, f"{self.seed}: {stream.refused}"
             oracle.check(stream)
@@ -106,7 +112,7 @@ class ClassScenario(Scenario):
             assert stream.aborted or stream.tokens == tokens, self.seed
 
     def arrive(self) -> None:
-        """A request of some class comes."""
+        """Submit a request of a random class."""
         kept = self.requests
         service = self._chances.choice(SERVICES)
         self.requests = [replace(self._chances.choice(kept), service=service)]
@@ -119,19 +125,19 @@ class ClassScenario(Scenario):
         self.wait()
 
     def _reorder(self) -> None:
-        if len(self.group.groups) > 1 or any(len(one) > 1 for one in self.group.groups):
+        if len(self.group.groups) > 1 or any(len(stages) > 1 for stages in self.group.groups):
             self.arrive()
             self.change()
 
     def _kill(self) -> None:
-        """A worker dies, perhaps one with a shelf or a suspended iteration."""
+        """Kill a worker, possibly one with a shelf or a suspended iteration."""
         names = sorted(self.group.engines)
         if len(names) > ENGINES_MIN:
             members = {name: self.group.engines[name].member for name in names}
             special = [
                 name
-                for name, one in members.items()
-                if one.changeover.parked_due_s or one.state.sequence_table.suspended
+                for name, member in members.items()
+                if member.changeover.parked_due_s or member.state.sequence_table.suspended
             ]
             self.group.lose(self._chances.choice(special or names))
             self.seen["killed"] += 1
@@ -139,7 +145,7 @@ class ClassScenario(Scenario):
             self.group.restore()
 
     def _interrupts(self, microbatch: Microbatch) -> Callable[[], bool] | None:
-        """Interrupt it before some layer, or not at all."""
+        """An interrupt before a random layer, or none."""
         often = 0.6 if microbatch.preemptible else 0.1
         if self._chances.random() > often:
             return None

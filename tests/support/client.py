@@ -1,4 +1,4 @@
-"""Talking to a cluster as a client does."""
+"""Clients' requests to a cluster."""
 
 import asyncio
 import random
@@ -75,7 +75,7 @@ async def stream_completion(
 async def numbered_completion(
     url: str, number: int, *, prompt_tokens: int, max_tokens: int, **options: Any
 ) -> Answer:
-    """One of many that differ and always answer the same: greedy the even ones, seeded the odd."""
+    """Stream a reproducible completion: greedy for even numbers, seeded sampling for odd ones."""
     return await stream_completion(
         url,
         prompt=prompt_of(number, prompt_tokens),
@@ -89,7 +89,7 @@ async def numbered_completion(
 
 @asynccontextmanager
 async def _explained() -> AsyncIterator[None]:
-    """Add to a connection error what lies behind it."""
+    """Add the root cause to a connection error."""
     try:
         yield
     except APIConnectionError as error:
@@ -98,7 +98,7 @@ async def _explained() -> AsyncIterator[None]:
 
 
 async def gather_bounded(jobs: list[Callable[[], Awaitable[T]]], at_once: int) -> list[T]:
-    """Results in order, with at most `at_once` jobs under way."""
+    """Results in order, with at most `at_once` jobs running."""
     gate = asyncio.Semaphore(at_once)
 
     async def run(job: Callable[[], Awaitable[T]]) -> T:
@@ -109,7 +109,7 @@ async def gather_bounded(jobs: list[Callable[[], Awaitable[T]]], at_once: int) -
 
 
 async def seeded_completion(url: str, max_tokens: int, **options: Any) -> Answer:
-    """Stream a sampled completion whose tokens are the same at each call."""
+    """Stream a sampled completion with a fixed seed."""
     return await stream_completion(
         url,
         prompt=prompt_of(1, 40),

@@ -1,4 +1,4 @@
-"""A whole cluster for a test, started by the `tideserve` command as a person would.
+"""A whole cluster for a test, started by the `tideserve` command.
 
 with Cluster(model_dir=tiny_model, workers=2, memory="64MiB") as cluster:
     openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
@@ -26,7 +26,7 @@ READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 20.0
 TAIL_BYTES = 4000
-# Inherited by every process of a cluster, so that none can hide.
+# Inherited by every process of a cluster, to find all of them.
 MARK = "TIDESERVE_TEST_CLUSTER"
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Cluster:
             "ready_timeout": READY_TIMEOUT_S,
             **({"model": str(model_dir)} if model_dir else {}),
             **options,
-            # Only one test is about what an idle worker does.
+            # Idle behaviour is tested separately.
             "worker": {"profile_when_idle": False, **options.get("worker", {})},
         }
 
@@ -123,7 +123,7 @@ class Cluster:
             )
 
     def wait_until_ready(self) -> None:
-        """Wait until the command says so; the time it takes is bounded by its own deadline.
+        """Wait until the command prints that it is ready; bounded by the command's own deadline.
 
         Raises:
             AssertionError: if it ends or takes too long; shows the ends of all logs.
@@ -136,7 +136,7 @@ class Cluster:
 
     @property
     def running(self) -> bool:
-        """Whether the command still runs."""
+        """Whether the command is still running."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def output_path(self) -> Path:
-        """File with what the command printed."""
+        """The file with the command's output."""
         return self.folder / "output.log"
 
     @property
@@ -166,20 +166,20 @@ class Cluster:
         return str(self._state()["etcd_url"])
 
     def output(self) -> str:
-        """What the command printed so far."""
+        """The output of the command so far."""
         return self.output_path.read_text() if self.output_path.exists() else ""
 
     def log(self, name: str) -> str:
-        """What the process called `name` wrote so far."""
+        """The log of the process called `name` so far."""
         path = self.folder / "cluster" / "logs" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name (etcd, gateway, scheduler, memmgr, worker-0, …), those that run."""
+        """Ids of running processes by name (etcd, gateway, scheduler, memmgr, worker-0, …)."""
         return dict(self._state()["pids"])
 
     def get(self, path: str, url: str | None = None) -> Any:
-        """The JSON that the gateway, or the server at `url`, answers; raises urllib's errors."""
+        """The JSON response of the gateway, or of the server at `url`; raises urllib's errors."""
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         request = urllib.request.Request((url or self.url) + path, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -187,9 +187,9 @@ class Cluster:
             return json.load(response)
 
     def status(self) -> dict[str, Any]:
-        """What `tideserve status --json` shows; waits until the memory manager answers, too.
+        """The output of `tideserve status --json`, including the memory manager's answer.
 
-        One look with `get` may lack workers and groups.
+        A single `get` may lack workers and groups.
         """
 
         def whole() -> dict[str, Any] | None:
@@ -200,7 +200,7 @@ class Cluster:
         return self.eventually(whole)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The workers' rows of the status; waits until all of them are there."""
+        """The workers' rows of the status; waits until all have registered."""
 
         def all_there() -> list[dict[str, Any]] | None:
             rows: list[dict[str, Any]] = self.status()["workers"]
@@ -209,7 +209,7 @@ class Cluster:
         return self.eventually(all_there)
 
     def services(self) -> list[dict[str, Any]]:
-        """The services' rows of the status; waits until all of them have told their memory."""
+        """The services' rows of the status; waits until all have reported their memory."""
 
         def all_told() -> list[dict[str, Any]] | None:
             rows: list[dict[str, Any]] = self.status()["services"]
@@ -246,7 +246,7 @@ class Cluster:
         )
 
     def eventually(self, check: Callable[[], T | None], deadline_s: float = 60.0) -> T:
-        """Call `check` until what it returns is true; return that. An OSError counts as false.
+        """Call `check` until it returns a true value; return that. An OSError counts as false.
 
         Raises:
             AssertionError: if it is still false after `deadline_s`; shows the ends of all logs.
@@ -284,28 +284,28 @@ class Cluster:
     def processes(self) -> dict[int, str]:
         """Command lines of all processes of this cluster by process id, zombies left out."""
         mark = f"{MARK}={self.folder}".encode()
-        found = {}
+        processes = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             try:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (
+                    processes[int(entry.name)] = (
                         (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     )
             except OSError:
                 continue
-        return found
+        return processes
 
     def wait_until_gone(self) -> dict[int, str]:
-        """Wait until no process is left; returns those that are left after a generous while."""
+        """Wait until all processes have exited; returns those still running at the deadline."""
         end_s = time.monotonic() + GONE_TIMEOUT_S
         while (left := self.processes()) and time.monotonic() < end_s:
             time.sleep(0.05)
         return left
 
     def kill_all(self) -> None:
-        """Kill whatever is left of this cluster."""
+        """Kill all remaining processes of this cluster."""
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -315,7 +315,7 @@ class Cluster:
             self._process.wait()
 
     def tail(self) -> str:
-        """The ends of what the command and its processes wrote."""
+        """The last lines of the output and of all logs."""
         paths = [self.output_path, *sorted((self.folder / "cluster" / "logs").glob("*.log"))]
         parts = []
         for path in paths:

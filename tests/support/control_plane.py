@@ -1,4 +1,4 @@
-"""Services in this process, and fakes of those that talk to them."""
+"""Services in this process, and fakes of their peers."""
 
 import asyncio
 from collections import defaultdict
@@ -19,9 +19,9 @@ from tideserve.common.v1 import load_pb2, record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 LEASE_TTL_S = 30
-"""Longer than a busy machine keeps a process from renewing."""
+"""A lease that a process renews in time even on a busy machine."""
 SHORT_LEASE_TTL_S = 2
-"""For tests that wait until a lease ends."""
+"""A short lease, for tests that wait for its expiry."""
 
 
 @asynccontextmanager
@@ -36,19 +36,19 @@ async def open_store(url: str) -> AsyncIterator[Store]:
 
 
 async def wipe(store: Store) -> None:
-    """Remove every key of ours."""
+    """Delete all of our keys."""
     for key, entry in (await store.list_prefix("")).items():
         await store.transact([SameCreation(key, entry.create_revision)], {}, [key])
 
 
 async def delete(store: Store, key: str) -> None:
-    """Delete the key that is there."""
+    """Delete an existing key."""
     created = (await store.list_prefix(key))[key].create_revision
     assert await store.transact([SameCreation(key, created)], {}, [key])
 
 
 async def put(store: Store, key: str, record: Message) -> None:
-    """Write a record whatever is there."""
+    """Write a record unconditionally."""
     entry = (await store.list_prefix(key)).get(key)
     assert await store.put_if(key, encode_record(record), entry.mod_revision if entry else 0)
 
@@ -77,7 +77,7 @@ async def serving(
 
 
 async def service_address(store: Store, name: str) -> str:
-    """Where the newest instance of a service listens; waits for one."""
+    """Wait for a service to register; returns the address of its newest instance."""
 
     async def find() -> str:
         listing = await store.list_prefix(f"{SERVICES}{name}/")
@@ -98,7 +98,7 @@ async def registered(
     ttl_s: int = LEASE_TTL_S,
     claim: Claim | None = None,
 ) -> AsyncIterator[Registration]:
-    """A record on a lease during the body; withdrawn afterwards."""
+    """Register a record on a lease during the body."""
     registration = Registration(store, key, record, ttl_s, claim)
     task = asyncio.create_task(registration.run())
     try:
@@ -112,7 +112,7 @@ async def registered(
 
 
 def worker_record(worker_id: str = "w0", **changes: Any) -> record_pb2.WorkerRecord:
-    """A plausible worker."""
+    """A valid worker record."""
     fields: dict[str, Any] = {
         "worker_id": worker_id,
         "incarnation": f"{worker_id}-a",
@@ -174,7 +174,7 @@ class FakeWorker:
                 call.cancel()
 
     async def reports(self) -> AsyncIterator[scheduler_pb2.ReportLoadRequest]:
-        """The reports, for ever."""
+        """The reports, endlessly."""
         while True:
             self.load.number += 1
             yield scheduler_pb2.ReportLoadRequest(load=self.load)
@@ -206,11 +206,11 @@ class FakeGateway:
                 await asyncio.wait([reading])
 
     async def forward_load(self, load: load_pb2.WorkerLoad) -> None:
-        """Tell of a worker's load."""
+        """Forward a worker's load."""
         await self._call.write(scheduler_pb2.AdmitRequest(load=load))
 
     async def ask(self, request_id: str, **changes: Any) -> None:
-        """Ask for a place."""
+        """Request admission."""
         fields: dict[str, Any] = {"model": "m", "prompt_tokens": 32, "max_tokens": 64}
         ask = scheduler_pb2.Ask(request_id=request_id, **(fields | changes))
         await self._call.write(scheduler_pb2.AdmitRequest(ask=ask))
@@ -232,10 +232,10 @@ class FakeGateway:
         return (await self._first(request_id, "refusal")).refusal
 
     async def _first(self, request_id: str, kind: str) -> scheduler_pb2.AdmitResponse:
-        def found() -> list[scheduler_pb2.AdmitResponse]:
+        def matching() -> list[scheduler_pb2.AdmitResponse]:
             return [f for f in self.frames[request_id] if f.WhichOneof("body") == kind]
 
-        return (await eventually(found, interval_s=0.01))[0]
+        return (await eventually(matching, interval_s=0.01))[0]
 
     async def _read(self) -> None:
         try:

@@ -1,8 +1,7 @@
-"""Copies of modules that count how many characters their operations look at or copy.
+"""Copies of modules that count how many characters their operations read or copy.
 
-Every call, sum, comparison, slice and loop in their source goes through `CountedModules`. What a
-library does with text counts by the sizes of what it takes and returns: a join or a match counts as
-an operator does.
+Every call, sum, comparison, slice and loop in their source goes through `CountedModules`. Library
+calls cost the sizes of their arguments and result, as operators do.
 """
 
 import ast
@@ -26,17 +25,17 @@ OPERATIONS = {
     ast.Slice: slice,
     ast.JoinedStr: str,
 }
-"""What is done instead of a node of a syntax tree."""
+"""Kinds of syntax nodes that are replaced by counted calls."""
 FREE = frozenset({"len", "isinstance", "getattr"})
-"""Functions that look at no character."""
+"""Functions that read no characters."""
 COUNTED = "_counted"
 
 
 class CountedModules:
-    """The copies; `chars` is what they have done so far."""
+    """The copies; `chars` counts the characters processed so far."""
 
     def __init__(self, prefix: str) -> None:
-        """`prefix`: of the names of the modules that are copied if a copy imports them."""
+        """`prefix`: modules with this name prefix are copied when a copy imports them."""
         self.chars = 0
         self._prefix = prefix
         self._modules: dict[str, ModuleType] = {}
@@ -89,7 +88,7 @@ def _chars(value: object) -> int:
 
 
 def _cost(function: Any, args: Sequence[Any], result: object) -> int:
-    """The characters that a call has looked at or copied."""
+    """The characters that a call reads or copies."""
     name, text = getattr(function, "__name__", ""), getattr(function, "__self__", None)
     if name in FREE:
         return 0
@@ -121,12 +120,12 @@ def _operation(kind: type[ast.AST], *args: ast.expr) -> ast.Call:
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Source in which what is done to text is done by calls of `_counted`."""
+    """Rewrites operations on text to calls of `_counted`."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "super":
-            # It finds its class by the frame that it is called in.
+            # super() looks up its class in the caller's frame.
             return node
         return _counted(node.func, node.args, node.keywords)
 

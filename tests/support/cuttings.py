@@ -1,4 +1,4 @@
-"""Texts cut into pieces in every which way, and events merged again."""
+"""Splits of texts into chunks, and merging of the resulting events."""
 
 from collections.abc import Iterable, Iterator
 from random import Random
@@ -7,7 +7,7 @@ from services.gateway.tools.event import CallArguments, Content, Event, Parser, 
 
 
 def cuttings(text: str, seed: int, count: int = 20) -> Iterator[list[str]]:
-    """The text whole, in single characters, and in `count` other ways."""
+    """The text whole, in single characters, and in `count` random splits."""
     yield [text]
     yield list(text)
     rng = Random(seed)
@@ -35,6 +35,6 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def parsed(parser: Parser, pieces: Iterable[str]) -> list[Event]:
-    """All that a parser makes of the pieces."""
+    """All events that a parser returns for the pieces."""
     events = [event for piece in pieces for event in parser.push(piece)]
     return merged(events + parser.finish())

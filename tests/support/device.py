@@ -25,7 +25,7 @@ KINDS = ("cuda",) if ON_GPU else ("cpu", "cuda")
 CHUNK_BYTES = (GPU_CHUNKS if ON_GPU else CPU_CHUNKS).least
 
 SMALL_BUDGET = (192 if ON_GPU else 24) << 20
-"""Memory of a worker whose blocks are soon used up, in bytes; most of a GPU's is staging."""
+"""Memory of a worker with few KV blocks, in bytes; on a GPU most of it is staging."""
 
 
 def chunks_of(cpu_bytes: int) -> int:
@@ -34,7 +34,7 @@ def chunks_of(cpu_bytes: int) -> int:
 
 
 def make_arena(kind: str, total_chunks: int) -> Arena:
-    """An arena of the class for `kind`; without a GPU, one for CUDA has a driver in the tests."""
+    """An arena of the class for `kind`; without a GPU, a CUDA arena uses the fake driver."""
     if kind == "cpu":
         return MemfdArena(chunk_bytes=CHUNK_BYTES, total_chunks=total_chunks)
     sizes = {"chunk_bytes": CHUNK_BYTES, "total_chunks": total_chunks}

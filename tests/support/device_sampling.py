@@ -1,4 +1,4 @@
-"""Device samplers on the device of the tests, and their results beside those of the host."""
+"""Device samplers on the device of the tests, and comparison with the host sampler."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from services.worker.engine.sampling.sampler import Sampled, Sampler
 from tests.support.device import DEVICE
 
 SIZES = KernelSizes(span=128, lane=8, chunk=512, room=64, wide_room=200)
-"""A row of a few hundred tokens has several spans, and its nucleus often exceeds the window."""
+"""Sizes at which a row of a few hundred tokens has several spans and exceeds the window."""
 
 
 def device_sampler(
@@ -66,7 +66,7 @@ def check_equal(device: Sampled, host: Sampled, rows: Rows) -> None:
     assert device.failed == host.failed
     for name, wanted in host.logprobs.items():
         if name in host.failed or not bool((rows.logits[int(name)] < np.inf).all()):
-            continue  # after an overflow of the model they are not numbers
+            continue  # NaN after an overflow of the model
         ((actual,), (exact,)) = device.logprobs[name].unpacked(), wanted.unpacked()
         assert actual.rank == exact.rank
         assert [token for token, _ in actual.top] == [token for token, _ in exact.top]

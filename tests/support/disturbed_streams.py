@@ -1,4 +1,4 @@
-"""Streams of every kind of sampling, for tests that disturb the cluster meanwhile."""
+"""Streams with every kind of sampling, for tests that disturb the cluster during them."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.tiny_models import make_tiny_model
 
 ATTEMPTS = 5
-"""On a loaded machine the streams may end before they can move."""
+"""Retries: on a loaded machine streams may end before they move."""
 OUTPUT_TOKENS = 300
 MOVED = "tideserve_gateway_moved_streams_total"
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
@@ -46,7 +46,7 @@ Answer = list[dict[str, Any]]
 
 
 async def chunks_of(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream; it must end as it should."""
+    """The chunks of a stream that must end with [DONE]."""
     line = ""
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
@@ -62,7 +62,7 @@ async def ask(
     tokens: int = OUTPUT_TOKENS,
     more: Mapping[str, Any] = NO_FIELDS,
 ) -> Answer:
-    """What a client gets of each choice. `note` is called with the tokens so far.
+    """Stream a request; returns each choice's output. `note` is called with the token count so far.
 
     `more`: further fields of the request.
     """
@@ -86,14 +86,16 @@ async def ask(
     ):
         assert answer.status_code == 200, await answer.aread()
         async for chunk in chunks_of(answer):
-            for told in chunk["choices"]:
-                one = choices[told["index"]]
-                one["text"] += told["text"]
-                one["ids"] += told["token_ids"] or []
-                one["logprobs"] += (told["logprobs"] or {"token_logprobs": []})["token_logprobs"]
-                one["finish"] = told["finish_reason"] or one["finish"]
+            for choice in chunk["choices"]:
+                output = choices[choice["index"]]
+                output["text"] += choice["text"]
+                output["ids"] += choice["token_ids"] or []
+                output["logprobs"] += (choice["logprobs"] or {"token_logprobs": []})[
+                    "token_logprobs"
+                ]
+                output["finish"] = choice["finish_reason"] or output["finish"]
                 if note is not None:
-                    note(len(one["ids"]))
+                    note(len(output["ids"]))
     return choices
 
 
@@ -103,7 +105,7 @@ def run_all(
     tokens: int = OUTPUT_TOKENS,
     more: Mapping[str, Any] = NO_FIELDS,
 ) -> list[Answer]:
-    """The answers of a stream of each kind, all at the same time; see `ask`."""
+    """Run a stream of each kind concurrently; returns their outputs. See `ask`."""
 
     async def run() -> list[Answer]:
         numbers = range(len(KINDS))
@@ -114,7 +116,7 @@ def run_all(
 
 
 def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
-    """Move all running requests; returns the answer, which may be an error."""
+    """Move all running requests; returns the response, which may be an error."""
     answer: dict[str, Any] = httpx.post(
         f"{cluster.admin_url}/tideserve/v1/requests/move",
         params={"source": source, "target": target},
@@ -127,7 +129,7 @@ def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
 def disturbed(
     cluster: Cluster, at: int, *actions: Callable[[], object], more: Mapping[str, Any] = NO_FIELDS
 ) -> tuple[list[Answer], float]:
-    """Run `actions` beside the streams at token `at`; returns the answers and the moves.
+    """Run `actions` once the streams reach token `at`; returns the outputs and the moves.
 
     `more`: further fields of the requests.
     """
@@ -179,7 +181,7 @@ def both_serve(cluster: Cluster) -> None:
 async def streamed_ids(
     cluster: Cluster, prompt: list[int], tokens: int, note: Callable[[int], None]
 ) -> list[int]:
-    """The token ids of a greedy stream. `note` is called with their number so far."""
+    """The token ids of a greedy stream. `note` is called with the token count so far."""
     body = {
         "model": cluster.get("/v1/models")["data"][0]["id"],
         "prompt": prompt,
@@ -202,13 +204,13 @@ async def streamed_ids(
 
 
 def apart(cluster: Cluster) -> bool:
-    """Whether each worker serves by itself, in a process that is registered."""
-    found = cluster.status()["groups"]
-    return len(found) == 2 and not any(one["degraded"] or one["changing"] for one in found)
+    """Whether each worker is registered and serves in a group of its own."""
+    groups = cluster.status()["groups"]
+    return len(groups) == 2 and not any(group["degraded"] or group["changing"] for group in groups)
 
 
 def merge(cluster: Cluster) -> list[str]:
-    """Merge both workers, once no attempt with them has just failed; returns the leader first."""
+    """Merge both workers after any back-off; returns the workers, leader first."""
     cluster.eventually(lambda: apart(cluster), deadline_s=120)
 
     def stable() -> bool:
@@ -226,7 +228,7 @@ def kill(cluster: Cluster, name: str, engine: bool) -> int:
     """Kill a worker with its engine, or the engine alone; returns the worker's process id."""
     pid = cluster.pids()[name]
     worker = psutil.Process(pid)
-    # The worker first, so that it cannot tell of the death of its engine.
+    # The worker first, so that it cannot report the death of its engine.
     for process in [*([] if engine else [worker]), *worker.children(recursive=True)]:
         process.kill()
     return pid
@@ -235,8 +237,8 @@ def kill(cluster: Cluster, name: str, engine: bool) -> int:
 def check_answers(answers: list[Answer], undisturbed: list[Answer]) -> None:
     """Texts, token ids and ends are those of the undisturbed run."""
     for number, (answer, expected) in enumerate(zip(answers, undisturbed, strict=True)):
-        for one, other in zip(answer, expected, strict=True):
+        for output, other in zip(answer, expected, strict=True):
             # The KV of prompts and that of decoded tokens are rounded differently in float32.
-            assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
-            one["logprobs"] = other["logprobs"]
+            assert output["logprobs"] == pytest.approx(other["logprobs"], abs=1e-3)
+            output["logprobs"] = other["logprobs"]
         assert answer == expected, f"{KINDS[number]} differs"

@@ -1,9 +1,10 @@
-"""Four real engines that merge, split into smaller groups and merge again, while one may die."""
+"""Four real engines that merge, split into smaller groups and merge again; a worker may die."""
 
 import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 from services.core.changeover.state import MemberPhase
 from services.core.groups.layer_map import Stage
@@ -16,19 +17,18 @@ from tests.support.interleaved import interleaved
 
 LAYERS = 4
 MOMENTS = ("", "prepared", "committed", *(phase.value for phase in MemberPhase))
-"""When a worker dies: never, during a preparation, at a commit, or while some member is in a
-phase of the change."""
+"""When a worker dies: never, during a preparation, at a commit, or in a phase of the change."""
 ROUTES: tuple[tuple[str, ...], ...] = (
     ("merge all", "halve", "split"),
     ("merge pairs", "merge all", "halve", "merge all"),
     ("merge three", "halve", "merge all", "halve"),
     ("merge all", "halve", "merge all", "split"),
 )
-"""4 → 2+2 → 1, 2+2 → 4 → 2+2 → 4, 3 → 2+1, and back."""
+"""Layouts in order: 4 → 2+2 → 1, 2+2 → 4 → 2+2 → 4, 3 → 2+1, and back."""
 
 
 class DivisionScenario(Scenario):
-    """Requests that lose their worker are asked for again, after their tokens.
+    """Requests that lose their worker are resumed after their last token.
 
     `seen` counts groups that were "divided" into smaller ones, and workers by the moment in which
     they died.
@@ -37,18 +37,21 @@ class DivisionScenario(Scenario):
     WORKERS = (4,)
     NUM_LAYERS = LAYERS
 
-    def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
-        super().__init__(config, requests, seed, QueueNetwork())
+    def __init__(
+        self, config: RunnerConfig, requests: list[Request], seed: int, **options: Any
+    ) -> None:
+        """`options` are those of the `GROUP`."""
+        super().__init__(config, requests, seed, QueueNetwork(), **options)
         self.group.gateway.asks_again = self.group.gateway.resumes = True
         self._chances = random.Random(f"divisions {seed}")
         self._moment = MOMENTS[seed % len(MOMENTS)]
         self._route = ROUTES[(seed + seed // len(MOMENTS)) % len(ROUTES)]
-        # The worker dies in a change that divides a group, or in any other.
+        # Whether the worker dies in a change that divides a group, or in any other change.
         self._fatal = self._chances.randrange(1, len(self._route))
         self.seen: Counter[str] = Counter()
 
     def run(self, events: int = 0) -> None:
-        """Take the route, and let everything end; `events` requests come before each change."""
+        """Run all changes, each after `events` arrivals, then let all requests end."""
         for number, step in enumerate(self._route):
             for _ in range(events):
                 self.arrive()
@@ -64,13 +67,15 @@ class DivisionScenario(Scenario):
             self.group.turn()
 
     def _targets(self, step: str) -> list[Sequence[Stage]]:
-        """The new groups; none if a worker has died and the step makes no sense without it."""
+        """The new groups; empty if the step needs a worker that has died."""
         groups = sorted(self.group.groups, key=lambda stages: (len(stages), stages[0].worker_id))
         names = [stage.worker_id for stage in chain(*groups)]
         match step:
             case "merge all":
-                stages = sorted(chain(*groups), key=lambda one: one.first_layer + one.end_layer)
-                return [cut([one.worker_id for one in stages])] if len(groups) > 1 else []
+                stages = sorted(
+                    chain(*groups), key=lambda stage: stage.first_layer + stage.end_layer
+                )
+                return [cut([stage.worker_id for stage in stages])] if len(groups) > 1 else []
             case "merge pairs":
                 return [cut(names[:2]), cut(names[2:])] if len(names) == 4 else []
             case "merge three":
@@ -102,7 +107,7 @@ class DivisionScenario(Scenario):
             self._die(moment, targets)
 
     def _die(self, moment: str, targets: list[Sequence[Stage]]) -> None:
-        """A member of the change dies once some member is in the phase `moment`, if any comes."""
+        """Kill a member of the change once any member reaches the phase `moment`, if it does."""
         group = self.group
         names = [stage.worker_id for target in targets for stage in target]
         if moment in list(MemberPhase):
@@ -119,6 +124,6 @@ class DivisionScenario(Scenario):
 
 
 def cut(names: Sequence[str]) -> list[Stage]:
-    """A group of these workers, with about as many layers each."""
+    """A group of these workers, with nearly equal numbers of layers."""
     ends = [LAYERS * number // len(names) for number in range(len(names) + 1)]
     return [Stage(name, ends[i], ends[i + 1]) for i, name in enumerate(names)]

@@ -1,8 +1,8 @@
-"""What a gateway does when a request loses its leader: it asks again, and goes on after its tokens.
+"""The gateway of an `EngineGroup`: it resumes requests that lost their leader after their tokens.
 
-Under the same id, at any leader, while the first sequence may still run, move, or be adopted by a
-leader where nobody reads it. Requests are followed then as strictly as the worker's servicer does:
-a reader goes where its leader sends it, and what nobody reads is aborted after a while.
+A request is resumed under the same id at any leader, while its first sequence may still run, move,
+or be adopted by a leader without a reader. As in the worker's servicer, readers follow redirects,
+and requests without a reader are aborted after a while.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.support.engine_group import EngineGroup, Stream
 
 EXPIRES = 0.05
-"""The chance that a request without a reader is aborted, each time that it is looked at."""
+"""Probability per check that a request without a reader is aborted."""
 
 Place = tuple[str, str]
 """A worker and a request."""
@@ -33,7 +33,7 @@ Place = tuple[str, str]
 
 @dataclass
 class Unread:
-    """A request that a worker has adopted and nobody reads; `moved_to` another one since."""
+    """An adopted request without a reader; `moved_to`: the worker it has moved to since."""
 
     adopted: AdoptedRequest
     tokens: list[EmitToken] = field(default_factory=list)
@@ -41,12 +41,12 @@ class Unread:
 
 
 class EngineGateway:
-    """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine are over.
+    """The gateway of an `EngineGroup`. Unless it `asks_again`, requests of a lost engine end.
 
-    Unless it `resumes`, those with tokens are. It asks a random leader, or, if it `balances`, the
-    one that streams the fewest requests, as the scheduler would. `asked` counts how often it has
-    asked again, `resumed` for how many of these there were tokens, `returned` how many were given
-    back, `shipped` how many of these went on at the worker that got their KV.
+    Unless it `resumes`, requests with tokens end as well. It selects a random leader, or, if it
+    `balances`, the leader with the fewest streams, as the scheduler would. Counters: `asked`
+    retries, `resumed` retries with tokens, `returned` requests, and `shipped`: returned requests
+    that continued at the worker with their KV. `again`: ids of retried requests.
     """
 
     def __init__(self, group: "EngineGroup") -> None:
@@ -57,19 +57,22 @@ class EngineGateway:
         self.resumed = 0
         self.returned = 0
         self.shipped = 0
+        self.again: set[str] = set()
         self._group = group
-        self._lost: set[str] = set()  # to be asked for again
+        self._lost: set[str] = set()  # to be retried
         self._unread: dict[Place, Unread] = {}
-        self._left: set[Place] = set()  # their worker has yet to hear that nobody reads them
+        self._left: set[Place] = set()  # their worker does not yet know that the reader is gone
 
     def actions(self) -> list[Callable[[], bool]]:
-        """What may happen next."""
-        found: list[Callable[[], bool]] = [partial(self._ask, name) for name in sorted(self._lost)]
-        found += [partial(self._expire, place) for place in sorted({*self._left, *self._unread})]
-        return found
+        """Possible next steps."""
+        actions: list[Callable[[], bool]] = [
+            partial(self._ask, name) for name in sorted(self._lost)
+        ]
+        actions += [partial(self._expire, place) for place in sorted({*self._left, *self._unread})]
+        return actions
 
     def to_ask_for(self, leaders: Collection[str]) -> list[str]:
-        """The `leaders` of requests that it would ask for again, once for each request."""
+        """Those of `leaders` whose requests it would retry, repeated per request."""
         streams, owner = self._group.streams, self._group.owner
         return [
             owner[name]
@@ -78,22 +81,22 @@ class EngineGateway:
         ]
 
     def would_ask(self, stream: "Stream") -> bool:
-        """Whether it would ask for a request again if that lost its leader."""
+        """Whether it would retry a request that lost its leader."""
         return not stream.over and (self.resumes or not stream.tokens)
 
-    def told(self, request: Request) -> Request:
-        """A request as a worker gets it."""
+    def outgoing(self, request: Request) -> Request:
+        """A request as the gateway sends it to a worker."""
         return replace(request, resumable=self.resumes)
 
     def hang_up(self, request_id: str) -> None:
-        """The connection to a request's leader breaks; that one hears of it later."""
+        """Break the connection to a request's leader, which learns of it later."""
         self._left.add((self._group.owner[request_id], request_id))
         self._lose(request_id)
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies."""
+        """Drop the readers of a dead worker."""
         group = self._group
-        for place in [one for one in (*self._unread, *self._left) if one[0] == worker_id]:
+        for place in [place for place in (*self._unread, *self._left) if place[0] == worker_id]:
             self._unread.pop(place, None)
             self._left.discard(place)
         for request_id, stream in group.streams.items():
@@ -105,12 +108,12 @@ class EngineGateway:
                 stream.aborted = True
 
     def abort(self, request_id: str) -> bool:
-        """The client hangs up; False if the leader has to be told."""
+        """Abort a request; False if the caller must notify the leader."""
         self._lost.discard(request_id)
         return self._group.owner[request_id] not in self._group.engines
 
     def adopted(self, worker_id: str, adopted: AdoptedRequest) -> bool:
-        """Take note of it; False if the request's reader goes on there at once."""
+        """Note an adopted request; False if its reader attaches at once."""
         request_id = adopted.request_id
         if not self.asks_again:
             return False
@@ -126,7 +129,7 @@ class EngineGateway:
         return place in self._left
 
     def refused(self, worker_id: str, refusal: RefuseRequest) -> bool:
-        """Whether the request that a worker refuses has no reader, or is asked for again."""
+        """Whether a refused request has no reader or is retried."""
         request_id = refusal.request_id
         place = worker_id, request_id
         known = place in self._left or self._unread.pop(place, None) is not None
@@ -141,7 +144,7 @@ class EngineGateway:
         return True
 
     def moved(self, worker_id: str, moved: MovedRequest) -> None:
-        """A leader sends the reader of a request on."""
+        """Redirect the reader of a request to its new owner."""
         place = worker_id, moved.request_id
         if place in self._unread:
             self._unread[place].moved_to = moved.worker_id
@@ -152,7 +155,7 @@ class EngineGateway:
             self._send_to(moved.request_id, moved.worker_id)
 
     def _send_to(self, request_id: str, worker_id: str) -> None:
-        """A reader goes on at a worker that has adopted its request, if that still has it."""
+        """Attach a reader at the worker that adopted its request, if that still has it."""
         group, place = self._group, (worker_id, request_id)
         group.owner[request_id] = ""
         unread = self._unread.pop(place, None)
@@ -173,40 +176,43 @@ class EngineGateway:
         self._group.owner[request_id] = ""
 
     def _ask(self, request_id: str) -> bool:
-        """Ask a leader for a request, with the tokens that it has."""
+        """Retry a request at a leader, with its tokens so far."""
         group = self._group
         if not group.groups:
-            return False  # it waits until somebody serves
+            return False  # wait until a group serves
         self._start_at(request_id, self._leader())
         return True
 
     def _start_at(self, request_id: str, leader: str) -> None:
-        """Start a request at a leader, with the tokens that it has."""
+        """Start a request at a leader, with its tokens so far."""
         group = self._group
         self._lost.discard(request_id)
         place = leader, request_id
         member = group.engines[leader].member
         unread = self._unread.pop(place, None)
-        # The servicer has an earlier one aborted first, unless it has not heard of its adoption.
+        # The servicer aborts an earlier sequence first, unless its adoption is not yet known.
         if place in self._left or (unread is not None and group.rng.random() < 0.5):
             self._left.discard(place)
             member.handle(RequestAborted(group.now_s, request_id))
         group.owner[request_id] = leader
         self.asked += 1
+        self.again.add(request_id)
         stream = group.streams[request_id]
         self.resumed += bool(stream.tokens)
-        request = resumed(self.told(stream.request), tuple(stream.tokens))
+        request = resumed(self.outgoing(stream.request), tuple(stream.tokens))
         member.handle(RequestArrived(group.now_s, request))
 
     def _leader(self) -> str:
         group = self._group
         if not self.balances:
             return group.rng.choice(group.groups)[0].worker_id
-        load = Counter(group.owner[name] for name, one in group.streams.items() if not one.over)
+        load = Counter(
+            group.owner[name] for name, stream in group.streams.items() if not stream.over
+        )
         return min((stages[0].worker_id for stages in group.groups), key=lambda name: load[name])
 
     def _expire(self, place: Place) -> bool:
-        """A worker hears, or finds, that nobody reads a request."""
+        """A worker detects that a request has no reader."""
         if self._group.rng.random() > EXPIRES:
             return False
         self._give_up(place)

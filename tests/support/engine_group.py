@@ -1,7 +1,7 @@
 """Several engines in one process: real arenas, planners, transfers and models, no clock, no thread.
 
 A seeded random order decides which engine takes a turn, which frame comes next, and when a transfer
-moves a piece, so that a test explores interleavings and can repeat each of them; over a
+moves a piece, so that tests explore interleavings reproducibly; over a
 `UcxNetwork`, when frames arrive is up to UCX.
 """
 
@@ -47,9 +47,9 @@ MEND_TURNS = 600
 
 @dataclass
 class Stream:
-    """What a client has seen of a request.
+    """A request and the output that its client has received.
 
-    `stop_after`: in the text of so many tokens its gateway finds a stop string.
+    `stop_after`: number of output tokens after which its gateway detects a stop string.
     """
 
     request: Request
@@ -67,9 +67,9 @@ class Stream:
 
 
 class EngineGroup:
-    """`workers` engines of one model; each starts as a group of its own."""
+    """`workers` engines of one model; each starts in a group of its own."""
 
-    ships = False  # running requests to other groups
+    ships = False  # ships running requests to other groups
     host_slots = 0  # KV blocks in host memory
 
     def __init__(
@@ -144,15 +144,15 @@ class EngineGroup:
     # --- clients
 
     def start(self, request: Request, leader: str = "") -> None:
-        """Hand a request to a leader, or to that of a random group."""
+        """Submit a request to a leader, by default that of a random group."""
         leader = leader or self.rng.choice(self.groups)[0].worker_id
         self.streams[request.request_id] = Stream(request)
         self.owner[request.request_id] = leader
-        told = self.gateway.told(request)
-        self.engines[leader].member.handle(RequestArrived(self.now_s, told))
+        sent = self.gateway.outgoing(request)
+        self.engines[leader].member.handle(RequestArrived(self.now_s, sent))
 
     def abort(self, request_id: str) -> None:
-        """The client of a request hangs up; a later owner is told, too."""
+        """Abort a request, also at a later owner."""
         self.streams[request_id].aborted = True
         if self.gateway.abort(request_id):
             return
@@ -160,20 +160,20 @@ class EngineGroup:
         self.engines[owner].member.handle(RequestAborted(self.now_s, request_id))
 
     def stop(self, request_id: str, tokens: int) -> None:
-        """A stop string ends with output token number `tokens`; the gateway aborts then."""
+        """Place a stop string at output token `tokens`, at which the gateway aborts the request."""
         self.streams[request_id].stop_after = tokens
         self._look_for_stop(request_id)
 
     def _look_for_stop(self, request_id: str) -> None:
         stream = self.streams[request_id]
-        found = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
-        if found and not stream.over:
+        complete = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
+        if complete and not stream.over:
             self.abort(request_id)
 
     # --- changes
 
     def prepare(self, groups: Sequence[Sequence[Stage]]) -> str:
-        """Ask every member to get ready; returns the attempt."""
+        """Prepare a change at every member; returns the attempt."""
         self._attempts += 1
         attempt = f"attempt-{self._attempts}"
         plans = self._plans(groups, self.epoch + 1)
@@ -183,13 +183,13 @@ class EngineGroup:
         return attempt
 
     def answers(self, attempt: str) -> list[Prepared]:
-        """What the members have said of an attempt."""
-        return [one for (name, _), one in self.prepared.items() if name == attempt]
+        """The members' answers to an attempt."""
+        return [answer for (name, _), answer in self.prepared.items() if name == attempt]
 
     def await_answers(
         self, attempt: str, groups: Sequence[Sequence[Stage]], turns: int = ATTEMPT_TURNS
     ) -> bool:
-        """Run until every member has answered, or no more comes; whether all are ready."""
+        """Run until every member has answered or `turns` are over; True if all are ready."""
         members = sum(len(group) for group in groups)
         for _ in range(turns):
             if len(self.answers(attempt)) == members:
@@ -204,7 +204,7 @@ class EngineGroup:
                 self.engines[stage.worker_id].member.abort(attempt)
 
     def commit(self, groups: Sequence[Sequence[Stage]], late: Collection[str] = ()) -> None:
-        """Commit: members hear of it at different moments, `late` ones not before the next."""
+        """Commit at random moments; `late` members receive the commit with the next change only."""
         self.epoch += 1
         plans = self._plans(groups, self.epoch)
         names = [member.worker_id for group in plans for member in group.members]
@@ -220,7 +220,7 @@ class EngineGroup:
                 self.engines[name].member.apply(ApplyConfiguration(plans))
 
     def reconfigure(self, groups: Sequence[Sequence[Stage]], prepare: bool = True) -> None:
-        """Prepare, wait, commit."""
+        """Prepare, wait for readiness and commit a change."""
         if prepare:
             attempt = self.prepare(groups)
             ready = self.await_answers(attempt, groups)
@@ -232,12 +232,14 @@ class EngineGroup:
         self.settle()
 
     def settle(self) -> None:
-        """Run until the last change is over at every member."""
+        """Run until every member has finished the last change."""
         self.run_until(lambda: all(e.member.settled for e in self.engines.values()))
 
     def _plans(self, groups: Sequence[Sequence[Stage]], epoch: int) -> list[GroupPlan]:
         return [
-            GroupPlan(f"group-{group[0].worker_id}", epoch, [self._plan_of(one) for one in group])
+            GroupPlan(
+                f"group-{group[0].worker_id}", epoch, [self._plan_of(stage) for stage in group]
+            )
             for group in groups
         ]
 
@@ -256,13 +258,15 @@ class EngineGroup:
         )
 
     def lose(self, worker_id: str) -> None:
-        """A worker dies, and what it led is over. What is left of its group serves nothing for now.
+        """Kill a worker, which ends its requests. The rest of its group stops serving.
 
-        If the gateway asks again, it does so for those that have no token yet.
+        A gateway that `asks_again` retries those without tokens.
         """
-        found = [one for one in self.groups if any(s.worker_id == worker_id for s in one)]
-        group = found[0] if found else []  # the worker served nothing
-        self.groups = [one for one in self.groups if one is not group]
+        lost_groups = [
+            stages for stages in self.groups if any(s.worker_id == worker_id for s in stages)
+        ]
+        group = lost_groups[0] if lost_groups else []  # the worker served nothing
+        self.groups = [stages for stages in self.groups if stages is not group]
         lost = self.engines.pop(worker_id)
         self.network.cut(worker_id)
         lost.close()
@@ -278,16 +282,16 @@ class EngineGroup:
                 self.engines[stage.worker_id].member.apply(ApplyConfiguration(plans))
 
     def mend(self, stages: Sequence[Stage]) -> bool:
-        """Members of a group have lost one another: make it anew, or else divide it.
+        """Rebuild a group whose members lost their connections, or else divide it.
 
-        Returns whether it was made anew.
+        Returns whether it was rebuilt.
         """
         attempt = self.prepare([stages])
         if self.await_answers(attempt, [stages], MEND_TURNS):
             self.commit([stages])
             return True
         self.abort_attempt(attempt, [stages])
-        self.groups = [one for one in self.groups if one != list(stages)]
+        self.groups = [group for group in self.groups if group != list(stages)]
         self.epoch += 1
         for stage in stages:
             plans = self._plans([[stage]], self.epoch)
@@ -296,20 +300,20 @@ class EngineGroup:
         return False
 
     def restore(self) -> None:
-        """What is left of groups that lost a member gets all layers back."""
+        """Restore all layers at the survivors of groups that lost a member."""
         placed = {stage.worker_id for group in self.groups for stage in group}
         for worker_id in sorted(self.engines.keys() - placed):
             whole = [[self._alone(worker_id)]]
             attempt = self.prepare(whole)
             while not self.await_answers(attempt, whole):
-                self.abort_attempt(attempt, whole)  # it has yet to enter an earlier configuration
+                self.abort_attempt(attempt, whole)  # not yet in an earlier configuration
                 attempt = self.prepare(whole)
             self.commit(whole)
 
     # --- turns
 
     def turn(self) -> None:
-        """Something happens: an engine takes a turn, a frame arrives, or a piece moves."""
+        """Run a random step: an engine's turn, the arrival of a frame, or a piece of a transfer."""
         self.now_s = self.network.now_s()
         actions: list[Callable[[], bool | None]] = [*self.network.deliveries()]
         actions += [partial(self._step, engine) for engine in self.engines.values()]
@@ -322,11 +326,11 @@ class EngineGroup:
             self.network.rest()
 
     def more_actions(self) -> list[Callable[[], bool | None]]:
-        """Further things that may happen."""
+        """Additional possible steps, for subclasses."""
         return []
 
     def run_until(self, condition) -> None:  # type: ignore[no-untyped-def]
-        """Turn until `condition()` holds. Raises AssertionError if it never does."""
+        """Run until `condition()` holds. Raises AssertionError after too many turns."""
         for _ in range(TURNS_MAX):
             if condition():
                 return
@@ -334,7 +338,7 @@ class EngineGroup:
         raise AssertionError(f"stuck: {self.describe()}")
 
     def finish(self) -> None:
-        """Run until every stream is over and everything is at rest."""
+        """Run until every stream has ended and the group is idle."""
         self.run_until(lambda: all(stream.over for stream in self.streams.values()))
         self.settle()
         self.run_until(lambda: all(self._at_rest(e) for e in self.engines.values()))
@@ -345,14 +349,14 @@ class EngineGroup:
         self.check_at_rest()
 
     def describe(self) -> str:
-        """For a failure's message."""
+        """A summary for failure messages."""
         left = {k: (self.owner[k], len(s.tokens)) for k, s in self.streams.items() if not s.over}
         settled = {name: engine.member.settled for name, engine in self.engines.items()}
         books = self.wrong_books() if all(settled.values()) else []
         return f"open {left}, settled {settled}, groups {self.groups}, wrong books {books}"
 
     def wrong_books(self) -> list[str]:
-        """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
+        """Stages whose block counts at the leader differ from their own; empty at rest."""
         return wrong_books(self.engines)
 
     def check_invariants(self) -> None:
@@ -361,18 +365,18 @@ class EngineGroup:
         check_engines(self.engines)
 
     def check_tables(self) -> None:
-        """Nobody has had a token that is not its own, and no two sequences have the same block."""
+        """Check that no stream has a foreign token, and that no two sequences share a block."""
         assert not self.violations, self.violations
         for engine in self.engines.values():
             engine.member.state.table.check_invariants()
 
     def check_at_rest(self) -> None:
-        """No block is taken, no transfer is open."""
+        """Check that no block is allocated and no transfer is open."""
         self.check_invariants()
         check_at_rest(self.engines)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for engine in self.engines.values():
             engine.close()
 
@@ -409,9 +413,9 @@ class EngineGroup:
             self.gateway.moved(worker_id, moved)
 
     def take_over(self, worker_id: str, adopted: AdoptedRequest) -> None:
-        """A request is read at the worker that has adopted it."""
+        """Attach the reader of a request to the worker that adopted it."""
         stream = self.streams[adopted.request_id]
-        # Only a lost worker knew which tokens its client has.
+        # Only the lost worker knew which tokens the client has received.
         known = self.owner[adopted.request_id] in self.engines
         if known and adopted.emitted_ids[: len(stream.tokens)] != stream.tokens:
             self.violations.append(f"{adopted.request_id} was adopted with other tokens")
@@ -427,7 +431,7 @@ class EngineGroup:
         self._look_for_stop(adopted.request_id)
 
     def note_token(self, worker_id: str, token: EmitToken) -> None:
-        """A token comes to the reader of its request."""
+        """Deliver a token to the reader of its request."""
         request_id = token.request_id
         stream = self.streams[request_id]
         if stream.aborted:

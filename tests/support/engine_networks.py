@@ -1,4 +1,4 @@
-"""What lies between the engines of an `EngineGroup`: queues that the group empties, or UCX."""
+"""Networks between the engines of an `EngineGroup`: queues that the group drains, or UCX."""
 
 import select
 from abc import ABC, abstractmethod
@@ -19,34 +19,34 @@ REST_S = 0.002
 
 
 class EngineNetwork(ABC):
-    """Makes the lanes of engines in one process; also their clock."""
+    """Creates the lanes of engines in one process, and is their clock."""
 
     @abstractmethod
     def lanes(self, identity: Identity) -> tuple[Lane, Lane]:
-        """The activation lane and the bulk lane of an engine; it closes them."""
+        """The activation and bulk lanes of an engine, which closes them."""
 
     @abstractmethod
     def now_s(self) -> float:
-        """The time of this turn; asked for once a turn."""
+        """The time of this turn; called once per turn."""
 
     @abstractmethod
     def deliveries(self) -> list[Callable[[], None]]:
-        """The deliveries that are possible now; calling one makes it happen."""
+        """The deliveries that are possible now, as callables."""
 
     @abstractmethod
     def rest(self) -> None:
-        """Nobody has anything to do until something arrives, or time passes."""
+        """Wait, as no engine has work until a frame arrives or time passes."""
 
     @abstractmethod
     def cut(self, worker_id: str) -> None:
-        """A worker has died; its lanes are about to be closed."""
+        """Cut the connections of a dead worker before its lanes are closed."""
 
 
 class QueueNetwork(EngineNetwork):
-    """Nothing moves by itself, no time passes but by turns: all is the group's choice."""
+    """Frames move only when the group delivers them, and time passes only by turns."""
 
     def __init__(self, turn_s: float = TURN_S) -> None:
-        """A turn lasts `turn_s`."""
+        """`turn_s`: duration of a turn."""
         self._activations = LocalNetwork(FrameCodec(KINDS))
         self._bulk = LocalNetwork(FrameCodec(BULK_KINDS))
         self._turn_s = turn_s
@@ -60,47 +60,47 @@ class QueueNetwork(EngineNetwork):
         return self._now_s
 
     def skip(self, seconds: float) -> None:
-        """Time passes in which nothing happens."""
+        """Advance the clock."""
         self._now_s += seconds
 
     def deliveries(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
+        deliveries: list[Callable[[], None]] = []
         for network in (self._activations, self._bulk):
             network.connect_pending()
-            found += [partial(network.deliver, *link) for link in network.waiting()]
-        return found
+            deliveries += [partial(network.deliver, *link) for link in network.waiting()]
+        return deliveries
 
     def rest(self) -> None:
-        return  # the next turn is later, that is all
+        return  # the clock advances with each turn
 
     def cut(self, worker_id: str) -> None:
         for network in (self._activations, self._bulk):
             network.cut(worker_id)
 
-    def part(self, one: str, other: str, tell: Collection[str]) -> None:
-        """The connections of a pair break; those in `tell` notice, the others by `tell_untold`."""
+    def part(self, first: str, other: str, notify: Collection[str]) -> None:
+        """Break the connections of a pair; those in `notify` notice, others by `notify_break`."""
         for network in (self._activations, self._bulk):
-            network.part(one, other, tell)
+            network.part(first, other, notify)
 
-    def separate(self, one: str, other: str) -> None:
-        """The connections of a pair break, and none is made any more."""
+    def separate(self, first: str, other: str) -> None:
+        """Break the connections of a pair permanently."""
         for network in (self._activations, self._bulk):
-            network.separate(one, other)
+            network.separate(first, other)
 
-    def tell_untold(self, one: str, other: str) -> None:
-        """The one of a pair that has not noticed a break notices it."""
+    def notify_break(self, first: str, other: str) -> None:
+        """Deliver the pending PeerLost events of a pair."""
         for network in (self._activations, self._bulk):
-            network.tell_untold(one, other)
+            network.notify_break(first, other)
 
 
 class UcxNetwork(EngineNetwork):
-    """Real lanes with their threads: the order of turns is seeded, the time of a frame is not.
+    """Real lanes with their threads: the order of turns is seeded, arrival times are not.
 
-    Raises UcxUnavailable when lanes are asked for.
+    `lanes` raises UcxUnavailable.
     """
 
     def __init__(self) -> None:
-        # A busy machine may keep a thread waiting for longer than the defaults.
+        # A busy machine may delay a thread for longer than the default timeouts.
         self._config = UcxLaneConfig(
             connect_timeout_s=60.0, hello_timeout_s=60.0, silence_timeout_s=60.0
         )

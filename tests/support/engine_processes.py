@@ -1,4 +1,4 @@
-"""Engines as processes that merge over UCX; the test is their servicers, and clients, itself."""
+"""Engine processes that merge over UCX; the test plays their servicers and clients."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -28,10 +28,10 @@ Groups = Sequence[Sequence[Stage]]
 
 @dataclass
 class Stream:
-    """What a client has seen of a request.
+    """A request and the output that its client has received.
 
-    `tokens` and `logprobs` by output index; `adopted`: the outputs that each new owner said it had.
-    `stop_after`: in the text of so many tokens the gateway finds a stop string.
+    `tokens` and `logprobs` by output index; `adopted`: the outputs that each new owner reported.
+    `stop_after`: number of output tokens after which the gateway detects a stop string.
     """
 
     request: Request
@@ -49,7 +49,7 @@ class Stream:
         return self.finish_reason is not None or self.aborted
 
     def output(self) -> list[int]:
-        """The tokens in order. Raises AssertionError on a gap, or if an owner had others."""
+        """The tokens in order. Raises AssertionError on a gap, or if an owner reported others."""
         assert set(self.tokens) == set(range(len(self.tokens))), "a token is missing"
         output = [self.tokens[index] for index in range(len(self.tokens))]
         for adopted in self.adopted:
@@ -67,28 +67,28 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether no request has a block, runs or waits."""
+        """Whether no request holds a block, runs or waits."""
         load = self.client.report.load
-        nobody = (load.running, load.waiting) == (0, 0)
-        return nobody and load.kv_blocks_free == load.kv_blocks_total
+        idle = (load.running, load.waiting) == (0, 0)
+        return idle and load.kv_blocks_free == load.kv_blocks_total
 
     @property
     def at_rest(self) -> bool:
-        """Whether it is idle, and all memory is what it was at the start."""
-        told = self.client.report
-        blocks, parameter_bytes = told.load.kv_blocks_total, told.parameter_bytes
+        """Whether it is idle, with the memory it had at the start."""
+        report = self.client.report
+        blocks, parameter_bytes = report.load.kv_blocks_total, report.parameter_bytes
         at_start = (self.facts.kv_blocks_total, self.facts.parameter_bytes)
         return self.idle and (blocks, parameter_bytes) == at_start
 
 
 class EngineProcesses:
-    """Some engines of one model; each starts as a group of its own."""
+    """Engine processes of one model; each starts in a group of its own."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.streams: dict[str, Stream] = {}
         self.groups: list[list[Stage]] = []
-        self.moved = 0  # requests that another engine went on with
+        self.moved = 0  # requests that continued at another engine
         self.preemptions = 0
         self._attempts = 0
         self._epoch = 0
@@ -103,10 +103,10 @@ class EngineProcesses:
         advertise: Mapping[str, str] | None = None,
         changes: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the processes, side by side; only `worker_id` and `run_dir` are their own.
+        """Start the processes concurrently; they differ in `worker_id` and `run_dir`.
 
         `advertise`: the hosts at which they reach each other's lanes; this machine by default.
-        `changes` to `config`, by name.
+        `changes`: overrides of `config`, by name.
         """
         run_dir = config.run_dir
         assert run_dir is not None
@@ -131,7 +131,7 @@ class EngineProcesses:
             await self._commit([[self.alone(name)]])
 
     async def stop(self) -> None:
-        """End the processes, in whatever state they are."""
+        """Stop the processes in any state."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -147,26 +147,26 @@ class EngineProcesses:
     # --- clients
 
     async def serve(self, request: Request, leader: str) -> None:
-        """Hand a request to a leader."""
+        """Submit a request to a leader."""
         assert request.request_id not in self.streams
         self.streams[request.request_id] = Stream(request, leader)
         await self.workers[leader].client.start_request(request)
 
     async def abort(self, request_id: str) -> None:
-        """The client hangs up; later owners are told, too."""
+        """Abort a request, also at later owners."""
         stream = self.streams[request_id]
         stream.aborted = True
         await self.workers[stream.owner].client.abort_request(request_id)
 
     def stop_after(self, request_id: str, tokens: int) -> None:
-        """A stop string ends with output token number `tokens`; the gateway aborts then."""
+        """Place a stop string at output token `tokens`, at which the gateway aborts the request."""
         self.streams[request_id].stop_after = tokens
         self._look_for_stop(self.streams[request_id])
 
     # --- changes
 
-    async def reconfigure(self, groups: Groups, *, give_up: bool = False) -> bool:
-        """Prepare and commit; False if a member has no room, or if given up on purpose."""
+    async def reconfigure(self, groups: Groups, *, abandon: bool = False) -> bool:
+        """Prepare and commit; False if a member refuses, or if `abandon` aborts the attempt."""
         names = [stage.worker_id for group in groups for stage in group]
         clients = [self.workers[name].client for name in names]
         while True:
@@ -177,7 +177,7 @@ class EngineProcesses:
                 *(client.prepare(command, DEADLINE_S) for client in clients)
             )
             errors = [answer.error for answer in answers if answer.error]
-            if not errors and not give_up:
+            if not errors and not abandon:
                 await self._commit(groups)
                 return True
             for client in clients:
@@ -187,12 +187,12 @@ class EngineProcesses:
             await self._next_news()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for it; looked at whenever an engine tells something. Raises TimeoutError."""
+        """Wait for a condition, checked after each frame of an engine. Raises TimeoutError."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 for task in self._tasks:
                     if task.done():
-                        task.result()  # an engine has ended: say so instead of waiting
+                        task.result()  # an engine has exited: fail instead of waiting
                 await self._next_news()
 
     async def _next_news(self) -> None:
@@ -203,7 +203,7 @@ class EngineProcesses:
     async def _commit(self, groups: Groups) -> None:
         self._epoch += 1
         names = {stage.worker_id for group in groups for stage in group}
-        kept = [one for one in self.groups if not any(s.worker_id in names for s in one)]
+        kept = [stages for stages in self.groups if not any(s.worker_id in names for s in stages)]
         self.groups = [*kept, *(list(group) for group in groups)]
         command = ApplyConfiguration(self._plans(groups, self._epoch))
         for name in names:
@@ -211,7 +211,9 @@ class EngineProcesses:
 
     def _plans(self, groups: Groups, epoch: int) -> list[GroupPlan]:
         return [
-            GroupPlan(f"group-{group[0].worker_id}", epoch, [self._plan_of(one) for one in group])
+            GroupPlan(
+                f"group-{group[0].worker_id}", epoch, [self._plan_of(stage) for stage in group]
+            )
             for group in groups
         ]
 
@@ -231,7 +233,7 @@ class EngineProcesses:
         self._tasks.add(asyncio.create_task(coroutine))
 
     def _note(self, name: str, progress: Progress) -> None:
-        """News of an engine."""
+        """Apply a progress frame of an engine."""
         for adopted in progress.adopted:
             stream = self.streams[adopted.request_id]
             stream.owner = name
@@ -257,7 +259,7 @@ class EngineProcesses:
         self._news.set()
 
     def _look_for_stop(self, stream: Stream) -> None:
-        found = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
-        if found and not stream.over:
+        complete = stream.stop_after is not None and len(stream.tokens) >= stream.stop_after
+        if complete and not stream.over:
             stream.aborted = True
             self._spawn(self.abort(stream.request.request_id))

@@ -1,8 +1,11 @@
 """An engine in a test's process: a real arena, planner, mover and model, over given lanes."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 from services.common.event_log import EventLog
@@ -27,18 +30,81 @@ from services.worker.engine.transfer.mover import Mover, MoverConfig
 from services.worker.engine.transfer.receiver import EpochStatusOf, Unpack
 from tests.support.engine_networks import EngineNetwork
 
+PIECE_BLOCKS = 3
+"""Blocks of a piece that a `SteppedCopier` copies, so that a job has several."""
+COPIER_TIMEOUT_S = 60.0
+
 
 class SteppedCopier(HostCopier):
-    """A copier without a thread, that can fail."""
+    """A copier of which each `step` runs up to the next piece, or to the end of a task.
 
-    failed = False
+    A thread of its own runs each task, but only within `step`, so that everything else may happen
+    between two pieces. `fail` ends it where it is. `seen` counts the jobs that were "cancelled",
+    "cancelled midway" and "lost midway", and copies whose blocks were "moved" between two pieces.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._piece_blocks = PIECE_BLOCKS
+        self._tasks_thread = ThreadPoolExecutor(max_workers=1)
+        self._task: Future[bool] | None = None
+        self._go, self._paused = Semaphore(0), Semaphore(0)
+        self._failed = False
+        self._blocks: dict[tuple[int, int], int] = {}  # (job, place) → device block
+        self.seen: Counter[str] = Counter()
 
     @property
     def is_alive(self) -> bool:
-        return not self.failed
+        return not self._failed
+
+    def fail(self) -> None:
+        """The copier's thread fails."""
+        self.seen["lost midway"] += self._task is not None
+        self._failed = True
+
+    def cancel(self, job: int) -> None:
+        known = self._jobs.get(job)
+        self.seen["cancelled"] += known is not None
+        self.seen["cancelled midway"] += known is not None and known not in self._tasks
+        super().cancel(job)
 
     def step(self, wait_s: float) -> bool:
-        return not self.failed and super().step(wait_s)
+        if not self._failed and (self._tasks or self._task is not None):
+            self._resume()
+        return not self._failed
+
+    def close(self) -> None:
+        super().close()
+        while self._task is not None:
+            self._resume()
+        self._tasks_thread.shutdown()
+
+    def _resume(self) -> None:
+        if self._task is None:
+            self._task = self._tasks_thread.submit(self._run_task)
+            self._task.add_done_callback(lambda _: self._paused.release())
+        self._go.release()
+        assert self._paused.acquire(timeout=COPIER_TIMEOUT_S), "the copier waits for something"
+        if self._task.done():
+            ended, self._task = self._task, None
+            ended.result()
+
+    def _run_task(self) -> bool:
+        self._go.acquire()
+        return super().step(0.0)
+
+    def _copy_piece(self, *piece: Any) -> None:
+        self._paused.release()
+        self._go.acquire()
+        super()._copy_piece(*piece)
+
+    def _device_blocks(self, job: Any, places: Sequence[int]) -> list[int]:
+        blocks = super()._device_blocks(job, places)
+        for place, block in zip(places, blocks, strict=True):
+            before = self._blocks.setdefault((job.command.job, place), block)
+            self.seen["moved"] += before != block
+            self._blocks[job.command.job, place] = block
+        return blocks
 
 
 @dataclass
@@ -49,10 +115,10 @@ class Engine:
     member: Member
     mover: Mover
     bulk: Lane
-    copier: SteppedCopier | None = None  # of KV to and from host memory
+    copier: SteppedCopier | None = None  # copies KV to and from host memory
 
     def close(self) -> None:
-        """Give its memory and descriptors back."""
+        """Release its memory and descriptors."""
         self.mover.close()
         if self.copier is not None:
             self.copier.close()
@@ -80,10 +146,11 @@ def make_engine(
     ships: bool = False,
     host_slots: int = 0,
 ) -> Engine:
-    """An engine without a configuration; it has no thread, and `now_s` is its clock.
+    """An engine without a configuration or a thread; `now_s` is its clock.
 
-    In `event_logs` it keeps a log. `machine` decides in its change-overs. `planner`: more fields of
-    the planner's configuration. `ships`: it ships KV of running requests. `host_slots`: KV blocks
+    It writes its event log to `event_logs`. `machine` is its change-over state machine. `planner`:
+    more fields of the planner's configuration. `ships`: it ships KV of running requests.
+    `host_slots`: KV blocks
     in host memory, for a planner that has `host`.
     """
     made_with = IterationConfig(
@@ -94,7 +161,7 @@ def make_engine(
         max_waiting=1000,
         min_microbatch_tokens=4,
         prefix_caching=prefix_caching,
-        **{"scheduling": Scheduling.FCFS, **(planner or {})},  # slo needs a cost model
+        **{"scheduling": Scheduling.FCFS, **(planner or {})},  # the policy slo needs a cost model
     )
     memory, worker_id = runner.stage_memory, identity.worker_id
     member_config = MemberConfig(
@@ -138,7 +205,7 @@ def make_engine(
 def _host(
     changeover: Changeover, stage: StageRunner, slots: int
 ) -> tuple[HostDriver, SteppedCopier]:
-    """Host copies of an engine; the copier has no thread."""
+    """Host copies of an engine, with a copier that has no thread."""
     tier, memory = changeover.planner.host, stage.runner.stage_memory
     assert tier is not None
     layers, layer_bytes = memory.num_layers, memory.kv_ranges[0].shape.size_bytes
@@ -149,8 +216,8 @@ def _host(
 
 
 def wrong_books(engines: Mapping[str, Engine]) -> list[str]:
-    """Stages of which a leader counts other blocks than they have; none are wrong at rest."""
-    found = []
+    """Stages whose block counts at the leader differ from their own; empty at rest."""
+    wrong = []
     for engine in engines.values():
         configuration, ledger = (
             engine.member.configuration,
@@ -163,11 +230,11 @@ def wrong_books(engines: Mapping[str, Engine]) -> list[str]:
             table = engines[stage.worker_id].member.state.table
             pool = table.pool
             if (used, capacity) != (table.block_count, pool.usable):
-                found.append(
+                wrong.append(
                     f"{stage.worker_id} uses {table.block_count} of {pool.usable} blocks,"
                     f" {engine.identity.worker_id} counts {used} of {capacity}"
                 )
-    return found
+    return wrong
 
 
 def check_engines(engines: Mapping[str, Engine]) -> None:
@@ -179,12 +246,12 @@ def check_engines(engines: Mapping[str, Engine]) -> None:
 
 
 def at_rest(engine: Engine) -> bool:
-    """Whether no request has a block, and nothing is in flight."""
+    """Whether no request holds a block, and nothing is in flight."""
     return not engine.member.state.table.seq_ids and not engine.member.state.in_flight
 
 
 def check_at_rest(engines: Mapping[str, Engine]) -> None:
-    """No block is taken, no transfer is open."""
+    """Check that no block is allocated and no transfer is open."""
     for engine in engines.values():
         table: StageTable = engine.member.state.table
         table.check_invariants()

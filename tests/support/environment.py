@@ -1,4 +1,4 @@
-"""Virtual environments for wheels that a test has built."""
+"""Virtual environments for wheels built by a test."""
 
 import json
 import os
@@ -21,7 +21,7 @@ print(json.dumps(found))
 
 
 class Environment:
-    """A fresh virtual environment that sees the packages of this one, but not this tree."""
+    """A fresh virtual environment with this environment's packages, but without this tree."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,8 +29,8 @@ class Environment:
         self.bin = folder / "bin"
         variables = {"base": str(folder), "platbase": str(folder)}
         self.packages = Path(sysconfig.get_path("purelib", vars=variables))
-        # Folders of a .pth file are searched, but .pth files in them are not read: so our own
-        # editable installation is not seen.
+        # Python searches folders listed in a .pth file without reading .pth files in them, so our
+        # editable installation stays hidden.
         (self.packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def install(self, wheel: Path) -> None:
@@ -38,11 +38,11 @@ class Environment:
         self._run(*command, "--quiet", "--no-deps", "--no-index", str(wheel))
 
     def imports(self, *names: str) -> dict[str, str | None]:
-        """The file of each module, None for one that cannot be imported."""
-        found: dict[str, str | None] = json.loads(
+        """The file of each module; None for modules that cannot be imported."""
+        files: dict[str, str | None] = json.loads(
             self._run(str(self.bin / "python"), "-c", IMPORTS, *names)
         )
-        return found
+        return files
 
     def command(self, *command: str) -> str:
         return self._run(str(self.bin / command[0]), *command[1:])

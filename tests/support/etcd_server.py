@@ -21,7 +21,7 @@ from tideserve.cli.certificates import Authority, write_pair
 READY_TIMEOUT_S = 60.0
 _STARTS_MAX = 3
 
-# Replaces itself by etcd, after asking the kernel to kill that when the test process dies. It is
+# Asks the kernel to kill etcd when the test process dies, then execs etcd. It is
 # not a preexec_fn because forking Python beside gRPC's threads can hang.
 _LAUNCHER = """
 import ctypes, os, sys
@@ -55,7 +55,7 @@ class EtcdServer:
     """
 
     def __init__(self, folder: Path, authority: Authority | None = None) -> None:
-        """With `authority` it speaks TLS only, with a certificate of it."""
+        """With `authority`, it serves TLS only, with a certificate issued by it."""
         self._folder = folder
         self._tls = authority is not None
         if authority is not None:
@@ -75,7 +75,7 @@ class EtcdServer:
 
     @property
     def ca_file(self) -> Path:
-        """The CA of its certificate, if it has one."""
+        """The CA of its certificate; None without TLS."""
         return self._folder / "ca.pem"
 
     @property
@@ -85,11 +85,11 @@ class EtcdServer:
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start and wait until it answers; the first start looks for free ports.
+        """Start and wait until it answers; the first start selects free ports.
 
         Raises:
             RuntimeError: if it does not answer; the message holds the end of its log.
@@ -102,13 +102,13 @@ class EtcdServer:
             if self._answers_in_time():
                 return
             self.kill()
-            # Somebody may have taken a port between the look and the start.
+            # Another process may have taken a port between its selection and the start.
             if not fresh or attempt == _STARTS_MAX - 1:
                 break
         raise RuntimeError(f"etcd did not start: {self._log.read_text()[-2000:]}")
 
     def spawn(self) -> None:
-        """Start without waiting for an answer."""
+        """Start without waiting for it to answer."""
         assert self._process is None, "etcd runs already"
         client, peer = self.url, f"http://127.0.0.1:{self._peer_port}"
         arguments = [
@@ -131,24 +131,24 @@ class EtcdServer:
             )
 
     def stop(self) -> None:
-        """End it with SIGTERM; no effect if it does not run."""
+        """Stop it with SIGTERM; no effect if it is not running."""
         if self._process is not None:
             self._process.terminate()
             self._reap()
 
     def kill(self) -> None:
-        """End it with SIGKILL; no effect if it does not run."""
+        """Kill it with SIGKILL; no effect if it is not running."""
         if self._process is not None:
             self._process.kill()
             self._reap()
 
     def copy_data(self, target: Path) -> None:
-        """Copy its data to a new folder; it must not run."""
+        """Copy its data to a new folder; it must be stopped."""
         assert self._process is None, "etcd runs"
         shutil.copytree(self._folder / "data", target)
 
     def replace_data(self, source: Path | None) -> None:
-        """Give it the data of a copy, or none; it must not run."""
+        """Replace its data by a copy, or delete it; it must be stopped."""
         assert self._process is None, "etcd runs"
         shutil.rmtree(self._folder / "data")
         if source is not None:
@@ -183,7 +183,7 @@ class EtcdServer:
 
 @contextmanager
 def running_etcd(authority: Authority | None = None) -> Iterator[EtcdServer]:
-    """A started etcd in a temporary folder; both go at the end. Use it in a fixture."""
+    """Run an etcd in a temporary folder, for use in a fixture."""
     with tempfile.TemporaryDirectory(prefix="tideserve-etcd-") as folder:
         server = EtcdServer(Path(folder), authority)
         server.start()
@@ -194,7 +194,7 @@ def running_etcd(authority: Authority | None = None) -> Iterator[EtcdServer]:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        return first.getsockname()[1], second.getsockname()[1]

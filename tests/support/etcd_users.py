@@ -1,4 +1,4 @@
-"""Users in an etcd for tests: each has the keys below its prefix, and its name for a password."""
+"""Users in an etcd for tests: each may access its key prefix, and its password is its name."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from tests.support.etcd_server import EtcdServer
 
 
 async def enable_users(etcd: EtcdServer, prefixes: Mapping[str, str]) -> None:
-    """Turn authentication on, with these users and root."""
+    """Enable authentication with these users and root."""
     trust = grpc.ssl_channel_credentials(etcd.ca_file.read_bytes())
     async with grpc.aio.secure_channel(etcd.endpoint, trust) as channel:
         auth = AuthService(channel)

@@ -1,4 +1,4 @@
-"""Lets a process run out of what a limit bounds: descriptors, or room for files."""
+"""Resource exhaustion by process limits: file descriptors and file sizes."""
 
 import os
 import resource
@@ -11,7 +11,7 @@ OWN = 0
 
 @contextmanager
 def no_free_descriptor() -> Iterator[None]:
-    """No descriptor can be opened in this block; those that are open keep working."""
+    """Prevent opening descriptors in this block; open descriptors keep working."""
     lowest_free = os.dup(0)
     os.close(lowest_free)
     with _limited(OWN, resource.RLIMIT_NOFILE, lowest_free):
@@ -20,10 +20,10 @@ def no_free_descriptor() -> Iterator[None]:
 
 @contextmanager
 def no_room_for_files(size_max: int = 0, pid: int = OWN) -> Iterator[None]:
-    """No file of the process can exceed `size_max`: a write is short or fails with EFBIG.
+    """Limit files of the process to `size_max`: larger writes are short or fail with EFBIG.
 
-    Like a full disk, but without a file system of its own, which needs root. Processes that it
-    starts in this block inherit the limit.
+    Resembles a full disk without a mounted file system, which needs root. Processes started in this
+    block inherit the limit.
     """
     with _limited(pid, resource.RLIMIT_FSIZE, size_max):
         yield
@@ -36,6 +36,6 @@ def _limited(pid: int, kind: int, soft: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # The process may have ended in the block.
+        # The process may have exited in the block.
         with suppress(ProcessLookupError):
             resource.prlimit(pid, kind, (before, hard))

@@ -19,13 +19,13 @@ def samples(text: str) -> Samples:
     }
 
 
-def value(found: Samples, name: str, **labels: str) -> float | None:
-    """One sample, None if it is not there."""
-    return found.get((name, tuple(sorted(labels.items()))))
+def value(metrics: Samples, name: str, **labels: str) -> float | None:
+    """The value of a sample; None if missing."""
+    return metrics.get((name, tuple(sorted(labels.items()))))
 
 
 def collected(collector: Collector) -> Samples:
-    """What a collector says now."""
+    """The current samples of a collector."""
     registry = CollectorRegistry()
     registry.register(collector)
     return samples(generate_latest(registry).decode())
@@ -33,4 +33,4 @@ def collected(collector: Collector) -> Samples:
 
 def families(collectors: Iterable[Collector]) -> dict[str, Metric]:
     """The families of collectors by name."""
-    return {family.name: family for one in collectors for family in one.collect()}
+    return {family.name: family for collector in collectors for family in collector.collect()}

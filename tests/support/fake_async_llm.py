@@ -1,4 +1,4 @@
-"""vLLM's `AsyncLLM` as an engine's adapter sees it: a test says what each request gets and when."""
+"""A fake of vLLM's `AsyncLLM`: the test supplies each request's outputs."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -85,9 +85,9 @@ class FakeLora:
 
 @dataclass
 class FakeAsyncLLM:
-    """`given`: prompt and parameters of each request; `aborted`: whose reader was cancelled.
+    """`given`: prompt and parameters by request; `aborted`: requests whose reader was cancelled.
 
-    `priorities` and `loras`: those of each request. `weights`: contents of the weights files of the
+    `priorities` and `loras` by request. `weights`: contents of the weights files of the
     adapters that are loaded, by id. Loads wait for `loads`, and fail with the text in `rejects`.
     """
 
@@ -109,9 +109,9 @@ class FakeAsyncLLM:
         self.answers.set()
         self.loads.set()
 
-    def tell(self, request_id: str, *told: FakeOutput | Exception) -> None:
-        for one in told:
-            self._queues[request_id].put_nowait(one)
+    def emit(self, request_id: str, *results: FakeOutput | Exception) -> None:
+        for result in results:
+            self._queues[request_id].put_nowait(result)
 
     async def generate(
         self,
@@ -129,11 +129,11 @@ class FakeAsyncLLM:
         self.loras[request_id] = lora_request
         try:
             while True:
-                told = await queue.get()
-                if isinstance(told, Exception):
-                    raise told
-                yield told
-                if told.finished:
+                result = await queue.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+                if result.finished:
                     return
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.append(request_id)
@@ -163,11 +163,11 @@ class FakeAsyncLLM:
 
 
 class FakeSocket:
-    """The adapter's end; `to_engine` and `told` are the servicer's."""
+    """The adapter's socket; `to_engine` and `received` are the servicer's side."""
 
     def __init__(self) -> None:
         self.to_engine: asyncio.Queue[bytes] = asyncio.Queue()
-        self.told: list[Progress | Prepared] = []
+        self.received: list[Progress | Prepared] = []
 
     async def recv(self) -> bytes:
         return await self.to_engine.get()
@@ -175,13 +175,13 @@ class FakeSocket:
     async def send(self, frame: bytes) -> None:
         decoded = from_engine_decoder.decode(frame)
         assert isinstance(decoded, Progress | Prepared)
-        self.told.append(decoded)
+        self.received.append(decoded)
 
 
 class AdapterOnTest:
-    """An adapter that runs, between a servicer and a vLLM that are the test itself.
+    """A running adapter between a servicer and a vLLM that the test plays.
 
-    `opened`: another engine than that vLLM.
+    `opened`: an engine to use instead of the fake vLLM.
     """
 
     def __init__(
@@ -213,23 +213,23 @@ class AdapterOnTest:
         self.socket.to_engine.put_nowait(encode(frame))
 
     @property
-    def told(self) -> list[Progress]:
-        return [frame for frame in self.socket.told if isinstance(frame, Progress)]
+    def progress(self) -> list[Progress]:
+        return [frame for frame in self.socket.received if isinstance(frame, Progress)]
 
     async def until_received(self, *request_ids: str) -> Progress:
-        """The frame that tells of the last of them; its report counts all of them."""
+        """Wait for the frame that acknowledges the last of these requests."""
 
-        def found() -> Progress | None:
-            seen = {one for frame in self.told for one in frame.received}
-            return self.told[-1] if seen >= set(request_ids) else None
+        def answering() -> Progress | None:
+            seen = {request_id for frame in self.progress for request_id in frame.received}
+            return self.progress[-1] if seen >= set(request_ids) else None
 
-        return await eventually(found, interval_s=0.001)
+        return await eventually(answering, interval_s=0.001)
 
     async def settled(self) -> Progress:
-        """The newest frame once everything that is on its way was told."""
-        before = len(self.told)
-        # It has no effect, and the adapter tells what there is to tell.
-        self.send(AbortRequest("nobody"))
+        """The newest frame after all pending output was published."""
+        before = len(self.progress)
+        # An abort of an unknown request has no effect, but makes the adapter publish.
+        self.send(AbortRequest("unknown"))
         return await eventually(
-            lambda: self.told[-1] if len(self.told) > before else None, interval_s=0.001
+            lambda: self.progress[-1] if len(self.progress) > before else None, interval_s=0.001
         )

@@ -1,4 +1,4 @@
-"""Everything behind a gateway, faked: scheduler, workers and memory manager over real gRPC."""
+"""Fakes of a gateway's backends: scheduler, workers and memory manager over real gRPC."""
 
 import asyncio
 from collections import Counter
@@ -23,25 +23,25 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 METADATA = TAKES_MANY
-"""What the fakes say at the start of a stream; () are services of the last release."""
+"""Capabilities that the fakes announce at the start of a stream; () for the last release."""
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Sends every request to the workers in turn, unless told otherwise."""
+    """Assigns requests to the workers round robin, unless configured otherwise."""
 
     def __init__(self, workers: "Sequence[FakeWorker]") -> None:
         self.workers = workers
         self.asks: list[scheduler_pb2.Ask] = []
         self.withdrawn: list[str] = []
-        # The workers whose loads were passed on, and how many asks had come before.
+        # Workers whose loads were forwarded, each with the number of asks before it.
         self.loads: list[tuple[str, int]] = []
-        # A frozen one takes frames and says nothing; a holding one gives tickets only.
+        # `frozen`: reads frames and sends nothing; `holding`: sends tickets only.
         self.frozen = False
         self.holding = False
         self.refusal: scheduler_pb2.Refusal | None = None
         self.queued = 0
         self.streams = 0
-        # Parts of the heartbeat, and reported outcomes. With `deaf`, estimated asks get no answer.
+        # Parts of the heartbeat, and reported outcomes. `deaf`: estimated asks get no answer.
         self.class_waits: list[scheduler_pb2.ClassWait] = []
         self.wants_outcomes = False
         self.outcomes: list[scheduler_pb2.Outcome] = []
@@ -142,7 +142,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 @dataclass(eq=False)
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers every prompt with the tokens that `script` gives for its ids."""
+    """Answers every prompt with the tokens that `script` returns for its ids."""
 
     worker_id: str
     script: Callable[[Sequence[int]], Sequence[int]]
@@ -153,40 +153,40 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     starts: list[worker_pb2.Start] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     active: set[str] = field(default_factory=set)
-    # The token at which everything waits until the test says go.
+    # The token at which all streams pause until the test resumes them.
     pause_at: int | None = None
     go: asyncio.Event = field(default_factory=asyncio.Event)
     finish: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_LENGTH
-    # The message of a request that ends by an error.
+    # The message of requests that fail.
     broken: str = "it broke"
     stale_times: int = 0
-    # So many requests are given back, if they may be.
+    # Number of resumable requests to return.
     return_times: int = 0
-    # Tokens beyond what was asked for.
+    # Tokens beyond the requested number.
     generate_more: int = 0
-    # Requests fail after so many tokens of this worker, unless they end before, and as what.
+    # Number of tokens after which requests of this worker fail, and the reason.
     fails_after: int | None = None
     failure: "worker_pb2.FinishReason" = worker_pb2.FINISH_REASON_ERROR
     kv_lost: bool = False
     leaving: bool = False
-    # Losses of its upstream server under each request that fails.
+    # Upstream server losses reported with each failed request.
     server_losses: int = 0
-    # Where requests that fail as RETURNED go on.
+    # Where requests that fail as RETURNED continue.
     go_to: "FakeWorker | None" = None
-    hand_to: "FakeWorker | None" = None  # to which the scheduler wants its requests handed over
+    hand_to: "FakeWorker | None" = None  # the scheduler's target for handing requests over
     # The index after the last token that was emitted.
     emitted: int = 0
-    # Where its requests go on, and the token before which they do.
+    # Where its requests move, and before which token.
     moves_to: "FakeWorker | None" = None
     move_at: int = 0
-    # Traceparent of the change that moves them, and the times that the last event tells.
+    # Traceparent of the change that moves them, and the times in the last event.
     moved_by: str = ""
     times: worker_pb2.RequestTimes | None = None
-    # Requests of other workers that go on here, and the attaches of their gateways.
+    # Requests of other workers that continue here, and the attaches of their gateways.
     adopted: dict[str, worker_pb2.Start] = field(default_factory=dict)
     attaches: list[worker_pb2.Attach] = field(default_factory=list)
     address: str = ""
-    # Further fields of its registration.
+    # Additional fields of its registration.
     record: dict[str, Any] = field(default_factory=dict)
     calls: set["asyncio.Task[None]"] = field(default_factory=set)
 
@@ -202,7 +202,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             while (event := await outbox.get()) is not None:
                 events = {event.request_id: event}
-                # As a worker does: everything of one step in one message.
+                # As a worker does: all events of a step in one message.
                 while not outbox.empty() and (event := outbox.get_nowait()) is not None:
                     if event.request_id in events:
                         yield self._frame(events.values())
@@ -224,12 +224,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return frame
 
     def hang_up(self) -> None:
-        """End every stream, as a dying worker does."""
+        """Close every stream, as a dying worker does."""
         for reading in list(self.calls):
             reading.cancel()
 
     def die(self) -> None:
-        """End every stream, and fail what comes later."""
+        """Close every stream, and fail later calls."""
         self.pause_at, self.fails_after = None, 0
         self.hang_up()
 
@@ -357,7 +357,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def place(self) -> worker_pb2.GoTo:
-        """This worker, as the place where a request continues."""
+        """This worker as the target of a moved request."""
         return worker_pb2.GoTo(
             worker_id=self.worker_id,
             address=self.address,
@@ -368,7 +368,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def _told(
         self, start: worker_pb2.Start, first_index: int, token_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """Log probabilities, if they are asked for."""
+        """Log probabilities, if requested."""
         fields: dict[str, Any] = {}
         if start.logprobs.HasField("output_top"):
             top = start.logprobs.output_top
@@ -381,7 +381,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 def fake_logprobs(token_id: int, top: int) -> worker_pb2.TokenLogprobs:
-    """What is told of a token: less the larger its id; the likeliest are always 3, 4, …"""
+    """Log probabilities that fall with the token id; the most likely ids are always 3, 4, …"""
     return worker_pb2.TokenLogprobs(
         logprob=-token_id / 64,
         rank=token_id - 2,
@@ -462,7 +462,7 @@ async def running_service(
 
 @dataclass
 class FakeCluster:
-    """The fakes, and the means to take scheduler and memory manager down."""
+    """The fakes, with methods to start and stop scheduler and memory manager."""
 
     store: Store
     scheduler: FakeScheduler
@@ -498,11 +498,11 @@ class FakeCluster:
         )
 
     async def stop_memmgr(self) -> None:
-        """End and deregister the memory manager."""
+        """Stop and deregister the memory manager."""
         await self._memmgr_stack.aclose()
 
     async def stop_scheduler(self) -> None:
-        """End and deregister the scheduler."""
+        """Stop and deregister the scheduler."""
         await self._scheduler_stack.aclose()
 
 
@@ -514,7 +514,7 @@ async def fake_cluster(
     others: Sequence[FakeWorker] = (),
     **record: Any,
 ) -> AsyncIterator[FakeCluster]:
-    """Scheduler, memory manager and workers during the body; `others`: of further models."""
+    """Run scheduler, memory manager and workers; `others` are workers of other models."""
     async with AsyncExitStack() as stack:
         fakes = [*(FakeWorker(f"w{number}", script) for number in range(workers)), *others]
         for fake in fakes:

@@ -1,7 +1,7 @@
-"""CUDA's virtual memory management as a GPU was seen to do it, over pages of a memory file.
+"""CUDA's virtual memory management, emulated over pages of a memory file.
 
-It refuses what an H200 has refused (benchmarks/results/gpu-h200.json): to map over what is mapped,
-to give access over a hole, to unmap a part of a chunk. Memory without access crashes, as there.
+It refuses what an H200 refused (benchmarks/results/gpu-h200.json): to map over a mapping, to grant
+access across a hole, to unmap part of a chunk. As there, memory without access crashes.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ CHUNKS = 256
 
 
 class FakeCudaDriver:
-    """As `CudaDriver`; `chunks_max` is what the device has memory for."""
+    """As `CudaDriver`; `chunks_max` is the device's memory in chunks."""
 
     def __init__(self, granularity_bytes: int = PAGESIZE, chunks_max: int = CHUNKS) -> None:
         self.granularity_bytes = granularity_bytes
@@ -26,9 +26,9 @@ class FakeCudaDriver:
         self.chunks: set[int] = set()
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
-        # Ends all copies.
+        # Called to finish all copies.
         self.end_copies: Callable[[], None] = lambda: None
-        # Fails if a stream uses memory that is about to be unmapped.
+        # Called before unmapping; fails if a stream uses the memory.
         self.check_unused: Callable[[int, int], None] = lambda address, size_bytes: None
 
     def create(self, size_bytes: int) -> int:
@@ -51,7 +51,7 @@ class FakeCudaDriver:
 
     def free(self, address: int, size_bytes: int) -> None:
         assert self.reserved.pop(address) == size_bytes
-        assert not any(address <= one < address + size_bytes for one in self.mapped)
+        assert not any(address <= chunk < address + size_bytes for chunk in self.mapped)
 
     def map(self, address: int, size_bytes: int, handle: int) -> None:
         assert size_bytes == self.granularity_bytes and handle in self.chunks
@@ -61,14 +61,14 @@ class FakeCudaDriver:
         self.mapped[address] = handle
 
     def allow(self, address: int, size_bytes: int) -> None:
-        for one in self._whole(address, size_bytes):
-            self._file._map_address(one, self.mapped[one], 1)
+        for chunk in self._whole(address, size_bytes):
+            self._file._map_address(chunk, self.mapped[chunk], 1)
 
     def unmap(self, address: int, size_bytes: int) -> None:
         self.check_unused(address, size_bytes)
-        for one in self._whole(address, size_bytes):
-            del self.mapped[one]
-            self._file._unmap_address(one, self.granularity_bytes)
+        for chunk in self._whole(address, size_bytes):
+            del self.mapped[chunk]
+            self._file._unmap_address(chunk, self.granularity_bytes)
 
     def wait(self) -> None:
         self.end_copies()
@@ -77,8 +77,8 @@ class FakeCudaDriver:
         return tensor_over(address, size_bytes, torch.device("cpu"))
 
     def _whole(self, address: int, size_bytes: int) -> Iterator[int]:
-        """The chunks of an interval without a hole."""
+        """The chunks of a contiguous interval."""
         places = range(address, address + size_bytes, self.granularity_bytes)
-        if size_bytes % self.granularity_bytes or not all(one in self.mapped for one in places):
+        if size_bytes % self.granularity_bytes or not all(place in self.mapped for place in places):
             raise DeviceError("failed with CUDA_ERROR_INVALID_VALUE")
         yield from places

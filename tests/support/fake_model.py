@@ -1,4 +1,4 @@
-"""A model of integers over a real stage memory: its tokens tell whether layers read the right KV.
+"""An integer model over a real stage memory: its tokens reveal whether layers read the right KV.
 
 A layer stores its input at each position as K, and its output at a position is a hash of K at all
 positions up to that. So a token depends on every value that every layer has stored for its request.
@@ -70,17 +70,17 @@ def fake_memory(config: RunnerConfig = FAKE) -> StageMemory:
 
 @dataclass
 class FakeSampler:
-    """Remembers nothing but whom it was told to keep."""
+    """A sampler that records only which requests it was asked to keep."""
 
     kept: list[str] = field(default_factory=list)
 
     def keep_only(self, request_ids: Any) -> None:
-        """Forget all others."""
+        """Forget all other requests."""
         self.kept = sorted(request_ids)
 
 
 class FakeRunner:
-    """Runs a stage; `before_run` is called first. For `load_fake`."""
+    """Runs a stage, after calling `before_run`. Used by `load_fake`."""
 
     block_size = SHAPE.block_size
 
@@ -167,12 +167,12 @@ def hashed(keys: torch.Tensor) -> torch.Tensor:
 
 
 def load_fake(config: RunnerConfig) -> ModelRunner:
-    """A `FakeRunner`, with as much of a `ModelRunner` as a member needs."""
+    """A `FakeRunner` with the parts of a `ModelRunner` that a member uses."""
     return cast(ModelRunner, FakeRunner(config))
 
 
 def expected_tokens(prompt: tuple[int, ...], count: int) -> list[int]:
-    """What an undisturbed run gives."""
+    """The tokens of an undisturbed run."""
     tokens = list(prompt)
     for _ in range(count):
         hidden = torch.tensor(tokens)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server of a few lines: it streams numbers, refuses or breaks as told."""
+"""A small OpenAI-compatible server that streams numbers, refuses or fails as configured."""
 
 import json
 import threading
@@ -39,11 +39,11 @@ class FakeOpenAI(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: FakeOpenAI
     protocol_version = "HTTP/1.1"
-    # Else each small write waits for the acknowledgement of the one before.
+    # Without this, each small write waits for the previous acknowledgement.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        """Models and `pages`; there are no metrics."""
+        """Serve models and `pages`; metrics are missing."""
         if self.path in self.server.pages:
             self._whole(200, json.dumps(self.server.pages[self.path]).encode())
         elif self.path == "/v1/models":
@@ -52,25 +52,25 @@ class _Handler(BaseHTTPRequestHandler):
             self._whole(404, b"{}")
 
     def do_POST(self) -> None:
-        """A completion; there are no batches."""
+        """Serve a completion; batches are missing."""
         content = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/v1/files":
             self._whole(501, b'{"error": {"message": "no"}}')
             return
         body = json.loads(content)
         self.server.received.append(body)
-        what = self.server.behaviour.get(body["prompt"][0])
-        if isinstance(what, int):
-            self._whole(what, b'{"error": {"message": "no"}}')
+        behaviour = self.server.behaviour.get(body["prompt"][0])
+        if isinstance(behaviour, int):
+            self._whole(behaviour, b'{"error": {"message": "no"}}')
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("X-Request-Id", f"cmpl-{len(self.server.received)}")
         self.end_headers()
-        if what == "silent":
+        if behaviour == "silent":
             self.server.ending.wait()
-        tokens = 1 if what == "short" else body["max_tokens"]
-        for event in _events(tokens, what, body.get("return_token_ids", False)):
+        tokens = 1 if behaviour == "short" else body["max_tokens"]
+        for event in _events(tokens, behaviour, body.get("return_token_ids", False)):
             data = f"data: {event}\n\n".encode()
             self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
         self.wfile.write(b"0\r\n\r\n")
@@ -84,17 +84,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Suppress the access log."""
 
 
-def _events(tokens: int, what: str | None, ids: bool) -> Iterator[str]:
+def _events(tokens: int, ending: str | None, ids: bool) -> Iterator[str]:
     for index in range(tokens):
         reason = "length" if index == tokens - 1 else None
         choice: dict[str, Any] = {"index": 0, "text": f"{index} ", "finish_reason": reason}
         yield json.dumps({"choices": [choice | ({"token_ids": [index]} if ids else {})]})
-        if what == "cut":
+        if ending == "cut":
             return
-        if what == "error":
+        if ending == "error":
             yield json.dumps({"error": {"message": "the worker is gone"}})
             return
     usage = {"prompt_tokens": 1, "completion_tokens": tokens}

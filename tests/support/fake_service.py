@@ -1,7 +1,7 @@
-"""Stands in for any service: answers like a gateway, or just lives, and dies as it was told.
+"""A stand-in for any service: answers like a gateway or only runs, and exits as configured.
 
-Run as `python -m tests.support.fake_service --config FILE --with-parent PID`, as the real ones.
-Its own keys of the configuration: fake_exit (end at once with this code, after fake_sentence),
+Started like real services: `python -m tests.support.fake_service --config FILE --with-parent PID`.
+Its own configuration keys: fake_exit (exit at once with this code, after printing fake_sentence),
 fake_deaf (ignore SIGTERM), fake_unready (never ready), fake_child (start a process of its own).
 """
 
@@ -31,7 +31,7 @@ STATUS = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A gateway's routes, as far as the command uses them."""
+    """The gateway's routes that the command uses."""
 
     config: dict[str, Any]
 
@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress the access log."""
 
     def _event(self, event: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Live until SIGTERM."""
+    """Run until SIGTERM."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--with-parent", type=int, required=True)

@@ -1,4 +1,4 @@
-"""A stage's memory without tensors: which KV of which sequence is in each block of each layer.
+"""A stage's memory without tensors: it records which sequence's KV is in each block and layer.
 
 It drops, keeps and restores layers as `StageMemory` does, in units: a block of one layer takes one,
 a layer's parameters `slab_units`.
@@ -19,21 +19,21 @@ from services.core.planner.block_table import BlockMove
 BLOCK_SIZE = 2
 
 Content = tuple[str, tuple[int, ...]]
-"""A block of one layer: the sequence, and one number for the KV of each of its tokens there."""
+"""A block of a layer: the sequence, and a number for the KV of each of its tokens there."""
 
 
 class Violated(AssertionError):
-    """Something has happened that must not."""
+    """An invariant does not hold."""
 
 
-def require(holds: bool, what: str) -> None:
+def require(holds: bool, message: str) -> None:
     """Raise Violated unless it holds."""
     if not holds:
-        raise Violated(what)
+        raise Violated(message)
 
 
 class FakeMemory:
-    """The memory of a worker that begins with all layers, each with `blocks` blocks."""
+    """The memory of a worker that starts with all layers, each with `blocks` blocks."""
 
     def __init__(self, num_layers: int, blocks: int, slab_units: int) -> None:
         self.num_layers = num_layers
@@ -49,7 +49,7 @@ class FakeMemory:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every layer of the stage has."""
+        """Number of blocks per layer of the stage."""
         return min(self.blocks[layer] for layer in self.layers)
 
     @property
@@ -59,7 +59,7 @@ class FakeMemory:
         return [layer for layer, blocks in self.blocks.items() if blocks and layer not in kept]
 
     def check_invariants(self) -> None:
-        """What is there fits, and the stage can run."""
+        """Check that the contents fit, and that the stage can run."""
         require(self._free >= 0, "there is more than the memory holds")
         require(self.slabs >= set(self._slabs_of(self.layers.start, self.layers.stop)), "no slab")
         require(all(block < self.blocks[layer] for layer, block in self.kv), "KV without memory")
@@ -81,7 +81,7 @@ class FakeMemory:
         return StageSwitched(self.num_blocks, bool(self.departed_layers))
 
     def release_departed(self, blocks: int) -> DepartedReleased:
-        """Take what departed layers have from block `blocks` on."""
+        """Release the blocks of departed layers from block `blocks` on."""
         for layer in self.departed_layers:
             self._cut(layer, blocks)
         self._grow()
@@ -90,7 +90,7 @@ class FakeMemory:
     # --- a restore
 
     def measure(self, first_layer: int, end_layer: int) -> RestoreMeasured:
-        """What a stage of these layers needs beside the present one."""
+        """The memory that a stage of these layers needs beside the current stage."""
         layers = {*self.layers, *range(first_layer, end_layer)}
         missing = [name for name in self._slabs_of(first_layer, end_layer) if not self._has(name)]
         returning = sorted(set(range(first_layer, end_layer)) - set(self.layers))
@@ -98,25 +98,25 @@ class FakeMemory:
         return RestoreMeasured(blocks, tuple(missing), tuple(returning))
 
     def shrink(self, blocks: int, used: int) -> None:
-        """Keep so many blocks."""
+        """Shrink to `blocks` blocks."""
         require(used <= blocks, "owned blocks would go")
         self._blocks_max = blocks
         for layer in self.layers:
             self._cut(layer, blocks)
 
     def map_slab(self, name: str) -> None:
-        """Put memory behind a slab."""
+        """Map memory for a slab."""
         if not self._has(name) and name not in self.filling:
             self.filling.add(name)
             require(self._free >= 0, f"no memory for {name}")
 
     def finish_slab(self, name: str) -> None:
-        """It may run."""
+        """Mark a slab as loaded."""
         self.filling.remove(name)
         self.slabs.add(name)
 
     def map_kv(self, layers: Iterable[int]) -> KvMapped:
-        """Give layers that come back as many blocks as the stage has."""
+        """Map as many blocks for restored layers as the stage has."""
         require(not set(layers) & set(self.departed_layers), "old KV of a layer is still here")
         blocks = self.num_blocks
         for layer in layers:
@@ -126,7 +126,7 @@ class FakeMemory:
         return KvMapped()
 
     def undo(self) -> RestoreUndone:
-        """Take a restore back."""
+        """Undo a restore."""
         self.slabs &= set(self._slabs_of(self.layers.start, self.layers.stop))
         self.filling.clear()
         for layer in self._arriving:
@@ -146,13 +146,13 @@ class FakeMemory:
     # --- KV
 
     def read(self, layer: int, block_ids: Sequence[int], name: str, count: int) -> tuple[int, ...]:
-        """The KV of a sequence's first `count` positions, as this layer has it."""
-        found: list[int] = []
+        """The KV of a sequence's first `count` positions in this layer."""
+        tokens_read: list[int] = []
         for block in block_ids[: -(-count // BLOCK_SIZE)]:
-            owner, tokens = self.kv.get((layer, block), ("nobody", ()))
+            owner, tokens = self.kv.get((layer, block), ("", ()))
             require(owner == name, f"block {block} of layer {layer} has KV of {owner}, not {name}")
-            found += tokens
-        return tuple(found[:count])
+            tokens_read += tokens
+        return tuple(tokens_read[:count])
 
     def write(
         self, layer: int, block_ids: Sequence[int], name: str, start: int, tokens: Sequence[int]
@@ -166,12 +166,12 @@ class FakeMemory:
             self.kv[layer, block] = (name, (*before, token))
 
     def pack(self, layer: int, block: int) -> Content:
-        """A block, to be sent."""
+        """The content of a block to send."""
         require((layer, block) in self.kv, f"block {block} of layer {layer} is sent, and not here")
         return self.kv[layer, block]
 
     def unpack(self, layer: int, block: int, content: Content) -> None:
-        """A block that was sent."""
+        """Store a received block."""
         require(block < self.blocks[layer], f"layer {layer} has no block {block}")
         self.kv[layer, block] = content
 

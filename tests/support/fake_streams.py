@@ -1,8 +1,8 @@
-"""The two streams of a GPU, over the memory of a `FakeCudaDriver`: a strict log of what they run.
+"""The two streams of a GPU over the memory of a `FakeCudaDriver`, with a log of their work.
 
-Work runs at once. A copy runs as late as its events allow, or earlier by the choice of a seed: what
-a copy reads or overwrites must then be what it was when the copy was started, and be mapped there.
-A wait of a thread fails while a watched lock is held.
+Work runs at once. A copy runs as late as its events allow, or earlier at random. The memory that a
+copy reads or overwrites must then be mapped and unchanged since the copy was started. A thread must
+not wait for the device while it holds a watched lock.
 """
 
 import random
@@ -19,7 +19,7 @@ from tests.support.fake_cuda_driver import FakeCudaDriver
 
 @dataclass
 class _Copy:
-    """A copy that was started: where it reads or writes device memory, and what was there."""
+    """A started copy: the device memory that it reads or writes, and its content at the start."""
 
     run: Callable[[], object]
     places: list[tuple[int, int]]  # address, size in bytes
@@ -32,7 +32,7 @@ class _Copy:
 
 
 class FakeEvent:
-    """A point in a stream; `number`: of the copies or of the works before it."""
+    """An event in a stream; `number`: copies or work items before it."""
 
     def __init__(self, streams: "FakeStreams", stream: str, number: int) -> None:
         self._streams = streams
@@ -58,7 +58,7 @@ class FakeEvent:
 
 
 class FakeStreams:
-    """As `CudaStreams`. `locks`: those that no thread may hold while it waits for the device."""
+    """As `CudaStreams`. `locks` must not be held while a thread waits for the device."""
 
     def __init__(self, driver: FakeCudaDriver, seed: int = 0) -> None:
         self.locks: list[Lock] = []
@@ -118,11 +118,11 @@ class FakeStreams:
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._start("write", lambda: target.copy_(source), target[None], torch.zeros(1).long())
 
-    def note(self, what: str, stream: str, number: int) -> None:
-        self.log.append((what, stream, number))
+    def note(self, event: str, stream: str, number: int) -> None:
+        self.log.append((event, stream, number))
 
     def run_some(self) -> None:
-        """Run some of the copies that were started."""
+        """Run a random number of the started copies."""
         self.run_until(self.ran + self._rng.randint(0, len(self._pending)))
 
     def run_until(self, number: int) -> None:
@@ -142,7 +142,7 @@ class FakeStreams:
         self.note(name, "copies", self._started)
         size = rows[:1].numel() * rows.element_size()
         places = [(rows.data_ptr() + row * size, size) for row in index.tolist()]
-        # Earlier copies of the same rows are a part of what this copy finds.
+        # Earlier copies of the same rows must run first.
         self.run_overlapping(places)
         handles = self._handles(places)
         self._pending.append(_Copy(run, places, partial(rows.__getitem__, index), handles))

@@ -1,4 +1,4 @@
-"""A small file system of its own for a cluster's folder, which a test fills."""
+"""A small file system for a cluster's folder, which a test fills."""
 
 import subprocess
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ SIZE = "320m"
 
 
 class SmallDisk:
-    """A file system in memory that is mounted at `folder`."""
+    """An in-memory file system mounted at `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._filler = folder / "filler"
@@ -26,7 +26,7 @@ class SmallDisk:
                         continue
 
     def free(self) -> None:
-        """Make room again."""
+        """Free the space."""
         self._filler.unlink(missing_ok=True)
 
 

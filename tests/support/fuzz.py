@@ -1,6 +1,6 @@
-"""Random bodies of requests, good and bad ones mixed, drawn from the schemas of what is read.
+"""Random request bodies, valid and invalid, drawn from the API's schemas.
 
-Seeded: a body that failed can be drawn again.
+Seeded, so that failures can be reproduced.
 """
 
 import random
@@ -16,18 +16,18 @@ from tests.support.bad_inputs import VOCABULARY
 _KINDS = {"chat": (ChatRequest, CHAT), "completion": (CompletionRequest, COMPLETION)}
 SCHEMAS = {endpoint: kind.model_json_schema() for endpoint, (kind, _) in _KINDS.items()}
 TEXTS = ["hi", "x", " ", "\0", "é日本語", "a b c", "\n", "the tide", "<|im_end|>", "\U0001f30a" * 9]
-# None of them is right everywhere, some are nowhere.
+# None is valid for every field; some are valid for none.
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 1.5, -0.0, 17, 21, 2**31, 2**63, -(2**63) - 1, 2**64, 1e308),
     *("", "x", "x" * 300, "1", "\ud800", "\0", "null", [], [[]], [None], {}, {"a": 1}, {"": []}),
     *([0] * 500, ["a"] * 200, {"1": "x"}, [[[[[[[[1]]]]]]]], {"type": "json_schema"}),
 ]
-# Cheap, so that requests end soon, and within the context of the fakes.
+# Cheap values, within the context length of the fakes.
 TOKENS_MAX = 24
 
 
 def random_body(rng: random.Random, endpoint: str, bad: float = 0.06) -> dict[str, Any]:
-    """A body for "chat" or "completion"; each of its fields is junk with the chance `bad`."""
+    """A body for "chat" or "completion"; each field is junk with probability `bad`."""
     schema = SCHEMAS[endpoint]
     fields = list(schema["properties"])
     body: dict[str, Any] = {"max_tokens": rng.randint(1, TOKENS_MAX)}
@@ -46,12 +46,12 @@ def random_body(rng: random.Random, endpoint: str, bad: float = 0.06) -> dict[st
 
 
 def junk(rng: random.Random) -> Any:
-    """A value that is wrong nearly everywhere."""
+    """A value that is invalid for nearly every field."""
     return rng.choice(JUNK)
 
 
 def _foreign(rng: random.Random, endpoint: str) -> str:
-    """The name of a field that the body does not have: ignored, refused or unknown."""
+    """The name of a field that the endpoint ignores, refuses or does not know."""
     policy = _KINDS[endpoint][1]
     unknown = "".join(rng.choices(string.printable, k=rng.randint(0, 12)))
     return rng.choice([*policy.ignored, *policy.refused, unknown, unknown])
@@ -65,7 +65,7 @@ def _tokens(rng: random.Random) -> int:
     return rng.randint(0, TOKENS_MAX)
 
 
-# Values of fields whose schema allows what the fakes cannot serve, or not quickly.
+# Values for fields whose schema allows what the fakes cannot serve quickly.
 _DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "model": lambda rng: "m",
     "messages": lambda rng: [_message(rng) for _ in range(rng.randint(1, 3))],
@@ -78,14 +78,16 @@ _DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "top_k": lambda rng: rng.randint(-1, VOCABULARY),
     "allowed_token_ids": _token_ids,
     "stop_token_ids": _token_ids,
-    "logit_bias": lambda rng: {str(one): rng.uniform(-100, 100) for one in _token_ids(rng)},
+    "logit_bias": lambda rng: {
+        str(token_id): rng.uniform(-100, 100) for token_id in _token_ids(rng)
+    },
     "request_id": lambda rng: "".join(rng.choices(string.ascii_letters, k=24)),
     "truncate_prompt_tokens": lambda rng: rng.choice((-1, 1, 5, 99)),
 }
 
 
 def _value(rng: random.Random, endpoint: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """A value that the field may have, of a size that the fakes can serve."""
+    """A valid value, of a size that the fakes can serve."""
     if (draw := _DRAWN.get(name)) is not None:
         return draw(rng)
     return sample(rng, schema, SCHEMAS[endpoint].get("$defs", {}))
@@ -107,7 +109,7 @@ def _message(rng: random.Random) -> dict[str, Any]:
 
 
 def sample(rng: random.Random, schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
-    """A value that the schema allows, often at a bound of its range."""
+    """A value allowed by the schema, often at a bound of its range."""
     if "$ref" in schema:
         return sample(rng, definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if choices := schema.get("anyOf") or schema.get("oneOf"):

@@ -35,13 +35,13 @@ def text_ids(text: str) -> list[int]:
 
 
 def endless(prompt_ids: Sequence[int]) -> list[int]:
-    """The same text again and again."""
+    """Endless output tokens: a repeated text."""
     return text_ids(TEXT) * 100
 
 
 @dataclass
 class Case:
-    """A gateway, its clients, and what is behind it."""
+    """A gateway, its clients and its backends."""
 
     url: str
     http: httpx.AsyncClient
@@ -53,11 +53,11 @@ class Case:
     target: str
     cluster: FakeCluster
     config: GatewayConfig
-    # Set it to drain the gateway.
+    # Set to drain the gateway.
     stop: asyncio.Event
 
     async def ready(self) -> bool:
-        """Whether the gateway says that it is ready."""
+        """Whether the gateway reports that it is ready."""
         try:
             return (await self.http.get("/ready")).status_code == 200
         except httpx.TransportError:
@@ -65,18 +65,18 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        """The text that the first worker was last asked to go on with."""
+        """The decoded prompt of the first worker's newest request."""
         ids = self.cluster.workers[0].starts[-1].prompt_ids
         return TOKENIZER.decode(list(ids), skip_special_tokens=False)
 
     def paused(self, at: int) -> FakeWorker:
-        """The first worker, which pauses after so many tokens."""
+        """Make the first worker pause after `at` tokens; returns it."""
         worker = self.cluster.workers[0]
         worker.pause_at = at
         return worker
 
     def refuse(self, message: str, retry_after_s: float | None = None) -> None:
-        """Have the scheduler say that its queue is full."""
+        """Have the scheduler refuse requests because its queue is full."""
         self.cluster.scheduler.refusal = scheduler_pb2.Refusal(
             reason=scheduler_pb2.REFUSAL_REASON_QUEUE_FULL,
             message=message,
@@ -84,26 +84,26 @@ class Case:
         )
 
     def stream(self, **fields: Any) -> AbstractAsyncContextManager[httpx.Response]:
-        """A streamed completion by hand."""
+        """Send a streamed completion without the OpenAI client."""
         body = {"model": "m", "prompt": "hi", "stream": True} | fields
         return self.http.stream("POST", "/v1/completions", json=body)
 
     def answer_with(self, text: str) -> None:
-        """Have the model of the first worker answer so."""
+        """Set the first worker's output to a text."""
         self.cluster.workers[0].script = lambda _: [*text_ids(text), EOS_ID]
 
     async def chat(self, **fields: Any) -> httpx.Response:
-        """A chat request by hand."""
+        """Send a chat request without the OpenAI client."""
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
         return await self.http.post("/v1/chat/completions", json=body)
 
     async def complete(self, **fields: Any) -> httpx.Response:
-        """A completion request by hand."""
+        """Send a completion request without the OpenAI client."""
         return await self.http.post("/v1/completions", json={"model": "m", "prompt": "hi"} | fields)
 
 
 def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream; the name of each is its type."""
+    """The events of a stream, whose names must equal their types."""
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = []
@@ -116,11 +116,11 @@ def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def other_ports(port: int) -> tuple[int, int]:
-    """Two more ports."""
-    found = {port}
-    while len(found) < 3:
-        found.add(free_port())
-    first, second = found - {port}
+    """Two free ports other than `port`."""
+    ports = {port}
+    while len(ports) < 3:
+        ports.add(free_port())
+    first, second = ports - {port}
     return first, second
 
 
@@ -137,11 +137,11 @@ async def gateway_case(
     adapters: adapter_pb2.AdapterLimits | None = None,
     **config_fields: Any,
 ) -> AsyncIterator[Case]:
-    """A ready gateway in front of fakes; `sent_key`: of its clients, if it is not `api_key`.
+    """A ready gateway in front of fakes; `sent_key`: the clients' key, by default `api_key`.
 
     `template`: the chat template of the model. `capabilities` and `adapters`: those of the workers.
 
-    With a certificate only `http` of the clients is secure.
+    With a certificate, `http` is the only client that uses TLS.
     """
     write_model_folder(model_dir, template=template)
     record: dict[str, Any] = {"max_model_len": max_model_len, "capabilities": capabilities}
@@ -156,8 +156,8 @@ async def gateway_case(
 async def gateway_before(
     cluster: FakeCluster, model_dir: Path, sent_key: str | None = None, **config_fields: Any
 ) -> AsyncIterator[Case]:
-    """One more ready gateway in front of a cluster; the model's folder is there."""
-    # Chosen only when the fakes have taken their ports, or one of them might take this one.
+    """Another ready gateway in front of a cluster; the model's folder must exist."""
+    # Selected after the fakes have bound their ports, so that none of them takes it.
     port = free_port()
     admin_port, grpc_port = other_ports(port)
     config = GatewayConfig(
@@ -177,7 +177,7 @@ async def gateway_before(
     headers = {"authorization": f"Bearer {key}"}
     async with (
         serving(serve, config) as stop,
-        # Nothing is verified: the certificate of the one is a test's, the other has none.
+        # No verification: the certificate is self-signed, or there is none.
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers, verify=False) as http,
         httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{admin_port}",

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own, in front of a fake cluster of the test."""
+"""A gateway process in front of a fake cluster."""
 
 import asyncio
 import sys
@@ -23,7 +23,7 @@ STOP_S = 60.0
 
 @dataclass(frozen=True)
 class GatewayProcess:
-    """A gateway, the ports of its clients, and its log."""
+    """A gateway process, its ports and its log."""
 
     url: str
     grpc_port: int
@@ -40,7 +40,7 @@ class GatewayProcess:
 async def gateway_process(
     cluster: FakeCluster, folder: Path, open_files: int | None = None, **fields: Any
 ) -> AsyncIterator[GatewayProcess]:
-    """A ready gateway process; `open_files`: its hard limit of them."""
+    """A ready gateway process; `open_files`: its hard limit of descriptors."""
     write_model_folder(folder / "model")
     port, grpc_port = free_port(), free_port()
     config = {

@@ -1,4 +1,4 @@
-"""Runs a model runner to the end of some prompts, without the real planner."""
+"""Generates output for prompts with a model runner, without the real planner."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -92,7 +92,7 @@ class Generation:
         self._running: list[int] = []
 
     def run(self) -> list[list[int]]:
-        """Step until every request has its tokens."""
+        """Step until every request has finished."""
         while self._waiting or self._running:
             self.step()
         return [ids[length:] for ids, length in zip(self.token_ids, self._prompt_len, strict=True)]
@@ -142,7 +142,7 @@ class Generation:
         )
 
     def _spec(self, request: int) -> SampleSpec:
-        """All that the sampler has to know, every time anew."""
+        """The complete sampling spec, sent with every step."""
         sampling = self._samplings[request]
         prompt, output = self._parts(request)
         terms = SampleTerms(sampling, prompt, output, self._stop_ids)

@@ -1,4 +1,4 @@
-"""Graphs of kernels in tests: on the GPU of the tests, or without one."""
+"""Kernel graphs in tests, with or without a GPU."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from tests.support.device import ON_GPU
 
 
 class Recorded:
-    """In place of `CudaGraphCapture` where there are no graphs: computes again in place."""
+    """Replaces `CudaGraphCapture` without a GPU: a replay computes again, in place."""
 
     captures = 0
 

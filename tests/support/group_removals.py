@@ -1,4 +1,4 @@
-"""The group protocol without one of its rules: each must be missed in a world of `group_world`."""
+"""The group protocol without one of its rules; `group_world` must detect each removal."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,7 +21,7 @@ class EpochlessMember(MemberState):
 
 
 class NamelessMember(MemberState):
-    """Accepts calls that are meant for an earlier process of the same worker."""
+    """Accepts calls meant for an earlier process of the worker."""
 
     def judge(self, asked: PrepareCall) -> Answer:
         return super().judge(replace(asked, incarnation=self.incarnation, target=self._mine(asked)))
@@ -42,14 +42,14 @@ class NamelessMember(MemberState):
 
 
 class TrustingMember(MemberState):
-    """Follows a configuration whatever layers it needs."""
+    """Applies a configuration even without its layers."""
 
     def _has_layers(self, wanted: Member | Assignment) -> bool:
         return True
 
 
 class NostalgicMember(MemberState):
-    """Keeps tokens and revisions of a history that the store has lost."""
+    """Keeps fencing tokens and revisions of a history that the store has lost."""
 
     def observe(
         self, stored: Iterable[StoredGroup], rollbacks: int = 0
@@ -58,7 +58,7 @@ class NostalgicMember(MemberState):
 
 
 class CarelessState(GroupState):
-    """Counts an acknowledgement for any running attempt."""
+    """Counts an acknowledgement for any attempt in progress."""
 
     def handle(self, event: GroupEvent) -> list[GroupCommand]:
         if isinstance(event, MemberAnswered):

@@ -54,7 +54,7 @@ class Scenario:
         self.changes = 0
 
     def run(self, events: int) -> None:
-        """Do it all, and let everything end."""
+        """Run random events, then let all requests end."""
         group = self.group
         for _ in range(events):
             event = self.rng.choices(
@@ -62,7 +62,7 @@ class Scenario:
             )[0]
             event()
             group.check_invariants()
-        # Whatever chance has done: two changes at least, so that a group came about and changed.
+        # Two further changes, so that every run forms a group and changes it.
         for _ in range(CHANGE_TRIES):
             if self.changes >= CHANGES_MIN:
                 break
@@ -79,13 +79,13 @@ class Scenario:
         self.number += 1
 
     def abort(self) -> None:
-        open_ones = [name for name, one in self.group.streams.items() if not one.over]
+        open_ones = [name for name, stream in self.group.streams.items() if not stream.over]
         if open_ones:
             self.group.abort(self.rng.choice(open_ones))
 
     def stop(self) -> None:
-        """The gateway is about to find a stop string in the text of a request, or has just done."""
-        open_ones = [name for name, one in self.group.streams.items() if not one.over]
+        """Place a stop string at or near the current end of a request's output."""
+        open_ones = [name for name, stream in self.group.streams.items() if not stream.over]
         if open_ones:
             name = self.rng.choice(open_ones)
             self.group.stop(name, len(self.group.streams[name].tokens) + self.rng.randint(0, 6))
@@ -95,11 +95,11 @@ class Scenario:
             self.group.turn()
 
     def change(self) -> None:
-        """Merge two groups, split one, or order it anew; perhaps give the attempt up."""
+        """Merge two groups, split or reorder a group; the attempt may be aborted."""
         group, rng = self.group, self.rng
         if rng.random() < 0.5:
-            group.settle()  # else members get ready once the last change is over
-        pipelines = [one for one in group.groups if len(one) > 1]
+            group.settle()  # otherwise members prepare after the last change
+        pipelines = [stages for stages in group.groups if len(stages) > 1]
         if pipelines and (len(group.groups) == 1 or rng.random() < 0.5):
             names = [stage.worker_id for stage in rng.choice(pipelines)]
             if rng.random() < 0.3:
@@ -126,5 +126,5 @@ class Scenario:
             group.abort_attempt(attempt, targets)
 
     def cuts(self, stages: int) -> list[int]:
-        """Where the layers of so many stages are cut."""
+        """Random layer boundaries of `stages` stages."""
         return sorted(self.rng.sample(range(1, LAYERS), stages - 1))

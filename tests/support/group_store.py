@@ -31,7 +31,7 @@ class Violated(AssertionError):
 
 @dataclass
 class FakeStore:
-    """etcd: records, revisions, transactions. Without `cas`, `leader` it compares less."""
+    """etcd: records, revisions, transactions. `removed` names comparisons to leave out."""
 
     removed: frozenset[str] = frozenset()
     num_layers: int = 4
@@ -45,7 +45,7 @@ class FakeStore:
     floor_revision: int = 0
     removed_workers: int = 0
     rollbacks: int = 0
-    # The highest epoch of each group name and worker, whatever the records say now.
+    # The highest epoch ever of each group name and worker.
     highest: dict[str, int] = field(default_factory=dict)
 
     def listing(self, now_s: float) -> ClusterListed:
@@ -73,7 +73,7 @@ class FakeStore:
         del self.workers[name]
 
     def transact(self, command: Transact) -> int | None:
-        """The revision at which it was committed, or None."""
+        """Commit a transaction; returns its revision, or None if a comparison failed."""
         if not self._holds(command):
             return None
         self.revision += 1
@@ -89,7 +89,7 @@ class FakeStore:
         return self.revision
 
     def may_register(self, member: MemberState, restores: bool = True) -> bool:
-        """Whether the process may register; writes its assignment again if that was lost."""
+        """Whether the process may register; restores its assignment if that was lost."""
         own, entry = member.assignment, self.assignments.get(member.worker_id)
         stored = entry.assignment if entry is not None else None
         if own is None or (stored is not None and member.agrees(stored)):
@@ -104,15 +104,15 @@ class FakeStore:
         return True
 
     def data(self) -> dict[str, object]:
-        """A copy of all that etcd keeps."""
+        """A copy of etcd's data."""
         return copy.deepcopy({name: getattr(self, name) for name in DATA})
 
     def lose(self, backup: dict[str, object] | None) -> None:
-        """Come back with the data of `backup`, or with none."""
+        """Restart with the data of `backup`, or empty."""
         self.rollbacks += 1
         for name, value in copy.deepcopy(backup or FakeStore().data()).items():
             setattr(self, name, value)
-        # The lost history may be written differently; the members must notice.
+        # New writes may differ from the lost history; members must notice.
         self.configurations.clear()
         self.highest.clear()
 
@@ -125,7 +125,7 @@ class FakeStore:
             self.epoch_floor, self.floor_revision = command.epoch_floor, self.revision
 
     def _check_epoch(self, name: str, epoch: int) -> None:
-        """Nobody gets an epoch below one that was given under its name."""
+        """Check that epochs never decrease for a group name or worker."""
         if epoch < self.highest.get(name, 0):
             raise Violated(f"I3: {name} went back to epoch {epoch}")
         self.highest[name] = epoch
@@ -143,8 +143,8 @@ class FakeStore:
         if "incarnation" in self.removed:
             workers = command.worker_revisions
         return all(
-            found.get(key, 0) == revision
-            for found, wanted in (
+            present.get(key, 0) == revision
+            for present, wanted in (
                 (groups, command.group_revisions),
                 (assignments, command.assignment_revisions),
                 (workers, command.worker_revisions),

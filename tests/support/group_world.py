@@ -1,10 +1,10 @@
-"""A cluster in which the real group protocol runs and everything else goes wrong.
+"""A simulated cluster that runs the real group protocol while everything else fails at random.
 
 Real: the coordinators' `CoordinatorState`, the members' `MemberState`. Modelled: a store with
 compare and swap, engines that hold layers, a network that loses, delays and repeats. Two
-coordinators, of which one may be a zombie; workers crash, lose their leases and start anew; the
-store may come back with an old copy of its data, or with none. After every step I1-I4 hold; once
-the faults stop, all groups become stable (I9), and no change is followed any more.
+coordinators, of which one may be a zombie; workers crash, lose their leases and restart; the store
+may restart with an old copy of its data, or empty. After every step I1-I4 hold; once the faults
+stop, all groups become stable (I9), and no change remains in progress.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Process:
 
     @property
     def copies(self) -> set[int]:
-        """Layers in its memory: those that it runs, and those that it is ready to run."""
+        """Layers in its memory: those it runs, and those it is prepared to run."""
         return self.held.union(*(self.staged[attempt] for attempt in self.ready))
 
     def carry_out(self, action: AbortPreparation | Apply) -> None:
@@ -82,7 +82,7 @@ class Process:
             self.staged.pop(action.attempt, None)
             self.ready.pop(action.attempt, None)
             return
-        mine = next(one for one in action.group.members if one.worker_id == self.name)
+        mine = next(member for member in action.group.members if member.worker_id == self.name)
         if mine.incarnation != self.incarnation:
             raise Violated(f"I4: {self.name} acts for incarnation {mine.incarnation}")
         self.held |= self.staged.get(action.attempt or action.superseded or "", set())
@@ -123,14 +123,14 @@ class World:
         self.states = [CoordinatorState(self.bounds), CoordinatorState(self.bounds)]
         self.known_rollbacks = [0, 0]  # by each coordinator
         self.backup: dict[str, object] | None = None
-        self.logs: list[list[tuple[Event, list[Command]]]] = [[], []]  # as the driver writes them
+        self.logs: list[list[tuple[Event, list[Command]]]] = [[], []]  # formatted by the driver
         if "attempt" in self.removed:
             for state in self.states:
                 state._groups = CarelessState(config)
         self.tokens = [self.store.elect(), 0]
         self.processes: dict[str, Process] = {}
         self.crashed = False
-        # Coordinator, member ("" for the way back), message. None: the coordinator restarted.
+        # Coordinator, member ("" for answers), message. None: the coordinator restarted.
         self.mail: list[tuple[int | None, str, object]] = []
         self.transactions: list[tuple[int, Transact, bool]] = []
         self.looks: list[tuple[int, PollMembers]] = []
@@ -140,10 +140,10 @@ class World:
         for name in NAMES:
             self._start(name)
 
-    # --- one thing happens
+    # --- single steps
 
     def step(self) -> None:
-        """Let one thing happen, then check the invariants."""
+        """Run a random step, then check the invariants."""
         actions = (
             [self._list] * 4
             + [self._pass_time]
@@ -164,7 +164,7 @@ class World:
         self.check()
 
     def settle(self) -> None:
-        """No more faults: everything arrives, and all groups become stable."""
+        """Run without faults until all groups are stable."""
         self.mail.clear()
         for name in NAMES:
             self._start(name, even_if_alive=False)
@@ -181,11 +181,11 @@ class World:
         self.now_s += 1.0
         for name in NAMES:
             self._keep_registered(name)
-        for which in range(2):
-            self._note_rollback(which)
-            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which] or None))
-            self._feed(which, self.store.listing(self.now_s))
-            self._feed(which, TimePassed(self.now_s))
+        for index in range(2):
+            self._note_rollback(index)
+            self._feed(index, LeadershipChanged(self.now_s, self.tokens[index] or None))
+            self._feed(index, self.store.listing(self.now_s))
+            self._feed(index, TimePassed(self.now_s))
         while self.transactions:
             self._transact(faulty=False)
         for process in self.processes.values():
@@ -206,13 +206,13 @@ class World:
                 process.state.check_invariants()
         held = set().union(*(process.copies for process in self.processes.values()))
         if not self.crashed and held != ALL:
-            raise Violated(f"I2: nobody holds {ALL - held}")
+            raise Violated(f"I2: no worker holds {ALL - held}")
         if not self.removed:
             for state in self.states:
                 state.check_invariants()
 
     def _check_logs(self) -> None:
-        """All changes are over, and a replay decides the same again."""
+        """Check that all changes have ended, and that a replay makes the same decisions."""
         if self.looks:
             raise Violated(f"I9: {self.looks} are not over")
         for state, log in zip(self.states, self.logs, strict=True):
@@ -251,96 +251,96 @@ class World:
 
     # --- coordinators
 
-    def _feed(self, which: int, event: Event) -> None:
-        commands = self.states[which].handle(event)
+    def _feed(self, index: int, event: Event) -> None:
+        commands = self.states[index].handle(event)
         if commands or not isinstance(event, TimePassed):
-            self.logs[which].append((event, commands))
+            self.logs[index].append((event, commands))
         for command in commands:
             match command:
                 case Transact():
-                    self.transactions.append((which, command, False))
+                    self.transactions.append((index, command, False))
                 case PrepareMembers():
                     for name, asked in prepare_calls(command).items():
-                        self.mail.append((which, name, asked))
+                        self.mail.append((index, name, asked))
                 case AbortMember():
                     asked = AbortCall(command.token, command.attempt, command.incarnation)
-                    self.mail.append((which, command.worker_id, asked))
+                    self.mail.append((index, command.worker_id, asked))
                 case PollMembers():
-                    self.looks.append((which, command))
+                    self.looks.append((index, command))
                 case ChangeStepped():
                     self.committed += command.phase is ChangePhase.COMMITTED
         if not self.removed:
-            self.states[which].check_invariants()
+            self.states[index].check_invariants()
 
     def _list(self) -> None:
         self.listings = [*self.listings[-4:], self.store.listing(self.now_s)]
         late = self.rng.random() < 0.3
         listed = self.rng.choice(self.listings) if late else self.listings[-1]
-        which = self.rng.randrange(2)
-        self._note_rollback(which)
-        self._feed(which, replace(listed, now_s=self.now_s))
+        index = self.rng.randrange(2)
+        self._note_rollback(index)
+        self._feed(index, replace(listed, now_s=self.now_s))
 
     def _look(self, faulty: bool = True) -> None:
-        """A coordinator learns what members serve, or nothing of some of them."""
+        """Report to a coordinator what members serve; reports of some may be missing."""
         if not self.looks:
             return
         at = self.rng.randrange(len(self.looks)) if faulty else 0
-        which, command = self.looks.pop(at)
+        index, command = self.looks.pop(at)
         known = [self.processes[name] for name in command.worker_ids if name in self.processes]
         seen = tuple(
-            MemberStatus(one.name, one.state.epoch, not faulty or self.rng.random() < 0.7)
-            for one in known
+            MemberStatus(process.name, process.state.epoch, not faulty or self.rng.random() < 0.7)
+            for process in known
             if not faulty or self.rng.random() < 0.9
         )
-        self._feed(which, MembersPolled(self.now_s, command.change_id, seen))
+        self._feed(index, MembersPolled(self.now_s, command.change_id, seen))
 
     def _pass_time(self) -> None:
         self.now_s += self.rng.random() * 0.6
         self._feed(self.rng.randrange(2), TimePassed(self.now_s))
 
     def _take_over(self) -> None:
-        """The other one is elected; the former leader does not know yet."""
+        """Elect the other coordinator; the former leader does not know yet."""
         leads = self.tokens.index(self.store.token)
         self.tokens[1 - leads] = self.store.elect()
         self._feed(1 - leads, LeadershipChanged(self.now_s, self.store.token))
 
     def _notice(self) -> None:
-        for which in range(2):
-            token = self.store.token if self.tokens[which] == self.store.token else None
+        for index in range(2):
+            token = self.store.token if self.tokens[index] == self.store.token else None
             if self.rng.random() < 0.3:
-                self._feed(which, LeadershipChanged(self.now_s, token))
+                self._feed(index, LeadershipChanged(self.now_s, token))
 
     def _ask(self) -> None:
         self.requests += 1
         request_id = f"r{self.requests}"
         leads = self.tokens.index(self.store.token)
-        which = leads if self.rng.random() < 0.8 else 1 - leads
+        index = leads if self.rng.random() < 0.8 else 1 - leads
         targets = self._some_targets()
-        self._feed(which, ChangeRequested(self.now_s, request_id, targets))
+        self._feed(index, ChangeRequested(self.now_s, request_id, targets))
         if self.rng.random() < 0.1:
-            self._feed(which, ChangeCalledOff(self.now_s, targets, "not wanted"))
+            self._feed(index, ChangeCalledOff(self.now_s, targets, "not wanted"))
 
     def _report_trouble(self) -> None:
-        """A member says that its group is stuck; rightly or not, and perhaps late."""
+        """A member reports its group as stuck, possibly wrongly or late."""
         if not self.processes or self.rng.random() < 0.7:
             return
-        process = self.rng.choice(sorted(self.processes.values(), key=lambda one: one.name))
+        process = self.rng.choice(sorted(self.processes.values(), key=lambda process: process.name))
         epoch = process.state.epoch - (self.rng.random() < 0.2)
         incarnation = process.state.incarnation
         report = GroupStuck(self.now_s, process.name, incarnation, epoch, "the lane is cut")
         self._feed(self.rng.randrange(2), report)
 
     def _report_hung(self) -> None:
-        """A worker says that its engine stands still, or goes on; perhaps wrongly."""
+        """A worker reports its engine as hung or running, possibly wrongly."""
         if not self.processes or self.rng.random() < 0.5:
             return
-        process = self.rng.choice(sorted(self.processes.values(), key=lambda one: one.name))
+        process = self.rng.choice(sorted(self.processes.values(), key=lambda process: process.name))
         still = self.rng.random() < 0.3
         report = EngineHung(self.now_s, process.name, process.state.incarnation, still)
         self._feed(self.rng.randrange(2), report)
 
     def _some_targets(self) -> Targets:
-        live = [one.group.members for one in self.store.groups.values() if one.group.members]
+        live = [group.group.members for group in self.store.groups.values() if group.group.members]
         chosen = self.rng.sample(live, self.rng.randrange(1, len(live) + 1)) if live else []
         names = [member.worker_id for members in chosen for member in members] or list(NAMES)
         self.rng.shuffle(names)
@@ -353,43 +353,43 @@ class World:
     def _transact(self, faulty: bool = True) -> None:
         if not self.transactions:
             return
-        which, command, answered = self.transactions.pop(
+        index, command, answered = self.transactions.pop(
             self.rng.randrange(len(self.transactions)) if faulty else 0
         )
         fate = self.rng.random() if faulty else 0.0
         if fate < 0.88 or answered:
             revision = self.store.transact(command)
-        elif fate < 0.94:  # committed, but nobody heard
+        elif fate < 0.94:  # committed, but the reply is lost
             self.store.transact(command)
             revision = None
         else:  # perhaps later
-            self.transactions.append((which, command, True))
+            self.transactions.append((index, command, True))
             revision = None
         if not answered:
             finished = TransactionFinished(self.now_s, command.transaction_id, revision)
-            self._feed(which, finished)
+            self._feed(index, finished)
             if revision is None and not faulty:
-                self._note_rollback(which)
-                self._feed(which, self.store.listing(self.now_s))
+                self._note_rollback(index)
+                self._feed(index, self.store.listing(self.now_s))
 
     def _deliver(self, faulty: bool = True) -> None:
         if not self.mail:
             return
         index = self.rng.randrange(len(self.mail)) if faulty else 0
-        which, name, message = self.mail[index]
+        coordinator, name, message = self.mail[index]
         if not faulty or self.rng.random() < 0.7 or len(self.mail) > 60:
             del self.mail[index]
         if faulty and self.rng.random() < 0.05:
             return
         if isinstance(message, MemberAnswered):
-            assert which is not None
-            self._feed(which, replace(message, now_s=self.now_s))
+            assert coordinator is not None
+            self._feed(coordinator, replace(message, now_s=self.now_s))
         elif name in self.processes:
-            self._receive(which, self.processes[name], message)
+            self._receive(coordinator, self.processes[name], message)
 
     # --- members
 
-    def _receive(self, which: int | None, process: Process, message: object) -> None:
+    def _receive(self, coordinator: int | None, process: Process, message: object) -> None:
         if isinstance(message, AbortCall):
             over = process.state.abort(message)
             if over is not None:
@@ -398,22 +398,24 @@ class World:
         assert isinstance(message, PrepareCall)
         answer = process.state.judge(message)
         if answer.verdict is Verdict.ACCEPTED:
-            process.coordinator[message.attempt] = which
+            process.coordinator[message.attempt] = coordinator
             if "free_after_commit" in self.removed:
                 process.held &= _layers(process, message.target)
             if "fetch_before_ack" in self.removed:
                 process.staged[message.attempt] = set()
                 self._acknowledge(process, message)
         elif answer.verdict is Verdict.REPLAYED:
-            if message.attempt in process.ready and which is not None:
-                self.mail.append((which, "", process.ready[message.attempt]))
+            if message.attempt in process.ready and coordinator is not None:
+                self.mail.append((coordinator, "", process.ready[message.attempt]))
         elif answer.verdict is Verdict.FUTURE and self.rng.random() < 0.9:
-            self.mail.append((which, process.name, message))  # it waits for the records
+            self.mail.append(
+                (coordinator, process.name, message)
+            )  # the member waits for the records
         else:
-            self._answer(which, process, message.attempt, False, answer.reason)
+            self._answer(coordinator, process, message.attempt, False, answer.reason)
 
     def _prepare(self) -> None:
-        """An engine gets on with what it was asked for; now and then it cannot."""
+        """An engine continues or fails its preparation."""
         process = self._any_process()
         asked = process.state.preparing if process is not None else None
         if process is None or asked is None or asked.attempt in process.ready:
@@ -433,27 +435,27 @@ class World:
         if asked is None or asked.attempt in process.ready:
             return
         missing = _layers(process, asked.target) - process.held
-        others = [one.held for one in self.processes.values() if one is not process]
+        others = [other.held for other in self.processes.values() if other is not process]
         if missing <= set().union(*others) or from_disk:
             process.staged[asked.attempt] = set(missing)
             self._acknowledge(process, asked)
 
     def _acknowledge(self, process: Process, asked: PrepareCall) -> None:
-        which = process.coordinator[asked.attempt]
-        self._answer(which, process, asked.attempt, True, "")
+        coordinator = process.coordinator[asked.attempt]
+        self._answer(coordinator, process, asked.attempt, True, "")
         process.ready[asked.attempt] = MemberAnswered(
             self.now_s, asked.attempt, process.name, process.incarnation, True
         )
 
     def _answer(
-        self, which: int | None, process: Process, attempt: str, ready: bool, reason: str
+        self, coordinator: int | None, process: Process, attempt: str, ready: bool, reason: str
     ) -> None:
-        if which is None:
-            return  # the coordinator that asked has started again
+        if coordinator is None:
+            return  # the requesting coordinator has restarted
         answer = MemberAnswered(
             self.now_s, attempt, process.name, process.incarnation, ready, reason
         )
-        self.mail.append((which, "", answer))
+        self.mail.append((coordinator, "", answer))
 
     def _observe(self) -> None:
         process = self._any_process()
@@ -488,14 +490,14 @@ class World:
         self.store.register(name, incarnation)
 
     def _crash(self) -> None:
-        """A process dies; its record stays until the lease ends."""
+        """Kill a process; its record stays until the lease expires."""
         if self.crashes_left and self.processes:
             self.crashes_left -= 1
             self.crashed = True
             del self.processes[self.rng.choice(sorted(self.processes))]
 
     def _lease(self) -> None:
-        """A lease ends, of a dead process or a living one; or a worker registers again."""
+        """Expire a lease, of a dead or a live process, or let a worker register again."""
         name = self.rng.choice(NAMES)
         process = self.processes.get(name)
         if process is None:
@@ -510,10 +512,10 @@ class World:
             self._keep_registered(name)
 
     def _keep_registered(self, name: str) -> None:
-        """Register a process unless it is; a removed member of a group starts again."""
+        """Register a process if needed; a removed member of a group restarts."""
         process = self.processes[name]
         if name in self.store.workers and not self._is_registered(process):
-            self.store.expire(name)  # of a predecessor, which a backup had
+            self.store.expire(name)  # of a predecessor, restored from a backup
         may_register = "known" in self.removed or self._may_register(process)
         if not may_register:
             self.crashed = True
@@ -533,7 +535,7 @@ class World:
         return may_register
 
     def _back_up_or_lose(self) -> None:
-        """The store is copied, or loses its writes."""
+        """Back up the store, or lose its writes."""
         if self.rng.random() < 0.5:
             self.backup = self.store.data()
             return
@@ -541,38 +543,38 @@ class World:
         self.lose()
 
     def lose(self) -> None:
-        """The store loses all that was written since the copy, or everything."""
+        """Restore the store's backup, or an empty store."""
         self.store.lose(self.backup if self.rng.random() < 0.7 else None)
         self.listings.clear()
-        # Its leases end, so another coordinator may lead.
+        # Leases expire, so another coordinator may lead.
         self.tokens = [0, 0]
         self.tokens[self.rng.randrange(2)] = self.store.elect()
 
-    def _note_rollback(self, which: int) -> None:
-        """A coordinator that reads a store without its writes starts again."""
-        if self.known_rollbacks[which] == self.store.rollbacks:
+    def _note_rollback(self, index: int) -> None:
+        """Restart a coordinator whose writes the store has lost."""
+        if self.known_rollbacks[index] == self.store.rollbacks:
             return
-        self.known_rollbacks[which] = self.store.rollbacks
-        self.states[which] = CoordinatorState(self.bounds)
-        self.logs[which] = []
+        self.known_rollbacks[index] = self.store.rollbacks
+        self.states[index] = CoordinatorState(self.bounds)
+        self.logs[index] = []
         self.transactions = [
-            (sender, command, answered or sender == which)
+            (sender, command, answered or sender == index)
             for sender, command, answered in self.transactions
         ]
-        self.looks = [look for look in self.looks if look[0] != which]
-        # Its calls may still arrive; answers go to the process that called.
+        self.looks = [look for look in self.looks if look[0] != index]
+        # Its calls may still arrive; their answers are dropped.
         self.mail = [
-            (None if sender == which else sender, name, message)
+            (None if sender == index else sender, name, message)
             for sender, name, message in self.mail
-            if name or sender != which
+            if name or sender != index
         ]
         for process in self.processes.values():
             process.coordinator = {
-                attempt: None if asker == which else asker
+                attempt: None if asker == index else asker
                 for attempt, asker in process.coordinator.items()
             }
-        if self.tokens[which]:
-            self._feed(which, LeadershipChanged(self.now_s, self.tokens[which]))
+        if self.tokens[index]:
+            self._feed(index, LeadershipChanged(self.now_s, self.tokens[index]))
 
 
 def _layers(process: Process, group: Group) -> frozenset[int]:
@@ -583,7 +585,7 @@ def _layers(process: Process, group: Group) -> frozenset[int]:
 
 
 def _evenly(names: Sequence[str]) -> tuple[Stage, ...]:
-    """A pipeline of these workers, with nearly as many layers for each."""
+    """A pipeline of these workers, with nearly equal numbers of layers."""
     bounds = [LAYERS * index // len(names) for index in range(len(names) + 1)]
     return tuple(
         Stage(name, first, end) for name, first, end in zip(names, bounds, bounds[1:], strict=False)

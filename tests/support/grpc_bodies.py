@@ -1,4 +1,4 @@
-"""Bodies of the HTTP API as messages of the gRPC API, as far as those can say the same."""
+"""Converts bodies of the HTTP API to equivalent messages of the gRPC API, where possible."""
 
 import json
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ _SAMPLING = frozenset(pb.Sampling.DESCRIPTOR.fields_by_name) - {"logprobs", "top
 _WRONG = (TypeError, ValueError, KeyError, AttributeError, BadRequest)
 
 
-def said(endpoint: str, body: Mapping[str, Any]) -> Request | None:
-    """The message that says what `body` says; None if there is none, as the types differ.
+def to_message(endpoint: str, body: Mapping[str, Any]) -> Request | None:
+    """The message equivalent to `body`; None if the message types cannot express it.
 
-    Whether it is streamed is for the caller to say, by the method that it calls.
+    Whether it is streamed depends on the method that the caller invokes.
     """
     wanted = {name: value for name, value in body.items() if name != "stream"}
     if "stream" in body and not isinstance(body["stream"], bool):
@@ -37,15 +37,19 @@ def said(endpoint: str, body: Mapping[str, Any]) -> Request | None:
     return request if _same(wanted, back) else None
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equal, types and all: a body that says 1.0 or true for 1 is another one. A fraction may be
-    said as a whole number."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    whole = type(one) is int and type(other) is float
-    return (type(one) is type(other) or whole) and bool(one == other)
+def _same(first: Any, other: Any) -> bool:
+    """Whether values and types are equal, so 1.0 and true differ from 1.
+
+    Floats may be given as ints.
+    """
+    if isinstance(first, dict) and isinstance(other, dict):
+        return first.keys() == other.keys() and all(
+            _same(first[name], other[name]) for name in first
+        )
+    if isinstance(first, list) and isinstance(other, list):
+        return len(first) == len(other) and all(map(_same, first, other))
+    whole = type(first) is int and type(other) is float
+    return (type(first) is type(other) or whole) and bool(first == other)
 
 
 def _chat(body: Mapping[str, Any]) -> pb.ChatRequest:

@@ -1,4 +1,4 @@
-"""Sends random messages over gRPC, and judges what comes back."""
+"""Sends random messages over gRPC and checks the responses."""
 
 import asyncio
 import random
@@ -17,23 +17,23 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2 as kserve
 
 TIMEOUT_S = 300.0
-# A body larger than all bodies may be together is refused for want of room.
+# A message beyond the limit of all messages together is refused for lack of memory.
 LARGE_BYTES = 2**19
 Code = grpc.StatusCode
 ANSWERS = {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.ALREADY_EXISTS}
-# Often those that do the most.
+# More often the methods that do the most.
 WEIGHTS = {
     **{f"{GATEWAY}{name}": 6 for name in ("Chat", "Complete", "StreamChat", "StreamComplete")},
     **{f"{KSERVE}{name}": 6 for name in ("ModelInfer", "ModelStreamInfer")},
     **{f"{GATEWAY}{name}": 2 for name in ("Tokenize", "Detokenize")},
 }
 UNKNOWN = (f"{GATEWAY}Embed", f"{KSERVE}RepositoryIndex", "/x/y")
-# The client's own library says this of a call that has ended before all was sent.
+# grpc's error for a call that ended before all messages were sent.
 UNSENT = "Internal error from Core"
 
 
 class GrpcFuzz:
-    """Sends messages that seeds draw to a gateway that serves `model`; keeps what came of them."""
+    """Sends random messages to a gateway that serves `model`, and records the outcomes."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str, model: str, at_once: int) -> None:
         self._channel = channel
@@ -44,7 +44,7 @@ class GrpcFuzz:
         self.failures: list[str] = []
 
     async def run(self, seeds: range) -> None:
-        """One call for each seed, many at once."""
+        """Run a call per seed, `at_once` concurrently."""
         waiting = iter(seeds)
 
         async def sender() -> None:
@@ -70,7 +70,7 @@ class GrpcFuzz:
             "timeout": rng.uniform(0, 0.02) if hurry else TIMEOUT_S,
             "metadata": (("authorization", f"Bearer {self._key}"), *_metadata(rng)),
         }
-        # A message alone is sent in one piece, as stubs of unary calls do.
+        # A single message is sent as a unary request.
         call = (
             self._channel.unary_stream(method)(data[0], **sent)
             if len(data) == 1
@@ -79,9 +79,9 @@ class GrpcFuzz:
         try:
             await self._finish(method, call, data, cut, hurry)
         except AssertionError as error:
-            # All are told at the end.
-            told = [one[:200] for one in data]
-            self.failures.append(f"seed {seed}: {method} with {told}: {error}")
+            # Failures are reported together at the end.
+            excerpts = [message[:200] for message in data]
+            self.failures.append(f"seed {seed}: {method} with {excerpts}: {error}")
 
     async def _finish(
         self, method: str, call: Any, data: list[bytes], cut: bool, hurry: bool
@@ -95,7 +95,7 @@ class GrpcFuzz:
         except grpc.aio.AioRpcError:
             pass
         except asyncio.CancelledError:
-            # Only this call is, and not the task that waits for it.
+            # The call was cancelled, not the task that awaits it.
             if not cut:
                 raise
         code = await call.code()
@@ -112,7 +112,7 @@ class GrpcFuzz:
 
 
 def allowed_codes(method: str, data: list[bytes], cut: bool, hurry: bool) -> set[grpc.StatusCode]:
-    """What the call may end with."""
+    """Status codes that the call may end with."""
     allowed = set(ANSWERS)
     allowed |= {Code.CANCELLED} if cut else set()
     allowed |= {Code.DEADLINE_EXCEEDED, Code.CANCELLED} if hurry else set()
@@ -125,14 +125,14 @@ def allowed_codes(method: str, data: list[bytes], cut: bool, hurry: bool) -> set
 
 
 def _count(rng: random.Random, method: str) -> int:
-    """How many messages the call has."""
+    """Number of messages of the call."""
     if method.endswith(("ModelStreamInfer", "ServerReflectionInfo")):
         return rng.randint(1, 5)
     return 1 if rng.random() < 0.97 else rng.choice((0, 2, 3))
 
 
 def _metadata(rng: random.Random) -> list[tuple[str, str | bytes]]:
-    """Sometimes what clients send along, rarely right."""
+    """Random metadata, rarely valid."""
     if rng.random() > 0.1:
         return []
     name = rng.choice(
@@ -144,7 +144,7 @@ def _metadata(rng: random.Random) -> list[tuple[str, str | bytes]]:
 
 
 async def check_error(call: Any) -> None:
-    """It says why, for people and for machines."""
+    """Check that an error has a message and machine-readable details."""
     status = rpc_status.from_call(
         _Ended(await call.code(), await call.details(), await call.trailing_metadata())
     )
@@ -155,7 +155,7 @@ async def check_error(call: Any) -> None:
 
 
 class _Ended:
-    """A call as the library of statuses reads it."""
+    """A call in the form that grpc_status reads."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailer: Any) -> None:
         self.code = lambda: code
@@ -164,15 +164,21 @@ class _Ended:
 
 
 def check_answers(method: str, answers: list[bytes], data: list[bytes]) -> None:
-    """An answer is whole."""
+    """Check that a response is complete."""
     if method == f"{KSERVE}ModelStreamInfer":
-        told = [kserve.ModelStreamInferResponse.FromString(one) for one in answers]
-        finals = [one.infer_response.parameters["triton_final_response"].bool_param for one in told]
+        responses = [kserve.ModelStreamInferResponse.FromString(answer) for answer in answers]
+        finals = [
+            response.infer_response.parameters["triton_final_response"].bool_param
+            for response in responses
+        ]
         assert sum(finals) == len(data)
-        assert all(one.error_message != "internal error of the gateway; retry" for one in told)
+        assert all(
+            response.error_message != "internal error of the gateway; retry"
+            for response in responses
+        )
     elif method in (f"{GATEWAY}StreamChat", f"{GATEWAY}StreamComplete"):
         kind: Any = pb.StreamChatResponse if "Chat" in method else pb.StreamCompleteResponse
-        pieces = [kind.FromString(one) for one in answers]
+        pieces = [kind.FromString(answer) for answer in answers]
         ended = Counter(piece.index for piece in pieces if piece.finish_reason)
         assert ended == Counter({piece.index: 1 for piece in pieces})
         check_usage(pieces[-1].usage)
@@ -187,6 +193,6 @@ def check_answers(method: str, answers: list[bytes], data: list[bytes]) -> None:
 
 
 def check_usage(usage: pb.Usage) -> None:
-    """Counts fit together."""
+    """Check that token counts are consistent."""
     assert usage.prompt_tokens > 0
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens

@@ -1,4 +1,4 @@
-"""Random events on real engines that hand requests over after their prompt, move and merge."""
+"""Random events on real engines that hand over requests after their prompt, move and merge."""
 
 import random
 from dataclasses import replace
@@ -18,7 +18,7 @@ CHUNKS = (6, 12, 64)
 
 
 class HandOverScenario:
-    """Every choice comes from the seed. Some seeds lose a worker; `merges` and `splits` count."""
+    """All choices come from the seed. Some seeds lose a worker. Counts `merges` and `splits`."""
 
     def __init__(self, config: RunnerConfig, requests: list[Request], seed: int) -> None:
         self.rng = random.Random(f"hand-overs {seed}")
@@ -35,10 +35,10 @@ class HandOverScenario:
         self.number = self.merges = self.splits = self.moves = 0
         self.may_die = seed % 2 == 0
         self.handed = self.kept = 0
-        """Of workers that have died, too."""
+        """Includes workers that have died."""
 
     def run(self, events: int) -> None:
-        """Do it all, and let everything end."""
+        """Run random events, then let all requests end."""
         self._introduce()
         for _ in range(events):
             actions = (self.arrive, self.wait, self.move, self.change, self.cut, self.abort)
@@ -52,7 +52,7 @@ class HandOverScenario:
         self.group.close()
 
     def arrive(self) -> None:
-        """A request, mostly with the worker to which it is handed over."""
+        """Submit a request, mostly with a worker to hand it over to."""
         group, rng = self.group, self.rng
         request = rng.choice(self.requests)
         name = f"{self.number}-{request.request_id.split('-')[1]}"
@@ -75,7 +75,7 @@ class HandOverScenario:
             group.abort(self.rng.choice(left))
 
     def move(self) -> None:
-        """Move requests, which may be on their way already."""
+        """Move requests, which may be moving already."""
         if len(self.group.engines) > 1:
             source, target = self.rng.sample(sorted(self.group.engines), 2)
             self.group.ship(source, target, self.rng.randrange(3))
@@ -106,15 +106,15 @@ class HandOverScenario:
         self._introduce()
 
     def cut(self) -> None:
-        """The connection of two single workers breaks."""
+        """Break the connection of two single-worker groups."""
         single = sorted(stages[0].worker_id for stages in self.group.groups if len(stages) == 1)
         if len(single) > 1 and all(e.member.settled for e in self.group.engines.values()):
             self.network.part(*self.rng.sample(single, 2), ())
             for pair in combinations(single, 2):
-                self.network.tell_untold(*pair)
+                self.network.notify_break(*pair)
 
     def die(self) -> None:
-        """A worker dies, once."""
+        """Kill a worker, at most once per scenario."""
         if self.may_die and len(self.group.engines) > 2:
             self.may_die = False
             name = self.rng.choice(sorted(self.group.engines))

@@ -1,7 +1,7 @@
-"""A planner with host copies, a KV that knows its tokens, and a copier that copies by pieces.
+"""A planner with host copies, a KV cache that records its tokens, and a piecewise copier.
 
-A seeded random order decides what happens next, also while an iteration runs, so that a test
-explores interleavings and can repeat each. KV has two layers, copied one after the other. Every
+A seeded random order decides the next step, also during an iteration, so that tests explore
+interleavings reproducibly. KV has two layers, copied one after the other. Every
 token that runs checks the KV before it: KV of other tokens, or of another salt, fails the test.
 """
 
@@ -62,7 +62,7 @@ Content = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Job:
-    """A save or a recall under way."""
+    """A save or recall in progress."""
 
     command: SaveBlocks | RecallBlocks
     piece: int = 0
@@ -145,7 +145,7 @@ class HostWorld:
             case SaveBlocks() | RecallBlocks():
                 self.jobs.append(Job(command))
             case CancelHostJob():
-                # The copier may notice at once, or not before it has ended the job.
+                # The copier may notice at once, or only after it has finished the job.
                 if self.rng.random() < 0.5:
                     self._cancel(command.job)
             case MoveBlocks():
@@ -165,7 +165,7 @@ class HostWorld:
             self.over.add(command.request_id)
 
     def _cancel(self, number: int) -> None:
-        for job in [one for one in self.jobs if one.command.job == number]:
+        for job in [candidate for candidate in self.jobs if candidate.command.job == number]:
             count = len(job.command.blocks)
             if job.piece < LAYERS * count and job.piece % LAYERS:
                 job.intact[-1] = False  # only some of its layers were copied
@@ -187,7 +187,7 @@ class HostWorld:
             self.handle(HostLooked(self.now_s, self.now_s + lane_s))
 
     def copy(self, pieces: int = 1) -> None:
-        """Let the copier do some pieces, in order: a layer of a block each."""
+        """Copy some pieces in order; a piece is a layer of a block."""
         for _ in range(pieces):
             if not self.jobs:
                 return
@@ -214,14 +214,14 @@ class HostWorld:
             elif (slot, layer, place) in self.store:
                 self.kv[block, layer, place] = self.store[slot, layer, place]
             else:
-                job.intact[index] = False  # damaged, and noticed by the checksum
+                job.intact[index] = False  # damaged, and detected by the checksum
 
     def copy_all(self) -> None:
         while self.jobs:
             self.copy()
 
     def kill_copier(self) -> None:
-        """The copier dies, with its store."""
+        """Kill the copier, which loses its store."""
         self.jobs.clear()
         self.store.clear()
         self.handle(HostGrown(self.now_s, 0))
@@ -264,7 +264,7 @@ class HostWorld:
         return sampled
 
     def _read(self, chunk: Chunk, contents: list[Content], layer: int, turned: bool) -> None:
-        """Check the KV before a chunk; in full blocks it may have any order, as for attention."""
+        """Check the KV before a chunk; order within full blocks is free, as for attention."""
         full = chunk.start // BLOCK_SIZE
         for block in range(full):
             places = range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
@@ -275,7 +275,7 @@ class HostWorld:
             assert entry == contents[place], "KV of other tokens"
 
     def iterate(self) -> bool:
-        """A turn: look, plan, run. False if there was nothing to run."""
+        """A turn: look, plan and run. False if there was nothing to run."""
         self.now_s += TURN_S
         self.look()
         microbatch = self.plan()
@@ -286,7 +286,7 @@ class HostWorld:
         return True
 
     def iterate_in_parallel(self) -> None:
-        """A turn while the copier works, requests end, and the iteration may be suspended."""
+        """A turn with concurrent copies and aborts; the iteration may be suspended."""
         self.now_s += TURN_S
         self.look()
         microbatch = self.plan()
@@ -294,11 +294,11 @@ class HostWorld:
             self.copy(self.rng.randint(0, 8))
             return
         rng = self.rng
-        late = rng.random() < 0.5  # when the model writes: a copier may be before or after it
+        late = rng.random() < 0.5  # the model writes before or after the copier
         if late:
             self._meanwhile()
         if microbatch.preemptible and rng.random() < 0.3:
-            # Its tokens so far have been written, in some layers: those of all are rewritten.
+            # Some layers have written its tokens; all layers rewrite them.
             self.handle(IterationSuspended(self.now_s))
             return
         sampled = self.run(microbatch)
@@ -317,7 +317,7 @@ class HostWorld:
         self.copy(rng.randint(0, 8))
 
     def end(self) -> None:
-        """Let all requests end, and all copies."""
+        """Run until all requests and copies have ended."""
         for _ in range(TURNS_MAX):
             ran = self.iterate()
             self.copy(4)
@@ -343,7 +343,7 @@ class HostWorld:
     # --- changes
 
     def relocate(self) -> None:
-        """Make room at the end of the pool as far as possible, and give it back."""
+        """Relocate blocks from the end of the pool as far as possible, then grow it again."""
         total = self.state.pool.num_blocks
         limit = self.rng.randint(total // 2, total)
         self.handle(PoolLimited(limit))
@@ -353,20 +353,20 @@ class HostWorld:
         self.handle(PoolGrown(total))
 
     def change_configuration(self) -> None:
-        """End the configuration and begin another, of this worker alone."""
+        """Switch to a new configuration of this worker alone."""
         self.handle(ConfigurationEnded())
         self.copy(self.rng.randint(0, 4))
         self.handle(StagesConfigured())
 
 
 def _slot(chunk: Chunk, place: int, layer: int, turned: bool) -> tuple[int, int, int]:
-    """Where the KV of a position is; a turned tail is filled from its end."""
+    """The slot of a position's KV; a turned tail is filled from its end."""
     block, slot = divmod(place, BLOCK_SIZE)
     return chunk.block_ids[block], layer, BLOCK_SIZE - 1 - slot if turned else slot
 
 
 class RandomWorld(HostWorld):
-    """Prompts that begin alike, of two owners, and everything that happens to copies."""
+    """Random prompts with shared prefixes, of two owners, and random events of copies."""
 
     def __init__(self, seed: int, **changes: Any) -> None:
         rng = random.Random(seed)

@@ -1,9 +1,9 @@
-"""Frames of HTTP/2 by hand, for clients that no library makes."""
+"""Builds raw HTTP/2 frames, for clients that libraries do not allow."""
 
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Types of frames.
+# Frame types.
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
 ACK, END_STREAM, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4
@@ -15,12 +15,12 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def literal(name: str, value: str) -> bytes:
-    """A header that is spelt out."""
+    """A header as a literal field without indexing."""
     return b"\0" + b"".join(_length(len(text)) + text.encode() for text in (name, value))
 
 
 def _length(length: int) -> bytes:
-    """The length of a text, as HPACK writes it."""
+    """A string length in HPACK encoding."""
     if length < 127:
         return bytes([length])
     encoded, length = b"\x7f", length - 127
@@ -45,11 +45,11 @@ def block_of(path: str, **more: str) -> bytes:
 
 
 def head_of(stream: int, path: str) -> bytes:
-    """What begins a call."""
+    """The frame that begins a call."""
     return frame(HEADERS, END_HEADERS, stream, block_of(path))
 
 
 def whole_call(stream: int, path: str, message: bytes) -> bytes:
-    """A call with its one message."""
+    """The frames of a unary call."""
     sent = b"\0" + struct.pack(">I", len(message)) + message
     return head_of(stream, path) + frame(DATA, END_STREAM, stream, sent)

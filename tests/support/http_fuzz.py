@@ -1,4 +1,4 @@
-"""Sends random requests over HTTP, and judges what comes back."""
+"""Sends random requests over HTTP and checks the responses."""
 
 import asyncio
 import json
@@ -11,12 +11,12 @@ import httpx
 from tests.support.fuzz import random_body
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-# Statuses of a request that is read to its end, or that asks for something that is not there.
+# Statuses of requests that are read completely, or that name something unknown.
 STATUSES = {200, 400, 404, 409}
 
 
 class HttpFuzz:
-    """Sends requests that seeds draw to a gateway that serves `model`; keeps what came of them."""
+    """Sends random requests to a gateway that serves `model`, and records the outcomes."""
 
     def __init__(self, http: httpx.AsyncClient, model: str, at_once: int) -> None:
         self._http = http
@@ -25,7 +25,7 @@ class HttpFuzz:
         self.statuses: Counter[int | str] = Counter()
 
     async def run(self, seeds: range) -> None:
-        """One request for each seed, many at once."""
+        """Send a request per seed, `at_once` concurrently."""
         waiting = iter(seeds)
 
         async def sender() -> None:
@@ -65,7 +65,7 @@ class HttpFuzz:
             self.statuses["cut"] += 1
             return
         if chance > 0.95:
-            # One that dawdles.
+            # A slow reader.
             async for _ in answer.aiter_bytes():
                 await asyncio.sleep(0.01)
                 break
@@ -83,7 +83,7 @@ class HttpFuzz:
 
 
 def check_stream(text: str) -> None:
-    """Every choice ends once, and then the stream does."""
+    """Check that every choice ends exactly once before the stream ends."""
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
@@ -93,7 +93,7 @@ def check_stream(text: str) -> None:
 
 
 def check_whole(answer: dict[str, Any]) -> None:
-    """Choices are numbered, ended, and counted."""
+    """Check that choices are numbered, finished, and counted in the usage."""
     choices = answer["choices"]
     assert [choice["index"] for choice in choices] == list(range(len(choices)))
     assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
@@ -101,13 +101,13 @@ def check_whole(answer: dict[str, Any]) -> None:
     assert usage["prompt_tokens"] > 0
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     for choice in choices:
-        told = choice.get("logprobs") or {}
-        lists = [values for values in told.values() if values is not None]
+        logprobs = choice.get("logprobs") or {}
+        lists = [values for values in logprobs.values() if values is not None]
         assert len({len(values) for values in lists}) <= 1
 
 
 def _headers(rng: random.Random) -> dict[str, str]:
-    """Sometimes those that clients set, rarely right."""
+    """Random headers, rarely valid."""
     if rng.random() > 0.1:
         return {}
     name = rng.choice(("x-slo-ttft-ms", "x-slo-tpot-ms", "x-gateway-inference-objective"))
@@ -115,7 +115,7 @@ def _headers(rng: random.Random) -> dict[str, str]:
 
 
 def _mangled(rng: random.Random, content: bytes) -> bytes:
-    """Rarely not the JSON that it was."""
+    """The content, sometimes with invalid JSON."""
     if rng.random() > 0.02:
         return content
     at = rng.randrange(len(content))

@@ -1,4 +1,4 @@
-"""Engines with integers as a model: how tests start requests, change groups and check tokens."""
+"""Engines with an integer model: helpers that start requests, change groups and check tokens."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def request(number: int, prompt: int = 9, output: int = LONG) -> Request:
 
 
 def start(group: EngineGroup, *requests: Request) -> None:
-    for one in requests:
-        group.start(one)
+    for each in requests:
+        group.start(each)
 
 
 def merged_and_started(group: EngineGroup) -> EngineGroup:
@@ -31,13 +31,13 @@ def merged_and_started(group: EngineGroup) -> EngineGroup:
 
 
 def started(group: EngineGroup, count: int = 4) -> None:
-    """Requests that have begun to run, and are far from their end."""
+    """Start long requests and run until each has output."""
     start(group, *(request(number) for number in range(count)))
     group.run_until(lambda: all(len(stream.tokens) > 1 for stream in group.streams.values()))
 
 
 def check_tokens(group: EngineGroup) -> None:
-    """Everything ends, as undisturbed as if nothing had changed."""
+    """Finish, and check that outputs equal those of undisturbed runs."""
     group.end()
     for stream in group.streams.values():
         assert not stream.refused
@@ -65,7 +65,7 @@ def failing(error: Exception) -> Any:
 
 
 def merged(group: EngineGroup) -> EngineGroup:
-    """The group in one pipeline, settled."""
+    """Merge all workers into one pipeline, and settle."""
     group.reconfigure(MERGED)
     group.settle()
     return group

@@ -1,7 +1,7 @@
-"""The control plane of a `JoinedWorld`: coordinators, their store, and the mail to the workers.
+"""The control plane of a `JoinedWorld`: coordinators, their store, and messages to workers.
 
-Real: `CoordinatorState`, the requests to members as they go over the wire. The store, elections and
-reports are modelled, with delays; while the world is `faulty` mail and answers are lost as well.
+Real: `CoordinatorState` and the encoded requests to members. Modelled, with delays: the store,
+elections and reports. While the world is `faulty`, messages and answers are also lost.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ REPORT_S = 1.0
 
 @dataclass(eq=False)
 class Coordinator:
-    """One memory manager. `heard`: the newest report of each worker, and of which process."""
+    """A memory manager. `heard`: the newest report of each worker, with its process."""
 
     state: CoordinatorState = field(default_factory=lambda: CoordinatorState(CoordinatorConfig()))
     alive: bool = True
@@ -62,13 +62,13 @@ class Coordinator:
 
 
 class ControlPlane:
-    """Two coordinators, of which one leads, or believes so."""
+    """Two coordinators, of which at least one believes that it leads."""
 
     def __init__(self, world: "JoinedWorld", groups: type[GroupState], troubles: bool) -> None:
-        """Without `troubles` what workers say of those is lost. `groups` decides on attempts."""
+        """Without `troubles`, reports of stuck groups are lost. `groups` decides on attempts."""
         self.store = FakeStore(num_layers=world.layers)
         self.committed = 0
-        self.silent_until_s = 0.0  # the store, for everybody
+        self.silent_until_s = 0.0  # revision of the store
         self._world = world
         self._groups = groups
         self._troubles = troubles
@@ -85,22 +85,22 @@ class ControlPlane:
 
     @property
     def rests(self) -> bool:
-        """Whether no group is about to change, and all members have followed."""
+        """Whether no group is changing, and all members serve their configuration."""
         groups = [stored.group for stored in self.store.groups.values()]
-        epochs = {m.worker_id: one.epoch for one in groups for m in one.members}
-        return not any(one.attempt for one in groups) and all(
-            one.engine.member.settled and one.engine.member.links.epoch == epochs.get(name)
-            for name, one in self._world.processes.items()
+        epochs = {m.worker_id: group.epoch for group in groups for m in group.members}
+        return not any(group.attempt for group in groups) and all(
+            process.engine.member.settled and process.engine.member.links.epoch == epochs.get(name)
+            for name, process in self._world.processes.items()
         )
 
     # --- elections
 
     def take_over(self, zombie: bool) -> None:
-        """Another one leads; the former leader is dead, or does not know yet."""
+        """Elect another coordinator; the former leader is dead, or does not know yet."""
         former, world = self.leader, self._world
         if former is None:
             return
-        other = next(one for one in self.coordinators if one is not former)
+        other = next(coordinator for coordinator in self.coordinators if coordinator is not former)
         if zombie:
             self._elect(other)
             world.later(world.rng.uniform(0.1, 4.0), partial(self._resign, former))
@@ -109,46 +109,48 @@ class ControlPlane:
         self.coordinators = [self._made(), other]
         world.later(world.rng.uniform(0.5, LEASE_S), partial(self._elect, other))
 
-    def _elect(self, one: Coordinator) -> None:
-        self.leader = one
+    def _elect(self, coordinator: Coordinator) -> None:
+        self.leader = coordinator
         token = self.store.elect()
-        self._feed(one, LeadershipChanged(self._world.now_s, token))
-        self.tell(one)
+        self._feed(coordinator, LeadershipChanged(self._world.now_s, token))
+        self.send_listing(coordinator)
 
-    def _resign(self, one: Coordinator) -> None:
-        if one is not self.leader:
-            self._feed(one, LeadershipChanged(self._world.now_s, None))
+    def _resign(self, coordinator: Coordinator) -> None:
+        if coordinator is not self.leader:
+            self._feed(coordinator, LeadershipChanged(self._world.now_s, None))
 
     # --- the store
 
     def write(self, change: Callable[[], None]) -> None:
-        """Somebody writes to the store; readers hear of it later."""
+        """Write to the store; readers learn of it later."""
         change()
-        self.tell_all()
+        self.send_listings()
 
-    def tell_all(self) -> None:
-        """Readers of the store get what it has now, each in its time."""
-        for one in self.coordinators:
-            self.tell(one)
+    def send_listings(self) -> None:
+        """Send the store's current content to all readers, with random delays."""
+        for coordinator in self.coordinators:
+            self.send_listing(coordinator)
         for process in self._world.processes.values():
-            self.tell_worker(process)
+            self.send_groups(process)
 
-    def tell(self, one: Coordinator) -> None:
-        """A coordinator gets the listing of now, in a while."""
+    def send_listing(self, coordinator: Coordinator) -> None:
+        """Send the current listing to a coordinator, with a random delay."""
         listed = self.store.listing(0.0)
-        self._world.later(self._world.delay_s(), partial(self._listed, one, listed))
+        self._world.later(self._world.delay_s(), partial(self._listed, coordinator, listed))
 
-    def tell_worker(self, process: WorkerProcess) -> None:
-        """A worker gets the group records of now, in a while."""
+    def send_groups(self, process: WorkerProcess) -> None:
+        """Send the current group records to a worker, with a random delay."""
         seen = partial(self._seen, process, self.store.revision, tuple(self.store.groups.values()))
         self._world.later(self._world.delay_s(), seen)
 
-    def _listed(self, one: Coordinator, listed: ClusterListed) -> None:
+    def _listed(self, coordinator: Coordinator, listed: ClusterListed) -> None:
         world = self._world
         if world.now_s < self.silent_until_s:
-            world.later(self.silent_until_s - world.now_s, partial(self._listed, one, listed))
+            world.later(
+                self.silent_until_s - world.now_s, partial(self._listed, coordinator, listed)
+            )
         else:
-            self._feed(one, replace(listed, now_s=world.now_s))
+            self._feed(coordinator, replace(listed, now_s=world.now_s))
 
     def _seen(self, process: WorkerProcess, revision: int, groups: tuple[StoredGroup, ...]) -> None:
         world = self._world
@@ -157,16 +159,16 @@ class ControlPlane:
             return
         if world.now_s < until_s:
             world.later(until_s - world.now_s, partial(self._seen, process, revision, groups))
-        elif revision > process.revision:  # a watch tells in order
+        elif revision > process.revision:  # a watch delivers in order
             process.revision = revision
             process.see(groups)
 
-    def _transact(self, one: Coordinator, command: Transact) -> None:
-        """It may be applied and nobody hears of it, or nobody knows, and it is applied later."""
+    def _transact(self, coordinator: Coordinator, command: Transact) -> None:
+        """Run a transaction; its reply may be lost, or it may be applied after a timeout."""
         world = self._world
         if world.now_s < self.silent_until_s:
             wait_s = self.silent_until_s - world.now_s
-            world.later(wait_s, partial(self._transact, one, command))
+            world.later(wait_s, partial(self._transact, coordinator, command))
             return
         fate = world.rng.random() if world.faulty else 1.0
         revision = None
@@ -176,22 +178,22 @@ class ControlPlane:
             revision = self._apply(command)
         if fate < 0.06:
             revision = None
-        self._feed(one, TransactionFinished(world.now_s, command.transaction_id, revision))
+        self._feed(coordinator, TransactionFinished(world.now_s, command.transaction_id, revision))
         if revision is None:
-            self.tell(one)
+            self.send_listing(coordinator)
 
     def _apply(self, command: Transact) -> int | None:
         revision = self.store.transact(command)
         if revision is not None:
             for group in command.groups:
                 self._world.note(f"{group}")
-            self.tell_all()
+            self.send_listings()
         return revision
 
     # --- coordinators
 
     def ask(self, targets: Targets) -> None:
-        """An operator asks for a change."""
+        """Request a change as an operator."""
         if self.leader is not None:
             self._asked += 1
             name = f"change-{self._asked}"
@@ -203,52 +205,58 @@ class ControlPlane:
             heard = partial(self._report, self.leader, process.name, process.incarnation)
             self._world.mail(partial(heard, process.report))
 
-    def _report(self, one: Coordinator, name: str, incarnation: str, report: EngineReport) -> None:
-        worker = one.state.records.workers.get(name)
-        if not one.alive or worker is None or worker.incarnation != incarnation:
+    def _report(
+        self, coordinator: Coordinator, name: str, incarnation: str, report: EngineReport
+    ) -> None:
+        worker = coordinator.state.records.workers.get(name)
+        if not coordinator.alive or worker is None or worker.incarnation != incarnation:
             return
-        one.heard[name] = (incarnation, report)
+        coordinator.heard[name] = (incarnation, report)
         if report.trouble and self._troubles:
             now_s = self._world.now_s
-            self._feed(one, GroupStuck(now_s, name, incarnation, report.epoch, report.trouble))
+            self._feed(
+                coordinator, GroupStuck(now_s, name, incarnation, report.epoch, report.trouble)
+            )
 
     def _tick(self) -> None:
-        for one in self.coordinators:
-            self._feed(one, TimePassed(self._world.now_s))
+        for coordinator in self.coordinators:
+            self._feed(coordinator, TimePassed(self._world.now_s))
         self._world.later(TICK_S, self._tick)
 
-    def _feed(self, one: Coordinator, event: Event) -> None:
-        if not one.alive:
+    def _feed(self, coordinator: Coordinator, event: Event) -> None:
+        if not coordinator.alive:
             return
-        for command in one.state.handle(event):
-            self._carry_out(one, command)
-        one.state.check_invariants()
+        for command in coordinator.state.handle(event):
+            self._carry_out(coordinator, command)
+        coordinator.state.check_invariants()
 
-    def _carry_out(self, one: Coordinator, command: Command) -> None:
+    def _carry_out(self, coordinator: Coordinator, command: Command) -> None:
         world = self._world
         match command:
             case Transact():
-                world.later(world.delay_s(), partial(self._transact, one, command))
+                world.later(world.delay_s(), partial(self._transact, coordinator, command))
             case PrepareMembers():
-                self._prepare(one, command)
+                self._prepare(coordinator, command)
             case AbortMember(worker_id=name, incarnation=incarnation):
                 asked = AbortCall(command.token, command.attempt, incarnation)
                 world.mail(partial(self._abort, name, asked))
             case PollMembers(after_s=after_s):
-                world.later(after_s, partial(self._look, one, command))
+                world.later(after_s, partial(self._look, coordinator, command))
             case ChangeStepped(phase=phase):
                 world.note(f"{command.change_id} is {phase}: {command.message}")
                 self.committed += phase is ChangePhase.COMMITTED
 
-    def _look(self, one: Coordinator, command: PollMembers) -> None:
+    def _look(self, coordinator: Coordinator, command: PollMembers) -> None:
         seen = tuple(
-            MemberStatus(name, one.heard[name][1].epoch, not one.heard[name][1].unsettled)
+            MemberStatus(
+                name, coordinator.heard[name][1].epoch, not coordinator.heard[name][1].unsettled
+            )
             for name in command.worker_ids
-            if name in one.heard
+            if name in coordinator.heard
         )
-        self._feed(one, MembersPolled(self._world.now_s, command.change_id, seen))
+        self._feed(coordinator, MembersPolled(self._world.now_s, command.change_id, seen))
 
-    def _prepare(self, one: Coordinator, command: PrepareMembers) -> None:
+    def _prepare(self, coordinator: Coordinator, command: PrepareMembers) -> None:
         world = self._world
         world.note(f"attempt {command.attempt} asks {[t.members for t in command.targets]}")
         names = [member.worker_id for source in command.sources for member in source.group.members]
@@ -259,14 +267,14 @@ class ControlPlane:
         for name, introduction in introductions.items():
             world.mail(partial(self._introduce, name, introduction))
         for name, request in prepares.items():
-            asked = partial(self._call, one, name, request, deadline_s)
+            asked = partial(self._call, coordinator, name, request, deadline_s)
             world.mail(asked, partial(asked, lost=True))
             if world.faulty and world.rng.random() < 0.05:
                 world.mail(asked)
 
     def _call(
         self,
-        one: Coordinator,
+        coordinator: Coordinator,
         name: str,
         request: worker_pb2.PrepareRequest,
         deadline_s: float,
@@ -279,20 +287,20 @@ class ControlPlane:
         def hear(incarnation: str, ready: bool, reason: str) -> None:
             if world.now_s <= deadline_s:
                 self._feed(
-                    one,
+                    coordinator,
                     MemberAnswered(world.now_s, request.attempt, name, incarnation, ready, reason),
                 )
 
         def answer(ready: bool, reason: str) -> None:
             assert process is not None
-            told = partial(hear, process.incarnation, ready, reason)
-            world.mail(told, partial(hear, process.incarnation, False, "the call broke"))
+            answered = partial(hear, process.incarnation, ready, reason)
+            world.mail(answered, partial(hear, process.incarnation, False, "the call broke"))
 
         if lost or process is None:
             hear(request.incarnation, False, "unavailable")
         elif process.stands:
             wait_s = process.stands_until_s - world.now_s
-            world.later(wait_s, partial(self._call, one, name, request, deadline_s))
+            world.later(wait_s, partial(self._call, coordinator, name, request, deadline_s))
         elif world.now_s <= deadline_s:
             change = to_preparation(asked, request, deadline_s - world.now_s)
             process.ask(Call(asked, change, deadline_s, answer))

@@ -1,7 +1,7 @@
-"""The gateway of a `JoinedWorld`: it streams from leaders, and has lost requests go on elsewhere.
+"""The gateway of a `JoinedWorld`: it streams from leaders, and resumes lost requests elsewhere.
 
-Real: `TokenStream`, `Journal`, `RetryState`, `resumed`, the frames. The dispatcher is a random
-choice among leaders; links are queues that the world empties.
+Real: `TokenStream`, `Journal`, `RetryState`, `resumed`, the frames. Modelled: the dispatcher, a
+random choice of leader, and links, which are queues that the world drains.
 """
 
 from collections import deque
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 ATTACH_TIMEOUT_S = 12.0
 REATTACH_S = 0.2
 AVOID_S = 1.0
-"""How long no request is sent to a worker that was lost."""
+"""How long a lost worker receives no requests."""
 _REASONS = {Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH}
 
 
 @dataclass(eq=False)
 class GatewayLink:
-    """The stream to one process of a worker: frames for it, and the requests on it."""
+    """The stream to a worker process: frames for it, and the requests on it."""
 
     address: str
     process: WorkerProcess
@@ -52,9 +52,9 @@ class GatewayLink:
 
 @dataclass(eq=False)
 class Client:
-    """A client's request. `tokens` is None without a place; `moved`: it is to attach there.
+    """A client's request. `tokens` is None while unassigned; `moved`: the owner to attach to.
 
-    `lost`: workers that it has lost since its last token.
+    `lost`: workers lost since its last token.
     """
 
     stream: Stream
@@ -66,7 +66,7 @@ class Client:
     epoch: int = 0
     moved: Moved | None = None
     attach_until_s: float = 0.0
-    attach_at_s: float | None = None  # the next time, if the link was lost
+    attach_at_s: float | None = None  # the next attempt, after a lost link
     progressed_s: float = 0.0
     lost: int = 0
 
@@ -80,7 +80,7 @@ async def _one(frame: pb.GenerateRequest) -> AsyncIterator[pb.GenerateRequest]:
 
 
 class JoinedGateway:
-    """All clients, and a link to each process that has a request of one."""
+    """All clients, and a link to each process with a request."""
 
     def __init__(self, world: "JoinedWorld", resumes: bool = True) -> None:
         self.clients: dict[str, Client] = {}
@@ -89,12 +89,12 @@ class JoinedGateway:
         self._world = world
         self._resumes = resumes
         self._links: dict[str, GatewayLink] = {}  # by address
-        self._avoided: dict[str, float] = {}  # until when
+        self._avoided: dict[str, float] = {}  # avoided until this time
 
     # --- clients
 
     def start(self, request: Request) -> None:
-        """A client asks."""
+        """Submit a client's request."""
         client = Client(
             Stream(request), RetryState(self._resumes), Journal(request.limits.max_tokens)
         )
@@ -102,7 +102,7 @@ class JoinedGateway:
         self.clients[request.request_id] = client
 
     def abort(self, client: Client) -> None:
-        """A client hangs up."""
+        """Abort a client's request."""
         client.stream.aborted = True
         client.moved = client.attach_at_s = None
         if client.tokens is not None:
@@ -112,31 +112,31 @@ class JoinedGateway:
 
     @property
     def open(self) -> list[Client]:
-        """The clients that still read, or wait."""
-        return [one for one in self.clients.values() if not one.stream.over]
+        """Clients whose requests have not ended."""
+        return [client for client in self.clients.values() if not client.stream.over]
 
-    # --- what may happen next
+    # --- possible next steps
 
     def actions(self) -> list[Callable[[], bool]]:
-        """A frame goes either way, or a request gets a place."""
-        found: list[Callable[[], bool]] = []
+        """Deliveries of frames in both directions, and assignments of requests."""
+        actions: list[Callable[[], bool]] = []
         for link in self._links.values():
             if link.process.stands:
                 continue
             if link.frames:
-                found.append(partial(self._deliver, link))
+                actions.append(partial(self._deliver, link))
             if not link.process.link.outbox.empty():
-                found.append(partial(self._read, link))
+                actions.append(partial(self._read, link))
         places = None
         for client in self.open:
             if client.tokens is None:
                 places = self.places() if places is None else places
                 if places:
-                    found.append(partial(self._place, client, places))
-        return found
+                    actions.append(partial(self._place, client, places))
+        return actions
 
     def pass_time(self) -> None:
-        """Attach again, or give up attaching."""
+        """Retry or abandon attaching."""
         now_s = self._world.now_s
         for client in self.open:
             if client.tokens is None or client.tokens.attached or client.moved is None:
@@ -150,7 +150,7 @@ class JoinedGateway:
                 self._attach(client, client.moved)
 
     def lose(self, process: WorkerProcess) -> None:
-        """The link to a process breaks; the process, if it lives, drops what it carried."""
+        """Break the link to a process, which drops the link's requests if it is alive."""
         link = self._links.get(process.name)
         if link is not None and link.process is process:
             del self._links[process.name]
@@ -163,7 +163,7 @@ class JoinedGateway:
             process.requests._open.add(process.link)
 
     def drain(self, process: WorkerProcess) -> None:
-        """Read all that a process has said before it ended."""
+        """Read all frames that a process sent before it ended."""
         link = self._links.get(process.name)
         while link is not None and link.process is process and not process.link.outbox.empty():
             self._read(link)
@@ -176,9 +176,9 @@ class JoinedGateway:
             self._take_news(client)
 
     def places(self) -> list[tuple[str, str, int]]:
-        """Worker, group and epoch of all leaders to which requests may go now."""
+        """Worker, group and epoch of all leaders that accept requests now."""
         now_s, registered = self._world.now_s, self._world.control.store.workers
-        found = []
+        leaders = []
         for name, process in sorted(self._world.processes.items()):
             place = process.place
             if process.stands or place is None or not place.leads:
@@ -186,10 +186,10 @@ class JoinedGateway:
             if name not in registered or registered[name].incarnation != process.incarnation:
                 continue
             if self._avoided.get(name, 0.0) <= now_s:
-                found.append((name, place.group_id, place.epoch))
-        return found
+                leaders.append((name, place.group_id, place.epoch))
+        return leaders
 
-    # --- the way of a request
+    # --- assignment
 
     def _place(self, client: Client, places: list[tuple[str, str, int]]) -> bool:
         name, group_id, epoch = self._world.rng.choice(places)
@@ -225,7 +225,7 @@ class JoinedGateway:
             link.requests.pop(client.request_id, None)
 
     def _send(self, address: str, frame: pb.GenerateRequest) -> GatewayLink | None:
-        """Queue a frame; None if nobody listens there."""
+        """Queue a frame; None if no process listens there."""
         link, process = self._links.get(address), self._world.processes.get(address)
         if link is None and process is not None:
             link = self._links[address] = GatewayLink(address, process)
@@ -258,7 +258,7 @@ class JoinedGateway:
         self._take_news(client)
 
     def _follow(self, link: GatewayLink, request_id: str, moved: Moved) -> None:
-        """As `WorkerClient`: go on where the worker of `link` has sent the request."""
+        """Follow a redirect of the worker of `link`, as `WorkerClient` does."""
         client = self.clients[request_id]
         tokens = client.tokens
         if tokens is None or tokens.over:
@@ -279,10 +279,10 @@ class JoinedGateway:
         index = client.tokens.next_index
         self._carry(client, moved.address, attach_frame(client.request_id, moved, index))
 
-    # --- what has come
+    # --- output
 
     def _take_news(self, client: Client) -> None:
-        """Read on, as `ChoiceRunner` does."""
+        """Read new tokens, as `ChoiceRunner` does."""
         tokens = client.tokens
         while tokens is not None and (tokens.over or tokens.read_index < tokens.next_index):
             try:

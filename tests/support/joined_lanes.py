@@ -1,4 +1,4 @@
-"""What breaks between the processes of a `JoinedWorld`: lanes, at any point of a change."""
+"""Lane failures between the processes of a `JoinedWorld`, at any point of a change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from tests.support.joined_world import JoinedWorld
 
 SILENCE_S = 5.0
-"""After it, a peer or a worker that says nothing counts as lost."""
+"""Silence after which a peer or a worker counts as lost."""
 LONG_S = 150.0
-"""A cut from the store that lasts longer than any request may stand still."""
+"""Duration of a partition from the store, longer than any request may stall."""
 ARRIVAL_S = 0.1
-"""How long before the end of a lease the last requests come."""
+"""How long before a lease expires the last requests arrive."""
 EXTRA_REQUESTS = 12
 PREPARING = "preparing"
 MOMENTS = (PREPARING, *MemberPhase)
 
 
 def moment_of(member: Member) -> str:
-    """Where in a change a member is; one that only prepares serves on."""
+    """A member's phase of a change; a preparing member counts as serving."""
     if member.settled and member.busy_changing:
         return PREPARING
     return member.changeover.phase
@@ -33,7 +33,7 @@ def moment_of(member: Member) -> str:
 
 @dataclass(frozen=True)
 class Hanging:
-    """A member is to end lanes once it is at this moment of a change: to one peer, or to all."""
+    """A plan for a member to close lanes, to one peer or to all, in a phase of a change."""
 
     moment: str
     activations: bool
@@ -42,7 +42,7 @@ class Hanging:
 
 
 class LaneFaults:
-    """The faults are methods; `look` carries out those that wait for a moment."""
+    """Lane faults as methods; `look` triggers those that wait for a phase."""
 
     def __init__(self, world: "JoinedWorld") -> None:
         self._world = world
@@ -50,30 +50,30 @@ class LaneFaults:
         self._separated = False
 
     def cut_lanes(self) -> None:
-        """The lanes between two break; one of them may notice it late."""
+        """Break the lanes between two workers, one of which may notice late."""
         world = self._world
         if len(world.processes) > 1:
             self._break(sorted(world.processes))
 
     def _break(self, names: list[str]) -> None:
         world = self._world
-        one, other = world.rng.sample(names, 2)
-        tell = world.rng.choice([(one,), (one, other)])
-        world.note(f"the lanes of {one} and {other} break, {tell} notice")
-        world.network.part(one, other, tell)
-        notice = partial(world.network.tell_untold, one, other)
+        first, other = world.rng.sample(names, 2)
+        notified = world.rng.choice([(first,), (first, other)])
+        world.note(f"the lanes of {first} and {other} break, {notified} notice")
+        world.network.part(first, other, notified)
+        notice = partial(world.network.notify_break, first, other)
         world.later(world.rng.uniform(0.0, SILENCE_S), notice)
 
     def hang_up(self) -> None:
-        """At some moment of a change, the first member that is there ends lanes itself.
+        """Have the first member that reaches a random phase of a change close lanes itself.
 
-        Only its peers get an event of that.
+        Only its peers get an event.
         """
         self._await(MOMENTS)
         self._world.change()
 
     def hang_up_amid(self) -> None:
-        """A group splits under requests, and a member ends lanes while these change hands."""
+        """Split a group under load, and have a member close lanes while requests change owner."""
         world = self._world
         self._await((MemberPhase.ADOPTING, MemberPhase.MIGRATING))
         world.requests_max += EXTRA_REQUESTS
@@ -89,14 +89,14 @@ class LaneFaults:
         self._hanging = Hanging(world.rng.choice(moments), activations, bulk, all_peers)
 
     def look(self) -> None:
-        """Have a member hang up if the moment has come."""
+        """Close lanes of members that have reached the planned phase."""
         hanging, world = self._hanging, self._world
         if hanging is None or not world.faulty:
             return
         there = [
-            one
-            for _, one in sorted(world.processes.items())
-            if not one.stands and moment_of(one.engine.member) == hanging.moment
+            process
+            for _, process in sorted(world.processes.items())
+            if not process.stands and moment_of(process.engine.member) == hanging.moment
         ]
         if there and len(world.processes) > 1:
             self._hanging = None
@@ -114,25 +114,29 @@ class LaneFaults:
                 process.engine.bulk.disconnect(peer)
 
     def separate(self) -> None:
-        """Two workers of a group never connect again; others reach both of them."""
+        """Separate two workers of a group permanently; others reach both of them."""
         world = self._world
-        leaders = [one for _, one in sorted(world.processes.items()) if self._leads_others(one)]
+        leaders = [
+            process for _, process in sorted(world.processes.items()) if self._leads_others(process)
+        ]
         if not leaders or self._separated:
             return
         self._separated = True
         workers = self._own_workers(world.rng.choice(leaders))
-        one, other = world.rng.sample(sorted(workers), 2)
-        world.note(f"nothing gets across between {one} and {other} any more")
-        world.network.separate(one, other)
+        first, other = world.rng.sample(sorted(workers), 2)
+        world.note(f"nothing gets across between {first} and {other} any more")
+        world.network.separate(first, other)
 
     def isolate(self) -> None:
-        """A leader is cut off from the store for long, and a lane of its group breaks.
+        """Partition a leader from the store for long, and break a lane of its group.
 
-        That happens as its lease ends, and requests have come right before. From then on nobody
-        asks for a change, as after `Lives.blind`.
+        The lane breaks as the lease expires, with requests just before. Afterwards no operator
+        requests changes, as after `Lives.blind`.
         """
         world = self._world
-        leaders = [one for _, one in sorted(world.processes.items()) if self._leads_others(one)]
+        leaders = [
+            process for _, process in sorted(world.processes.items()) if self._leads_others(process)
+        ]
         if not leaders:
             return
         leader = world.rng.choice(leaders)
@@ -144,7 +148,7 @@ class LaneFaults:
         world.pass_until(lost_s + world.rng.uniform(-ARRIVAL_S / 2, ARRIVAL_S / 2))
         workers = self._own_workers(leader)
         if len(workers) > 2 and world.rng.random() < 0.5:
-            workers.discard(leader.name)  # it hears of the break from nobody
+            workers.discard(leader.name)  # no one reports the break to it
         if len(workers) > 1:
             self._break(sorted(workers))
 
@@ -153,7 +157,7 @@ class LaneFaults:
         return leads and len(self._own_workers(process)) > 1
 
     def _own_workers(self, process: WorkerProcess) -> set[str]:
-        """The members of its group that run."""
+        """The running members of its group."""
         configuration = process.engine.member.configuration
         own = configuration.own.workers if configuration is not None else ()
         return set(own) & self._world.processes.keys()

@@ -1,4 +1,4 @@
-"""The processes of a `JoinedWorld`: how they start, register and die, and their other faults."""
+"""Worker processes of a `JoinedWorld`: start, registration, death, and other faults."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ CRASHES_MAX = 2
 
 
 class Lives:
-    """All processes, those that run and those that others take for running, and their faults."""
+    """All processes, including dead processes that peers take for alive, and their faults."""
 
     def __init__(
         self,
@@ -33,12 +33,12 @@ class Lives:
         self._rules = rules
         self._max_batch_tokens = world.rng.choice([16, 64])
         self._prefix_caching = world.rng.random() < 0.5
-        self._ghosts: list[Engine] = []  # of processes whose peers do not know that they are gone
+        self._ghosts: list[Engine] = []  # engines of dead processes whose peers do not know yet
         self._starts = 0
         self._crashes_left = CRASHES_MAX
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for process in self._world.processes.values():
             process.end()
             process.engine.close()
@@ -46,7 +46,7 @@ class Lives:
             engine.close()
 
     def crash(self) -> None:
-        """A process dies, or its engine does: then the process ends and says so."""
+        """Kill a process, or its engine, whose process then deregisters and exits."""
         world = self._world
         if not self._crashes_left or len(world.processes) < 2:
             return
@@ -70,13 +70,13 @@ class Lives:
             world.gateway.lose(process)
 
     def _lay(self, process: WorkerProcess) -> None:
-        """The peers of a process that is gone notice it."""
+        """Let the peers of a dead process notice its death."""
         if process.engine in self._ghosts:
             self._ghosts.remove(process.engine)
             process.engine.close()
 
     def _end(self, process: WorkerProcess, engine_died: bool) -> None:
-        """A process ends in order; another one is started soon."""
+        """Exit a process in order; its successor starts soon."""
         world = self._world
         del world.processes[process.name]
         process.end()
@@ -88,7 +88,7 @@ class Lives:
         world.later(world.rng.uniform(0.5, 5.0), partial(self.start, process.name))
 
     def _expire(self, process: WorkerProcess) -> None:
-        """The lease of a process ends."""
+        """Expire the lease of a process."""
         world = self._world
         registered = world.control.store.workers.get(process.name)
         if registered is not None and registered.incarnation == process.incarnation:
@@ -96,18 +96,18 @@ class Lives:
             world.control.write(partial(world.control.store.expire, process.name))
 
     def start_again(self) -> None:
-        """Start a worker again whose process has gone."""
+        """Restart a worker whose process has exited."""
         world = self._world
         gone = [name for name in self.names if name not in world.processes]
         if gone:
             self.start(world.rng.choice(gone))
 
     def start(self, name: str) -> None:
-        """Start a process; it registers once the lease of the one before it has ended."""
+        """Start a process, which registers once the lease of its predecessor has expired."""
         world = self._world
         if name in world.processes:
             return
-        for engine in [one for one in self._ghosts if one.identity.worker_id == name]:
+        for engine in [ghost for ghost in self._ghosts if ghost.identity.worker_id == name]:
             self._ghosts.remove(engine)
             engine.close()
         self._starts += 1
@@ -128,7 +128,7 @@ class Lives:
         world.later(world.rng.uniform(0.0, REPORT_S), partial(world.report_often, process))
 
     def _register(self, process: WorkerProcess) -> None:
-        """Register, now or later; a process that is forgotten ends, and is started anew."""
+        """Register, now or later; a process whose group no longer exists is restarted."""
         world = self._world
         store, name = world.control.store, process.name
         if world.processes.get(name) is not process:
@@ -147,9 +147,9 @@ class Lives:
         world.control.write(partial(store.register, name, process.incarnation))
 
     def stand_still(self) -> None:
-        """A process takes no turns for a while: others may think that it is gone."""
+        """Suspend a process for a while; others may consider it dead."""
         world = self._world
-        awake = sorted(name for name, one in world.processes.items() if not one.stands)
+        awake = sorted(name for name, other in world.processes.items() if not other.stands)
         if not awake:
             return
         process = world.processes[world.rng.choice(awake)]
@@ -161,14 +161,14 @@ class Lives:
         self._lease_ends(process, lasts_s)
 
     def _give_up(self, process: WorkerProcess) -> None:
-        """The peers and the gateway have not heard of a process for long."""
+        """Let peers and gateway time out on a process."""
         world = self._world
         if world.processes.get(process.name) is process and process.stands:
             world.network.cut(process.name)
             world.gateway.lose(process)
 
     def _lease_ends(self, process: WorkerProcess, lasts_s: float) -> None:
-        """A process that cannot renew its lease loses it, and registers again afterwards."""
+        """Expire the lease of a partitioned process, which registers again afterwards."""
         world = self._world
         if lasts_s > LEASE_S:
             world.later(LEASE_S, partial(self._expire_unless_awake, process))
@@ -180,10 +180,10 @@ class Lives:
             self._register(process)
 
     def blind(self) -> None:
-        """A process is cut off from the store; everything else reaches it.
+        """Partition a process from the store only.
 
-        If that lasts for long, nobody asks for a change from then on: a change that it is in would
-        have the others wait for it, as they do for any member that lives.
+        After a long partition no operator requests changes: a change with the process would make
+        others wait for it, as they do for any live member.
         """
         world = self._world
         if not world.processes:
@@ -195,21 +195,21 @@ class Lives:
         self.cut_off(process, lasts_s)
 
     def cut_off(self, process: WorkerProcess, lasts_s: float) -> None:
-        """A process and the store do not hear of each other."""
+        """Partition a process and the store."""
         world = self._world
         world.note(f"{process.name} is cut off from the store for {lasts_s} s")
         process.blind_until_s = world.now_s + lasts_s
         self._lease_ends(process, lasts_s)
 
     def silence_store(self) -> None:
-        """The store answers nobody for a while."""
+        """Make the store unresponsive for a while."""
         world = self._world
         lasts_s = world.rng.uniform(0.5, 8.0)
         world.note(f"the store is silent for {lasts_s:.1f} s")
         world.control.silent_until_s = world.now_s + lasts_s
 
     def take_over(self) -> None:
-        """Another coordinator leads, since the former one is gone, or does not hear that."""
+        """Elect another coordinator; the former leader is dead, or does not know yet."""
         world = self._world
         zombie = world.rng.random() < 0.5
         world.note(f"another coordinator takes over, zombie: {zombie}")

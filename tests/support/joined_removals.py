@@ -1,4 +1,4 @@
-"""What is left of the product when a rule is taken out, for the tests that each one is needed."""
+"""Variants of the product, each without one rule, for tests that each rule is needed."""
 
 from services.core.changeover.frames import MemberRemoved
 from services.core.changeover.state import Changeover
@@ -11,14 +11,14 @@ from tests.support.joined_world import Rules
 
 
 class NoStartOver(Changeover):
-    """Keeps the KV of requests when a member is lost, though a part of it is gone."""
+    """Keeps the KV of requests when a member is lost, although part of it is missing."""
 
     def _recompute_all(self) -> None:
         return
 
 
 class NoFarewell(Changeover):
-    """Does not mind that members of its group have left it."""
+    """Ignores that members have left its group."""
 
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, FrameReceived) and isinstance(event.frame, MemberRemoved):
@@ -27,7 +27,7 @@ class NoFarewell(Changeover):
 
 
 class NoDesertion(Changeover):
-    """Waits for the records without end, and keeps its requests meanwhile."""
+    """Waits for records without a limit, and keeps its requests meanwhile."""
 
     def handle(self, event: Event) -> list[Command]:
         if isinstance(event, TurnTaken):
@@ -47,14 +47,14 @@ class NoLeaving(Changeover):
 
 
 class NoRenewal(GroupState):
-    """Leaves stuck groups as they are."""
+    """Never repairs stuck groups."""
 
     def _rebuild(self, group: Group, busy: set[str]) -> list[Command]:
         return []
 
 
 class NoDivision(GroupState):
-    """Goes on making a stuck group anew, though its members do not find together."""
+    """Rebuilds a stuck group again and again, although its members cannot connect."""
 
     def _repair(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
         self._stuck._unrecoverable.clear()
@@ -62,14 +62,14 @@ class NoDivision(GroupState):
 
 
 class NoSettlement(GroupState):
-    """Leaves a group as it is when a member has gone."""
+    """Never repairs a group that has lost a member."""
 
     def _repair(self, group_id: str, busy: set[str]) -> list[GroupCommand]:
         return super()._repair(group_id, busy) if self.records.is_sound(group_id) else []
 
 
 def without_look(engine: Engine) -> None:
-    """It does not notice lanes that have ended without an event for it."""
+    """Make an engine ignore lanes that closed without an event."""
     engine.member._connections.detect_lost = lambda: None  # type: ignore[method-assign]
 
 

@@ -1,7 +1,7 @@
-"""A worker's process in a test's process: its fence, its servicer and its engine, without asyncio.
+"""A worker process within the test's process: fence, servicer and engine, without asyncio.
 
-Real: the fence (`MemberState`), the participant, the servicer's requests, the engine. Here is only
-what drives them, as `services.worker.member.servicer`, `services.worker.serving` and
+Real: the fence (`MemberState`), the participant, the servicer's requests, the engine. This module
+only drives them, as `services.worker.member.servicer`, `services.worker.serving` and
 `services.worker.engine.loop` do with tasks and sockets.
 """
 
@@ -49,14 +49,14 @@ from tideserve.common.v1 import load_pb2
 from tideserve.worker.v1 import worker_pb2
 
 HEARTBEAT_S = 0.25
-"""Half of the engine's longest silence, as in its loop."""
+"""Half of the engine's maximum silence, as in its loop."""
 
 T = TypeVar("T")
 Answered = Callable[[bool, str], None]
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
+    """The result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -65,19 +65,19 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def same(address: str) -> str:
-    """Names of hosts are addresses here."""
+    """Resolve host names, which are addresses here."""
     return address
 
 
 class Pause:
-    """Awaited, it gives the turn back once."""
+    """An awaitable that yields once."""
 
     def __await__(self) -> Generator[None, None, None]:
         yield
 
 
 class EnginePipe:
-    """The servicer's end of the engine; frames are encoded as on the socket."""
+    """The servicer's connection to the engine; frames are encoded as on the socket."""
 
     heartbeat_age_s = 0.0
 
@@ -112,7 +112,7 @@ class EnginePipe:
 
 @dataclass
 class Call:
-    """A coordinator asks to prepare; it hears an answer until `deadline_s`."""
+    """A coordinator's call to prepare, which accepts an answer until `deadline_s`."""
 
     asked: PrepareCall
     change: ProposedChange
@@ -123,7 +123,7 @@ class Call:
 
 @dataclass
 class Preparation:
-    """What is being prepared, who waits for it, and how it ended: `refusal`, None if not yet."""
+    """A preparation, its waiting calls, and its outcome: `refusal`, None while in progress."""
 
     attempt: str
     deadline_s: float
@@ -132,7 +132,7 @@ class Preparation:
     refusal: str | None = None
 
     def end(self, refusal: str) -> None:
-        """Answer those who wait."""
+        """Answer the waiting calls."""
         self.refusal = refusal
         callers, self.callers = self.callers, []
         for answer in callers:
@@ -140,7 +140,7 @@ class Preparation:
 
 
 class WorkerProcess:
-    """One process of a worker. `turn` is a turn of its engine, `serve` one of its servicer."""
+    """A worker process. `turn` is a turn of its engine, `serve` a turn of its servicer."""
 
     def __init__(self, engine: Engine, now_s: Callable[[], float]) -> None:
         identity, runner = engine.identity, engine.runner
@@ -148,8 +148,8 @@ class WorkerProcess:
         self.engine = engine
         self.now_s = now_s
         self.stands_until_s = 0.0
-        self.blind_until_s = 0.0  # cut off from the store
-        self.revision = 0  # of the records that it has seen
+        self.blind_until_s = 0.0  # partitioned from the store
+        self.revision = 0  # of the newest records it has read
         self.link = GatewayStream()
         self.fence = MemberState(self.name, self.incarnation)
         self.report = EngineReport(Load(0, 0, runner.num_blocks, 0))
@@ -197,23 +197,23 @@ class WorkerProcess:
 
     @property
     def stands(self) -> bool:
-        """Whether the process stands still."""
+        """Whether the process is suspended."""
         return self.now_s() < self.stands_until_s
 
     @property
     def place(self) -> Place | None:
-        """The configuration that it serves, as `EngineServing.place`."""
-        recorded, told = self._recorded, self._participant.place
-        if self._left_out or recorded is None or told is None:
+        """The configuration it serves, as `EngineServing.place`."""
+        recorded, served = self._recorded, self._participant.place
+        if self._left_out or recorded is None or served is None:
             return None
-        return told if recorded.epoch > told.epoch else recorded
+        return served if recorded.epoch > served.epoch else recorded
 
     # --- the group protocol
 
     def see(self, groups: Iterable[StoredGroup]) -> None:
-        """The group records have come, perhaps old ones."""
+        """Receive group records, possibly outdated."""
         groups = tuple(groups)
-        self._recorded = place_of((one.group for one in groups), self.name, self.incarnation)
+        self._recorded = place_of((group.group for group in groups), self.name, self.incarnation)
         before = self.fence.epoch
         for action in self.fence.observe(groups):
             self._carry_out(action)
@@ -224,7 +224,7 @@ class WorkerProcess:
             self.ask(call)
 
     def ask(self, call: Call) -> None:
-        """A coordinator asks to prepare; a call for a later epoch waits for the records."""
+        """Handle a call to prepare; a call for a later epoch waits for the records."""
         now_s = self.now_s()
         answer = self.fence.judge(call.asked)
         match answer.verdict:
@@ -246,13 +246,13 @@ class WorkerProcess:
                 call.answer(False, answer.reason)
 
     def abort(self, asked: AbortCall) -> None:
-        """A coordinator aborts an attempt."""
+        """Handle a coordinator's abort of an attempt."""
         action = self.fence.abort(asked)
         if action is not None:
             self._carry_out(action)
 
     def introduce(self, request: worker_pb2.IntroduceRequest) -> None:
-        """A coordinator introduces workers that want to fetch layers."""
+        """Handle a coordinator's introduction of workers that want to fetch layers."""
         if request.incarnation == self.incarnation and request.token >= self.fence.token:
             peers = to_members(request.peers)
             run_now(self._participant.introduce(peers, request.timeout_s))
@@ -260,7 +260,7 @@ class WorkerProcess:
     def serve(self) -> bool:
         """A turn of the servicer; False if there was nothing to do."""
         now_s = self.now_s()
-        for call in [one for one in self._early if now_s > one.waits_until_s]:
+        for call in [call for call in self._early if now_s > call.waits_until_s]:
             self._early.remove(call)
             call.answer(False, "the records of that epoch did not come")
         if now_s - self._swept_s >= SWEEP_S or self.requests._wake.is_set():
@@ -311,9 +311,9 @@ class WorkerProcess:
         due_s, now_s = member.state.requeue_due_s, self.now_s()
         if due_s is not None and due_s <= now_s:
             member.handle(RequeueChecked(now_s))
-        told = self._publish()
+        published = self._publish()
         ran = member.launch()
-        return self._publish() or told or took or ran
+        return self._publish() or published or took or ran
 
     def move_piece(self) -> bool:
         """The mover's thread takes a step; False if it was idle."""
@@ -339,7 +339,7 @@ class WorkerProcess:
                     member.introduce(peers, timeout_s)
 
     def _publish(self) -> bool:
-        """Tell the servicer the results, as the engine's loop does."""
+        """Publish the results to the servicer, as the engine's loop does."""
         member = self.engine.member
         news, now_s = member.take_outbox(), self.now_s()
         configuration = member.configuration
@@ -370,7 +370,7 @@ class WorkerProcess:
         return happened
 
     def _deliver(self, progress: Progress) -> None:
-        """The servicer hears of it, as `EngineServing`."""
+        """Deliver progress to the servicer, as `EngineServing` does."""
         self.report = progress.report
         self.requests.deliver(progress)
         left_out, self._left_out = self._left_out, progress.report.left
@@ -378,6 +378,6 @@ class WorkerProcess:
             self.requests.abort_all("the group continues without this worker; retry")
 
     def end(self) -> None:
-        """The process ends; callers hear nothing more."""
+        """End the process; callers get no more answers."""
         if self._preparing is not None and self._preparing.refusal is None:
             self._preparing.task.close()

@@ -1,8 +1,9 @@
-"""The group protocol and real engines in one process, while everything goes wrong.
+"""The group protocol and real engines in one process, under random faults.
 
 Real: coordinators, fences, participants, servicers' requests, engines with a tiny model, the
-gateway's attempts and journals. Modelled: a store with compare and swap, mail, lanes, elections,
-leases, reports. One seed decides all of it, on a virtual clock. After each step the invariants of
+gateway's attempts and journals. Modelled: a store with compare and swap, messages, lanes,
+elections, leases, reports. One seed decides all of it, on a virtual clock. After each step the
+invariants of
 all parts hold; once the faults stop, all requests get the tokens of an undisturbed run, all groups
 become stable, and nothing is left.
 """
@@ -43,23 +44,23 @@ from tests.support.undisturbed import CHUNK_BYTES
 
 TURN_S = 0.002
 IDLE_S = 0.1
-"""How far time goes at most when nobody has anything to do."""
+"""Largest step of the clock while all are idle."""
 STEPS = 30
 REQUESTS_MAX, OPEN_MAX = 24, 5
 SETTLE_S = 150.0
 CALM_S = 40.0
 TURNS_MAX = 40_000
 STANDS_MAX_S = 90.0
-"""No request stands still for longer, while a worker serves."""
+"""Longest stall of a request while a worker serves."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a world runs; a test takes a rule out here.
+    """The product's rules in a world; tests remove some.
 
-    Without `troubles` nobody hears that a group is stuck, without `resumes` a request that has lost
-    its worker after a token is over. `take_out` gets each engine before its first turn. If it
-    `divides`, there are four workers, and operators split groups into smaller groups, too.
+    Without `troubles`, reports of stuck groups are lost. Without `resumes`, requests with tokens
+    end when they lose their worker. `take_out` is applied to each engine before its first turn.
+    With `divides`, there are four workers, and operators also split groups into smaller groups.
     """
 
     machine: type[Changeover] = Changeover
@@ -79,7 +80,7 @@ class JoinedWorld:
         self.seed = seed
         self.rng = random.Random(seed)
         self.faulty = True
-        self.changes = True  # an operator may ask for some
+        self.changes = True  # whether operators may request changes
         self.now_s = 0.0
         self.requests_max = REQUESTS_MAX
         self.processes: dict[str, WorkerProcess] = {}
@@ -113,42 +114,42 @@ class JoinedWorld:
         self._last_fault = apart.choice(lasts)
         self._watch()
 
-    # --- time and mail
+    # --- time and messages
 
-    def later(self, delay_s: float, what: Callable[[], None]) -> None:
-        """Do something in a while."""
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Schedule a call."""
         self._planned += 1
         due_s = self.now_s + max(delay_s, TURN_S)
-        heapq.heappush(self._agenda, (due_s, self._planned, what))
+        heapq.heappush(self._agenda, (due_s, self._planned, action))
 
     def delay_s(self) -> float:
-        """How long a message takes; some are late."""
+        """A random latency of a message; some are late."""
         late = self.faulty and self.rng.random() < 0.1
         return self.rng.uniform(0.1, 2.0) if late else self.rng.uniform(0.001, 0.05)
 
-    def mail(self, what: Callable[[], None], lost: Callable[[], None] | None = None) -> None:
-        """Deliver a message, or not: then `lost` happens."""
+    def mail(self, delivered: Callable[[], None], lost: Callable[[], None] | None = None) -> None:
+        """Deliver a message, or lose it and call `lost`."""
         if self.faulty and self.rng.random() < 0.05:
             if lost is not None:
                 self.later(self.delay_s(), lost)
             return
-        self.later(self.delay_s(), what)
+        self.later(self.delay_s(), delivered)
 
     def note(self, event: str) -> None:
-        """Note what happens, for the message of a failure."""
+        """Record an event for failure messages."""
         self._events.append(f"{self.now_s:8.3f} {event}")
 
     def turn(self) -> None:
-        """Time passes, and somebody takes a turn."""
+        """Advance the clock, and let a random part take a turn."""
         self._turns += 1
         if self._turns > TURNS_MAX:
             raise Violated(f"it never ends: {self.describe()}")
         self._tell_time()
-        awake = [one for one in self.processes.values() if not one.stands]
+        awake = [process for process in self.processes.values() if not process.stands]
         actions: list[Callable[[], bool | None]] = [*self.network.deliveries()]
         actions += self.gateway.actions()
-        for one in awake:
-            actions += [one.turn, one.move_piece, one.serve]
+        for process in awake:
+            actions += [process.turn, process.move_piece, process.serve]
         if actions and self._idle_turns <= 2 * len(actions):
             worked = self.rng.choice(actions)()
             self._idle_turns = self._idle_turns + 1 if worked is False else 0
@@ -158,14 +159,16 @@ class JoinedWorld:
             self._rest()
 
     def _round(self) -> list[Callable[[], bool | None]]:
-        """A turn of everybody, if nothing else can happen."""
+        """A turn of every running process."""
         if self.network.deliveries() or self.gateway.actions():
             return [lambda: True]
-        awake = [one for one in self.processes.values() if not one.stands]
-        return [turn for one in awake for turn in (one.turn, one.move_piece, one.serve)]
+        awake = [process for process in self.processes.values() if not process.stands]
+        return [
+            turn for process in awake for turn in (process.turn, process.move_piece, process.serve)
+        ]
 
     def _rest(self) -> None:
-        """Nobody has anything to do until the next entry of the agenda, or a while."""
+        """Advance the clock to the next entry of the agenda, at most by a limit."""
         self.network.skip(min(IDLE_S, max(0.0, self._agenda[0][0] - self.now_s)))
         self._tell_time()
 
@@ -180,7 +183,7 @@ class JoinedWorld:
         self.lanes.look()
 
     def _watch(self) -> None:
-        """What happens all the time: reports, readers that attach again, a look at streams."""
+        """Periodic work: reports, retries of attaching, checks of streams."""
         self.gateway.pass_time()
         serves = bool(self.gateway.places())
         for client in self.gateway.open:
@@ -191,7 +194,7 @@ class JoinedWorld:
         self.later(0.2, self._watch)
 
     def report_often(self, process: WorkerProcess) -> None:
-        """A process reports as long as it runs."""
+        """Schedule reports of a process for as long as it runs."""
         if self.processes.get(process.name) is process:
             self._report(process)
             self.later(REPORT_S, partial(self.report_often, process))
@@ -201,16 +204,16 @@ class JoinedWorld:
             self.control.report(process)
 
     def _judge(self, client: Client, check: Callable[[Stream], None]) -> None:
-        """A request ends with all its tokens, unless it lost `LOST_MAX` workers without one."""
+        """Check an ended request: complete, unless it lost `LOST_MAX` workers without a token."""
         if client.stream.refused:
             assert client.lost >= LOST_MAX, client.stream.refused
             client.stream.aborted = True
         check(client.stream)
 
-    # --- all of it
+    # --- the run
 
     def run(self, check: Callable[[Stream], None]) -> None:
-        """Do everything, and let everything end; `check` compares the output of a request.
+        """Run random events, then let all requests end; `check` compares a request's output.
 
         Raises Violated.
         """
@@ -227,20 +230,20 @@ class JoinedWorld:
             raise Violated(f"seed {self.seed}: {error!r}; the last events:\n{events}") from error
 
     def _begin(self) -> None:
-        """In most worlds the workers form a group, and have requests, before anything fails."""
+        """In most worlds, form a group with requests before the first fault."""
         self.faulty = False
-        while not all(one.place for one in self.processes.values()):
+        while not all(process.place for process in self.processes.values()):
             self.turn()
         for _ in range(self.rng.randint(0, 3)):
             self.arrive()
         if self.rng.random() < 0.8:
-            self._merge([one.name for one in self.processes.values()][: self.layers])
+            self._merge([process.name for process in self.processes.values()][: self.layers])
             self.pass_until(self.now_s + self.rng.choice([0.2, 1.0, 3.0]))
         self.faulty = True
         self.arrive()
 
     def step(self) -> None:
-        """Something happens to the cluster, and time passes."""
+        """Run a random event, and advance the clock."""
         events, weights = zip(*self._possible(), strict=True)
         self.rng.choices(events, weights)[0]()
         for _ in range(self.rng.choice([0, 5, 20, 60])):
@@ -257,7 +260,7 @@ class JoinedWorld:
         ]
 
     def _faults(self) -> list[Callable[[], None]]:
-        """What may go wrong; each world has its own likings."""
+        """Possible faults, with probabilities that depend on the seed."""
         return [
             self.lanes.cut_lanes,
             self.lives.crash,
@@ -268,11 +271,11 @@ class JoinedWorld:
         ]
 
     def _lane_faults(self) -> list[Callable[[], None]]:
-        """More of them; a world that likes none is the same as without them."""
+        """Possible lane faults; seeds without them run as if these did not exist."""
         return [self.lanes.hang_up, self.lanes.separate]
 
     def _fail_last(self) -> None:
-        """In some worlds a last fault meets a group at rest, and nothing comes to its help."""
+        """In some worlds, inject a last fault into an idle group, without further events."""
         if self._last_fault is None:
             return
         self._calm()
@@ -288,15 +291,15 @@ class JoinedWorld:
         return list(self.control.store.groups.values())
 
     def _calm(self) -> None:
-        """Time passes until no group changes, if that comes."""
+        """Run until no group is changing, up to a limit."""
         until_s = self.now_s + CALM_S
         self.pass_until(self.now_s + 1.0)
         while not self.control.rests and self.now_s < until_s:
             self.turn()
 
     def check(self) -> None:
-        """All parts agree."""
-        engines = {name: one.engine for name, one in self.processes.items()}
+        """Check that all parts are consistent."""
+        engines = {name: running.engine for name, running in self.processes.items()}
         check_engines(engines)
         for process in self.processes.values():
             process.fence.check_invariants()
@@ -305,7 +308,7 @@ class JoinedWorld:
             self._check_layers(process)
 
     def _check_layers(self, process: WorkerProcess) -> None:
-        """I1: an engine holds what its configuration gives it."""
+        """I1: an engine holds the layers of its configuration."""
         configuration = process.engine.member.configuration
         if configuration is not None:
             stage, held = configuration.stage, process.engine.runner.stage_memory.layers
@@ -313,9 +316,9 @@ class JoinedWorld:
                 raise Violated(f"I1: {process.name} runs {stage} with layers {list(held)}")
 
     def settle(self) -> None:
-        """No more faults: everything becomes as it should be, in bounded time.
+        """Run without faults until everything is idle, in bounded time.
 
-        Requests end even while a process is cut off from the store for longer.
+        Requests end even while a process is partitioned from the store.
         """
         self.note("no more faults")
         self.faulty = False
@@ -337,26 +340,30 @@ class JoinedWorld:
             for _ in range(30):
                 self.turn()
             self.check()
-        check_at_rest({name: one.engine for name, one in self.processes.items()})
+        check_at_rest({name: running.engine for name, running in self.processes.items()})
 
     def _unsettled(self) -> str | None:
-        """What has not come to rest yet; None if everything has."""
+        """A description of what is not idle yet; None if everything is."""
         if self.gateway.open:
             return f"{len(self.gateway.open)} requests are open"
         store = self.control.store
         if store.workers.keys() != self.processes.keys():
             return f"registered are {sorted(store.workers)}"
         groups = [stored.group for stored in store.groups.values()]
-        found = [one for one in groups if one.attempt or one.phase is GroupPhase.DEGRADED]
-        if found:
-            return f"{found} are not at rest"
-        late = [one.name for one in self.processes.values() if not self._has_followed(one)]
+        changing = [
+            group for group in groups if group.attempt or group.phase is GroupPhase.DEGRADED
+        ]
+        if changing:
+            return f"{changing} are not at rest"
+        late = [
+            process.name for process in self.processes.values() if not self._has_followed(process)
+        ]
         if late:
             return f"{late} have not followed to their places, or are not at rest"
         return next(iter(wrong_books({n: p.engine for n, p in self.processes.items()})), None)
 
     def _has_followed(self, process: WorkerProcess) -> bool:
-        """Whether a process serves as its assignment says, and has nothing left to do."""
+        """Whether a process serves its assignment and is idle."""
         member, stored = process.engine.member, self.control.store.assignments.get(process.name)
         if stored is None or stored.assignment.incarnation != process.incarnation:
             return False
@@ -367,30 +374,34 @@ class JoinedWorld:
         return quiet and at_rest(process.engine)
 
     def describe(self) -> str:
-        """For a failure's message."""
+        """A summary for failure messages."""
         left = {
-            one.request_id: (one.address, len(one.stream.tokens), one.tokens is not None)
-            for one in self.gateway.open
+            client.request_id: (
+                client.address,
+                len(client.stream.tokens),
+                client.tokens is not None,
+            )
+            for client in self.gateway.open
         }
         members = {
             name: (
-                one.place,
-                one.engine.member.links.epoch,
-                one.engine.member.changeover.phase,
-                one.engine.member.trouble,
+                process.place,
+                process.engine.member.links.epoch,
+                process.engine.member.changeover.phase,
+                process.engine.member.trouble,
             )
-            for name, one in self.processes.items()
+            for name, process in self.processes.items()
         }
         return f"open {left}, members {members}"
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.lives.close()
 
     # --- clients and operators
 
     def arrive(self) -> None:
-        """Some clients ask, unless there are enough."""
+        """Submit some requests, unless enough are running."""
         for _ in range(self.rng.randint(1, 3)):
             number = len(self.gateway.clients)
             if number >= self.requests_max or len(self.gateway.open) >= OPEN_MAX:
@@ -407,8 +418,8 @@ class JoinedWorld:
             self.gateway.abort(client)
 
     def change(self) -> None:
-        """An operator merges, splits or orders anew some of the groups."""
-        groups = [one.group.members for one in self.control.store.groups.values()]
+        """Request a merge, a split or a reordering of some groups."""
+        groups = [group.group.members for group in self.control.store.groups.values()]
         live = [members for members in groups if members]
         if not live or not self.changes or self._divide(live):
             return
@@ -423,19 +434,21 @@ class JoinedWorld:
             self._merge(names)
 
     def _divide(self, groups: Sequence[Sequence[Member]]) -> bool:
-        """Split a group into smaller groups, if chance says so; returns whether it did."""
+        """Split a group into smaller groups at random; returns whether it did."""
         large = [members for members in groups if len(members) > 2]
         if not self._divisions or not large or self._divisions.random() < 0.3:
             return False
         members = self._divisions.choice(large)
-        stages = [Stage(one.worker_id, one.first_layer, one.end_layer) for one in members]
+        stages = [
+            Stage(member.worker_id, member.first_layer, member.end_layer) for member in members
+        ]
         parts = self._divisions.randrange(2, len(stages))
         self._ask(tuple(interleaved(stages, parts, self.layers)))
         self.divided += 1
         return True
 
     def split(self) -> None:
-        """An operator asks each group of several to split."""
+        """Request splits of all groups with several workers."""
         for stored in self._groups():
             if len(stored.group.members) > 1:
                 self._ask(split_up(stored.group, self.layers))
@@ -453,6 +466,6 @@ class JoinedWorld:
         self.pass_until(self.now_s + self.rng.choice([0.1, 0.5, 1.0, 2.0, 8.0]))
 
     def pass_until(self, until_s: float) -> None:
-        """Time passes until then."""
+        """Run until a time."""
         while self.now_s < until_s:
             self.turn()

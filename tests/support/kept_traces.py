@@ -1,4 +1,4 @@
-"""A sink that keeps the traces that would have been sent."""
+"""A trace sink that stores traces instead of exporting them."""
 
 from services.common.tracing import Span, TraceContext
 

@@ -1,4 +1,4 @@
-"""The parts of a UCX lane without UCX: connections, traffic and heartbeats over memory.
+"""The parts of a UCX lane over memory instead of UCX: connections, traffic and heartbeats.
 
 The handshakes run over real sockets. There is no thread: a test calls `step`.
 """
@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Request:
-    """A send or a receive; completed unless its transport holds it back."""
+    """A send or a receive; completed unless its transport delays it."""
 
     held: bool = False
     problem: str | None = None
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass
 class MemoryTransport:
-    """`UcxTransport` within one process: `peers` by address have all transports of a test."""
+    """`UcxTransport` within one process: `peers` holds all transports of a test by address."""
 
     address: bytes
     peers: dict[bytes, "MemoryTransport"]
@@ -58,13 +58,13 @@ class MemoryTransport:
         self.peers[self.address] = self
 
     def renew(self, address: bytes) -> None:
-        """Be reached at another address alone."""
+        """Change the address."""
         del self.peers[self.address]
         self.address = address
         self.peers[address] = self
 
     def progress(self) -> None:
-        """There is nothing to drive."""
+        """No effect."""
 
     def open(self, address: bytes) -> "MemoryEndpoint":
         if address not in self.peers:
@@ -80,7 +80,7 @@ class MemoryTransport:
         return Request()
 
     def release(self, problem: str | None = None) -> None:
-        """Complete what was held back."""
+        """Complete the delayed requests."""
         for request in self.held:
             request.held, request.problem = False, problem
         self.held.clear()
@@ -88,7 +88,7 @@ class MemoryTransport:
 
 @dataclass
 class MemoryEndpoint:
-    """The way to `target`."""
+    """An endpoint to `target`."""
 
     source: MemoryTransport
     target: MemoryTransport
@@ -112,7 +112,7 @@ class MemoryEndpoint:
 
 
 class LaneEnd:
-    """What drives the parts of one lane, as `UcxLane` does."""
+    """Drives the parts of a lane, as `UcxLane` does."""
 
     def __init__(
         self, worker_id: str, peers: dict[bytes, MemoryTransport], **settings: Any
@@ -154,7 +154,7 @@ class LaneEnd:
         self.connections.dial(peer.identity.worker_id, peer.address, nonce)()
 
     def step(self) -> None:
-        """Handle the sockets that are ready, and all frames; take them if the end `takes`."""
+        """Handle ready sockets and all frames; receive them if the end `takes`."""
         for descriptor, _ in self.poll.poll(0.01):
             if descriptor == self.listener.fileno():
                 self.connections.accept(ControlLink(self.listener.accept()[0]))
@@ -166,7 +166,7 @@ class LaneEnd:
             self.frames += self.take()
 
     def take(self, leave: tuple[str, ...] = ()) -> list[Frame]:
-        """What has arrived and was not taken."""
+        """Receive the arrived frames."""
         taken, _ = self.traffic.take(leave)
         return [frame for _, frame in taken]
 

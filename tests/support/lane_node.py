@@ -1,8 +1,8 @@
 """A worker's two lanes as a process: `python -m tests.support.lane_node a|b OWN PEER CONFIG`.
 
 OWN and PEER are addresses, CONFIG is JSON of `activation_port`, `bulk_port` and `ucx_ports`. Node a
-connects and sends, node b sends back what it gets. Each ends with 0 once all frames have come; b
-prints a line when it listens.
+connects and sends, node b echoes. Each exits with 0 once all frames have arrived; b prints a line
+when it listens.
 """
 
 import json
@@ -46,7 +46,7 @@ def main(role: str, own: str, peer: str, settings: str) -> int:
 
 
 def exchange(role: str, lanes: list[UcxLane]) -> int:
-    """0 once every frame has come; 1 when the peer is lost, 2 at the deadline."""
+    """Exit code: 0 once every frame has arrived, 1 when the peer is lost, 2 at the deadline."""
     missing = FRAMES * len(lanes)
     end_s = time.monotonic() + DEADLINE_S
     while missing:
@@ -72,7 +72,7 @@ def begin(lane: UcxLane) -> None:
 
 
 def received(role: str, lane: UcxLane) -> int:
-    """How many frames have come since; b sends them back."""
+    """Number of frames received since the last call; b echoes them."""
     frames = lane.receive()
     for sender, frame in frames if role == "b" else ():
         lane.send(sender, Frame("g", 1, Note("back"), frame.payload))

@@ -1,7 +1,7 @@
 """Lanes between engines in one process, without UCX.
 
-Nothing moves by itself: the owner of the `LocalNetwork` delivers, if it wants one frame at a time,
-so that a seeded test decides every interleaving. Frames are encoded and decoded as on a wire.
+The owner of the `LocalNetwork` delivers frames, also one at a time, so that a seeded test decides
+every interleaving. Frames are encoded and decoded as on the wire.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ QUEUED_FRAMES_MAX = 1024
 
 @dataclass(slots=True)
 class _Queue:
-    """Frames on their way in one direction; `held` keeps them there."""
+    """Frames in flight in one direction; not delivered while `held`."""
 
     frames: deque[tuple[Bytes, Sent]] = field(default_factory=deque)
     held: bool = False
@@ -76,12 +76,12 @@ class LocalLane(Lane):
 
     def receive(self, leave: Collection[str] = ()) -> list[tuple[str, Frame]]:
         self.bell.clear()
-        taken = [one for one in self.arrived if one[0] not in leave]
-        self.arrived = deque(one for one in self.arrived if one[0] in leave)
+        taken = [arrival for arrival in self.arrived if arrival[0] not in leave]
+        self.arrived = deque(arrival for arrival in self.arrived if arrival[0] in leave)
         return taken
 
     def give_back(self, frame: Frame) -> None:
-        frame.payload[:] = 0xEE  # whoever still reads it will be seen
+        frame.payload[:] = 0xEE  # detects readers that still use the buffer
 
     def events(self) -> list[LaneEvent]:
         taken = list(self.news)
@@ -97,7 +97,7 @@ class LocalLane(Lane):
             self.closed = True
             self.bell.close()
 
-    def tell(self, event: LaneEvent) -> None:
+    def queue_event(self, event: LaneEvent) -> None:
         """Queue an event. Called by the network."""
         self.news.append(event)
         self.bell.ring()
@@ -112,7 +112,9 @@ class LocalNetwork:
         self._queues: dict[tuple[str, str], _Queue] = {}
         self._connecting: deque[tuple[LocalLane, str, str, bytes]] = deque()
         self._separate: set[frozenset[str]] = set()
-        self._untold: dict[tuple[str, str], tuple[LocalLane, PeerLost]] = {}  # (told, lost)
+        self._pending_breaks: dict[
+            tuple[str, str], tuple[LocalLane, PeerLost]
+        ] = {}  # by survivor and lost worker
 
     def lane(self, identity: Identity) -> LocalLane:
         """A lane for a worker; cuts an older lane of the same worker."""
@@ -134,14 +136,14 @@ class LocalNetwork:
         encoded, sent = self._queues[sender, receiver].frames.popleft()
         received = encoded.copy()
         sent.finish()
-        encoded[:] = 0xEE  # its sender may write there now
+        encoded[:] = 0xEE  # the sender may reuse the buffer
         self._lanes[sender].bell.ring()
         target = self._lanes[receiver]
         target.arrived.append((sender, self._codec.decode(received)))
         target.bell.ring()
 
     def pump(self) -> int:
-        """Make pending connections and deliver what is not held; returns the number of frames."""
+        """Make pending connections and deliver all frames not held; returns their number."""
         self.connect_pending()
         moved = 0
         while links := self.waiting():
@@ -150,9 +152,9 @@ class LocalNetwork:
                 moved += 1
         return moved
 
-    def has(self, one: str, other: str) -> bool:
-        """Whether the first of a pair has a connection to the other, open or not yet."""
-        return (one, other) in self._queues
+    def has(self, first: str, other: str) -> bool:
+        """Whether the first of a pair has a connection, open or pending, to the other."""
+        return (first, other) in self._queues
 
     def connect_pending(self) -> None:
         """Make or refuse the connections that `connect` has queued."""
@@ -160,11 +162,11 @@ class LocalNetwork:
             self._shake_hands(*self._connecting.popleft())
 
     def hold(self, sender: str, receiver: str) -> None:
-        """Keep frames of a link waiting until `release`."""
+        """Hold frames of a link until `release`."""
         self._queues.setdefault((sender, receiver), _Queue()).held = True
 
     def release(self, sender: str, receiver: str) -> None:
-        """Let frames of a link be delivered again."""
+        """Resume delivery of a link's frames."""
         self._queues.setdefault((sender, receiver), _Queue()).held = False
 
     def damage(self, sender: str, receiver: str) -> None:
@@ -176,51 +178,51 @@ class LocalNetwork:
         """End every connection of a worker, as its death would; both ends get PeerLost."""
         peers = [link[1] for link in self._queues if link[0] == worker_id]
         for peer in peers:
-            self.part(worker_id, peer, tell=(worker_id, peer))
-        for told, lost in [pair for pair in self._untold if worker_id in pair]:
-            self._tell_untold(told, lost)
+            self.part(worker_id, peer, notify=(worker_id, peer))
+        for survivor, lost in [pair for pair in self._pending_breaks if worker_id in pair]:
+            self._notify_break(survivor, lost)
 
     def leave(self, worker_id: str, peer: str) -> None:
-        """A worker ends the connection to a peer, which alone gets PeerLost."""
-        self.part(worker_id, peer, tell=(peer,))
-        self._untold.pop((worker_id, peer), None)
+        """Close a worker's connection to a peer; only the peer gets PeerLost."""
+        self.part(worker_id, peer, notify=(peer,))
+        self._pending_breaks.pop((worker_id, peer), None)
 
-    def part(self, one: str, other: str, tell: Collection[str]) -> None:
-        """End the connection of a pair; the workers in `tell` get PeerLost, others later."""
+    def part(self, first: str, other: str, notify: Collection[str]) -> None:
+        """End the connection of a pair; the workers in `notify` get PeerLost, others later."""
         was_open = False
-        for sender, receiver in ((one, other), (other, one)):
+        for sender, receiver in ((first, other), (other, first)):
             queue = self._queues.pop((sender, receiver), None)
             if queue is None:
                 continue
             was_open = was_open or queue.open
             for _, sent in queue.frames:
                 sent.finish(PeerUnknown(f"the connection to {receiver} ended"))
-        for told, lost in ((one, other), (other, one)):
-            if was_open and not self._lanes[told].closed:
+        for survivor, lost in ((first, other), (other, first)):
+            if was_open and not self._lanes[survivor].closed:
                 event = PeerLost(self._lanes[lost].identity, "the connection ended")
-                self._untold[told, lost] = self._lanes[told], event
-            if told in tell:
-                self._tell_untold(told, lost)
+                self._pending_breaks[survivor, lost] = self._lanes[survivor], event
+            if survivor in notify:
+                self._notify_break(survivor, lost)
 
-    def separate(self, one: str, other: str) -> None:
-        """End the connection of a pair, and refuse each that is tried later."""
-        self._separate.add(frozenset((one, other)))
-        self.part(one, other, tell=(one, other))
+    def separate(self, first: str, other: str) -> None:
+        """End the connection of a pair, and refuse later attempts."""
+        self._separate.add(frozenset((first, other)))
+        self.part(first, other, notify=(first, other))
 
-    def tell_untold(self, one: str, other: str) -> None:
-        """The workers of a pair get the PeerLost that they have not had yet."""
-        self._tell_untold(one, other)
-        self._tell_untold(other, one)
+    def notify_break(self, first: str, other: str) -> None:
+        """Deliver the pending PeerLost events of a pair."""
+        self._notify_break(first, other)
+        self._notify_break(other, first)
 
-    def _tell_untold(self, told: str, lost: str) -> None:
-        lane, event = self._untold.pop((told, lost), (None, None))
+    def _notify_break(self, survivor: str, lost: str) -> None:
+        lane, event = self._pending_breaks.pop((survivor, lost), (None, None))
         if lane is not None and event is not None and not lane.closed:
-            lane.tell(event)
+            lane.queue_event(event)
 
     def connect(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
         """Queue a handshake for the next pump."""
         us = lane.identity.worker_id
-        self.part(us, peer, tell=(us, peer))  # also of an earlier break
+        self.part(us, peer, notify=(us, peer))  # including pending events of an earlier break
         for link in ((us, peer), (peer, us)):
             self._queues.setdefault(link, _Queue())
         self._connecting.append((lane, peer, address, nonce))
@@ -241,7 +243,9 @@ class LocalNetwork:
 
     def _shake_hands(self, lane: LocalLane, peer: str, address: str, nonce: bytes) -> None:
         us = lane.identity
-        host = next((one for one in self._lanes.values() if one.address == address), None)
+        host = next(
+            (candidate for candidate in self._lanes.values() if candidate.address == address), None
+        )
         facts = Facts(us.worker_id, us.incarnation, b"", 0, PROTOCOL_VERSION)
         try:
             if host is None or host.closed or host.identity.worker_id != peer:
@@ -252,10 +256,10 @@ class LocalNetwork:
                 raise FrameError("the connection broke while it was made")
             host.expected.redeem(Hello(facts, proof_of(Hello, facts, nonce)), 0.0)
         except FrameError as error:
-            self.part(us.worker_id, peer, tell=())
-            lane.tell(PeerLost(Identity(peer, ""), f"refused: {error}"))
+            self.part(us.worker_id, peer, notify=())
+            lane.queue_event(PeerLost(Identity(peer, ""), f"refused: {error}"))
             return
         for link in ((us.worker_id, peer), (peer, us.worker_id)):
             self._queues[link].open = True
-        lane.tell(PeerConnected(host.identity))
-        host.tell(PeerConnected(us))
+        lane.queue_event(PeerConnected(host.identity))
+        host.queue_event(PeerConnected(us))

@@ -1,4 +1,4 @@
-"""What this process logs, as a service would write it."""
+"""Captures this process's log in the format of services."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from services.common.logging import JsonFormatter
 
 
 class LogLines(logging.Handler):
-    """Everything that is logged, but by loggers whose names begin with one of `ignored`."""
+    """All log lines, except of loggers whose names begin with a prefix in `ignored`."""
 
     def __init__(self, ignored: tuple[str, ...]) -> None:
         super().__init__(logging.DEBUG)
@@ -20,20 +20,20 @@ class LogLines(logging.Handler):
 
     @property
     def text(self) -> str:
-        """All of them."""
+        """All lines."""
         return "\n".join(self.lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record))
 
     def requests(self, endpoint: str) -> list[dict[str, Any]]:
-        """The lines of requests to a route."""
+        """The access lines of a route."""
         return [row for row in map(json.loads, self.lines) if row.get("endpoint") == endpoint]
 
 
 @contextmanager
 def log_lines(*ignored: str) -> Iterator[LogLines]:
-    """What is logged meanwhile, at every level."""
+    """Capture log lines of every level during the body."""
     handler, root = LogLines(ignored), logging.getLogger()
     level = root.level
     root.addHandler(handler)

@@ -26,7 +26,7 @@ def lone_member(
     now_s: Callable[[], float] = monotonic_s,
     pacer: Pacer | None = None,
 ) -> Member:
-    """A member that serves alone."""
+    """A member that serves in a group of its own."""
     changeover = Changeover("w0", runner.stage_memory.num_layers, state)
     identity = Identity("w0", "w0-1")
     bulk = LocalNetwork(FrameCodec(BULK_KINDS)).lane(identity)

@@ -1,4 +1,4 @@
-"""A registered worker that is a member of groups for real, with an engine that only remembers."""
+"""A registered worker with the real group member, and an engine that only records calls."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ ARENA_BYTES = LAYERS * (10_000 + 100 * BLOCK_TOKENS * 2)
 
 @dataclass
 class FakeEngine:
-    """Remembers which layers it holds; refuses or dawdles when it is told to."""
+    """Records which layers it holds; refuses or delays preparations when configured to."""
 
     name: str
     held: set[int] = field(default_factory=lambda: set(range(LAYERS)))
@@ -91,15 +91,15 @@ class FakeEngine:
     def _layers(self, group: Group) -> set[int]:
         return {
             layer
-            for one in group.members
-            if one.worker_id == self.name
-            for layer in range(one.first_layer, one.end_layer)
+            for member in group.members
+            if member.worker_id == self.name
+            for layer in range(member.first_layer, member.end_layer)
         }
 
 
 @dataclass
 class FakeMember:
-    """A worker's member service, and its directory of groups."""
+    """A worker's member service and its group directory."""
 
     engine: FakeEngine
     record: record_pb2.WorkerRecord
@@ -118,7 +118,7 @@ class FakeMember:
 async def member(
     store: Store, name: str, ttl_s: int = 30, **record: Any
 ) -> AsyncIterator[FakeMember]:
-    """A member that is registered and reports its epoch during the body."""
+    """Run a registered member that reports its epoch."""
     server = Server("127.0.0.1", 0, ProcessServicer(name, list, lambda: True))
     engine = FakeEngine(name)
     fields = {
@@ -160,44 +160,46 @@ async def member(
 
 
 async def all_serve(address: str, *members: FakeMember) -> None:
-    """Wait until the members serve, and the memory manager at `address` knows."""
+    """Wait until the members serve and the memory manager at `address` lists them."""
     async with open_channel(address) as channel:
         stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
 
         async def known() -> bool:
             answer = await stub.ListGroups(memmgr_pb2.ListGroupsRequest(), timeout=30)
-            listed = {one.worker_id for group in answer.groups for one in group.members}
-            return listed >= {one.name for one in members if one.engine.serving is not None}
+            listed = {member.worker_id for group in answer.groups for member in group.members}
+            return listed >= {
+                member.name for member in members if member.engine.serving is not None
+            }
 
-        await eventually(lambda: all(one.engine.serving for one in members))
+        await eventually(lambda: all(member.engine.serving for member in members))
         await eventually(known)
 
 
 @asynccontextmanager
 async def reporting(address: str, *members: FakeMember) -> AsyncIterator[None]:
-    """The members report to a memory manager during the body."""
+    """Report the members' memory to a memory manager during the body."""
 
-    async def reports(one: FakeMember) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
+    async def reports(member: FakeMember) -> AsyncIterator[memmgr_pb2.ReportMemoryRequest]:
         while True:
             yield memmgr_pb2.ReportMemoryRequest(
                 memory=memmgr_pb2.WorkerMemory(
-                    worker_id=one.name,
-                    incarnation=one.record.incarnation,
-                    epoch=one.engine.epoch,
-                    unsettled=not one.engine.settled,
+                    worker_id=member.name,
+                    incarnation=member.record.incarnation,
+                    epoch=member.engine.epoch,
+                    unsettled=not member.engine.settled,
                     budget_bytes=ARENA_BYTES,
-                    parameter_bytes=len(one.engine.held) * SHAPE.layer_bytes,
+                    parameter_bytes=len(member.engine.held) * SHAPE.layer_bytes,
                     kv_block_bytes=BLOCK_TOKENS * SHAPE.kv_bytes * LAYERS,
-                    kv_blocks_total=one.engine.blocks_total,
-                    kv_blocks_free=one.engine.blocks_free,
-                    running=one.engine.running,
+                    kv_blocks_total=member.engine.blocks_total,
+                    kv_blocks_free=member.engine.blocks_free,
+                    running=member.engine.running,
                 )
             )
             await asyncio.sleep(0.1)
 
     async with open_channel(address) as channel:
         stub = memmgr_pb2_grpc.MemmgrServiceStub(channel)
-        calls = [stub.ReportMemory(reports(one)) for one in members]
+        calls = [stub.ReportMemory(reports(member)) for member in members]
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
-"""Random messages of the gRPC contracts: good ones, good ones with something wrong in them, bytes
-that are none. Seeded: a message that failed can be drawn again.
+"""Random gRPC messages: valid, valid with an injected error, and bytes that do not parse.
+
+Seeded, so that failures can be reproduced.
 """
 
 import math
@@ -18,7 +19,7 @@ from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.kserve.v2 import inference_pb2 as kserve
 
 TEXTS = ["hi", "x", " ", "\0", "é日本語", "a b c", "\n", "the tide", "<|im_end|>", "\U0001f30a" * 9]
-# For fields that hold JSON, a regular expression or a grammar, and wrong in all others.
+# For fields with JSON, a regular expression or a grammar; invalid in all other fields.
 NOTATIONS = [
     *("{}", "null", "[]", "1", '""', "{", '{"a": 1, "a": 2}', '{"\\ud800": "\\udfff"}', "9" * 5000),
     *('{"type": "object"}', '{"type": "str"}', '{"type": "string", "maxLength": 3}'),
@@ -40,7 +41,7 @@ SCHEMAS = [
     '{"type": "object", "additionalProperties": false, "properties": {"city": {"enum": ["x"]}}}',
     '{"type": "object"}',
 ]
-# They cost time where they are compiled, or bytes.
+# Expensive to compile, or large.
 DEAR = [
     *("[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, "x" * 70_000, "(" * 2000 + ")" * 2000),
     '{"enum": [' + ",".join(f'"{i}"' for i in range(2000)) + "]}",
@@ -69,7 +70,7 @@ SAMPLING = [
 ]
 INTEGERS = [0, 1, -1, 2, 5, 17, 259, 2**31 - 1, -(2**31), 2**31, 2**63 - 1, -(2**63), 2**64 - 1]
 NUMBERS = [0.0, -0.0, 0.5, 1.0, -1.0, 2.5, 1e308, 5e-324, math.nan, math.inf, -math.inf]
-# Good values of Sampling, with bounds.
+# Valid values of Sampling, including bounds.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0.01, 1),
@@ -123,11 +124,11 @@ class Messages:
 
     @property
     def methods(self) -> list[str]:
-        """Full names."""
+        """Full names of the methods."""
         return list(self._good)
 
     def draw(self, method: str) -> bytes:
-        """A message for the method: a third of them good."""
+        """A message for the method; a third are valid."""
         message = self._good[method]()
         for _ in range(self._pick([0, 0, 1, 1, 2, 4])):
             self._spoil(message)
@@ -135,7 +136,7 @@ class Messages:
         return mangled(self._rng, data) if self._rng.random() < 0.12 else data
 
     def good(self, method: str) -> bytes:
-        """A message with nothing wrong in it."""
+        """A valid message."""
         return self._good[method]().SerializeToString()
 
     def _pick(self, values: Any) -> Any:
@@ -180,7 +181,7 @@ class Messages:
         return chat
 
     def _add_tools(self, chat: pb.ChatRequest) -> None:
-        """Functions, and a message that called one with its answer."""
+        """Add functions, and messages with a call and its result."""
         for name in ("get_weather", "add")[: self._rng.randint(1, 2)]:
             chat.tools.add(name=name, description=self._text(), parameters=self._pick(SCHEMAS))
         mode = self._pick([pb.TOOL_MODE_AUTO, pb.TOOL_MODE_NONE, pb.TOOL_MODE_REQUIRED])
@@ -188,8 +189,8 @@ class Messages:
         choice = pb.ToolChoice(name="get_weather") if named else pb.ToolChoice(mode=mode)
         chat.tool_choice.CopyFrom(choice)
         if self._rng.random() < 0.5:
-            said = chat.messages.add(role=pb.ROLE_ASSISTANT)
-            said.tool_calls.add(id="call_1", name="get_weather", arguments="{}")
+            message = chat.messages.add(role=pb.ROLE_ASSISTANT)
+            message.tool_calls.add(id="call_1", name="get_weather", arguments="{}")
             chat.messages.add(role=pb.ROLE_TOOL, tool_call_id="call_1", text=self._text())
 
     def _structure(self) -> pb.Structure:
@@ -203,7 +204,7 @@ class Messages:
 
     def _options(self) -> pb.Options:
         drawn = "".join(self._rng.choices(string.ascii_letters, k=24))
-        options = pb.Options(request_id=drawn, user="somebody", cache_salt="s", priority=-3)
+        options = pb.Options(request_id=drawn, user="someone", cache_salt="s", priority=-3)
         options.service_class = self._rng.randrange(4)
         options.service_level.CopyFrom(pb.ServiceLevel(ttft_ms=100.0, tpot_ms=10.0))
         return options
@@ -253,12 +254,12 @@ class Messages:
         return request
 
     def _spoil(self, message: Message) -> None:
-        """Make one thing in the message, or in one within it, something else."""
+        """Change one field of the message or of a nested message."""
         inner = [
-            one
+            element
             for field, value in message.ListFields()
             if field.message_type is not None and not _is_map(field)
-            for one in (value if field.is_repeated else [value])
+            for element in (value if field.is_repeated else [value])
         ]
         if inner and self._rng.random() < 0.7:
             self._spoil(self._pick(inner))
@@ -280,7 +281,7 @@ class Messages:
             setattr(message, field.name, self._scalar(field))
 
     def _extend(self, values: Any, field: FieldDescriptor) -> None:
-        # Rarely many of one.
+        # Rarely many copies of an element.
         count = self._pick([1, 1, 1, 2, 5, 40]) if self._rng.random() < 0.98 else 3000
         if field.message_type is None:
             values.extend([self._scalar(field)] * count)
@@ -315,7 +316,7 @@ class Messages:
                     )
                 return self._any_text()
         low, high = _BOUNDS[field.cpp_type]
-        return self._pick([one for one in INTEGERS if low <= one <= high])
+        return self._pick([integer for integer in INTEGERS if low <= integer <= high])
 
     def _any_text(self) -> str:
         if self._rng.random() < 0.02:
@@ -339,7 +340,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def mangled(rng: random.Random, data: bytes) -> bytes:
-    """Bytes that are mostly no message."""
+    """Bytes that mostly do not parse."""
     at = rng.randrange(len(data) + 1)
     return rng.choice(
         [
@@ -348,11 +349,11 @@ def mangled(rng: random.Random, data: bytes) -> bytes:
             lambda: data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :],
             lambda: data + data,
             lambda: rng.randbytes(rng.randint(1, 60)),
-            # A field that nobody knows, with more than there is, and with an endless number.
+            # An unknown field, truncated, and with an endless varint.
             lambda: data + b"\xfa\x3f\x03abc",
             lambda: data + b"\x0a\xff\xff\xff\xff\x0f",
             lambda: data + b"\x08" + b"\xff" * 11,
-            # Groups in groups, and text that is no UTF-8.
+            # Nested groups, and text that is not UTF-8.
             lambda: data + b"\x0b" * 300,
             lambda: data + b"\x0a\x02\xed\xa0",
             lambda: b"\0" * rng.choice([1, 5, 100_000]),

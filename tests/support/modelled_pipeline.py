@@ -1,4 +1,4 @@
-"""A leader's planner over a modelled pipeline: no model, no clock, only what a batch would cost."""
+"""A leader's planner over a simulated pipeline, which only models the duration of batches."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ def arrive(
     at_s: float = 0.0,
     service: Service = DEFAULT_SERVICE,
 ) -> None:
-    """Hand a request to the planner, which takes it."""
+    """Submit a request that the planner must accept."""
     request = Request(name, (1,) * prompt, Sampling(), Limits(output), at_s, service=service)
     assert state.handle(RequestArrived(at_s, request)) == []
 
 
 def finish(state: PlannerState, microbatch: Microbatch, now_s: float = 0.0) -> list[Command]:
-    """The microbatch has run; each sample is token 7."""
+    """Finish a microbatch; each sampled token is 7."""
     sampled = {chunk.seq_id: 7 for chunk in microbatch.batch.chunks if chunk.sample}
     return state.handle(IterationFinished(now_s, sampled, microbatch.number))
 
@@ -42,8 +42,8 @@ def finish(state: PlannerState, microbatch: Microbatch, now_s: float = 0.0) -> l
 class ModelledPipeline:
     """Stages that run `shares` of the layers each; between any two, a message takes `hop_s`.
 
-    `services` has what requests are promised. `times[s]` is when stage s ran each microbatch,
-    `token_times_s` when each request had its tokens, `meters` what the stages would measure.
+    `services`: targets of the service classes. `times[s]`: when stage s ran each microbatch.
+    `token_times_s`: when each request received its tokens. `meters`: the stages' measurements.
     """
 
     state: PlannerState
@@ -61,7 +61,7 @@ class ModelledPipeline:
         self.meters = [BubbleMeter() for _ in self.shares]
 
     def run(self, arrivals: list[Arrival], until_s: float) -> None:
-        """Serve `arrivals` until all are done, or the time is over."""
+        """Serve `arrivals` until all have finished, or until `until_s`."""
         waiting = deque(sorted(arrivals))
         flying: deque[tuple[float, Microbatch]] = deque()
         while self.now_s < until_s:
@@ -84,7 +84,7 @@ class ModelledPipeline:
 
     @property
     def stage_times(self) -> list[StageTime]:
-        """What each stage has measured."""
+        """The measurements of each stage."""
         return [meter.total for meter in self.meters]
 
     def _free_s(self, stage: int) -> float:
@@ -96,7 +96,7 @@ class ModelledPipeline:
         return self.state.plan(self.now_s)
 
     def _send_through(self, microbatch: Microbatch) -> float:
-        """Every stage runs it; returns when the leader has the result."""
+        """Run a microbatch through all stages; returns when the leader has the result."""
         chunks = [(chunk.start, len(chunk.token_ids)) for chunk in microbatch.batch.chunks]
         there_s = self.now_s
         vacant_s = self.meters[0].note_launch(microbatch.number, self.now_s) if chunks else 0.0

@@ -1,4 +1,4 @@
-"""Tokens that differ from a reference where rounding alone decides: how many, and no others."""
+"""Counts tokens that differ from a reference by rounding; fails on any other difference."""
 
 from pathlib import Path
 
@@ -23,9 +23,10 @@ def count_excused(
     stop_ids: frozenset[int] = frozenset(),
     model_dir: Path = NO_FOLDER,
 ) -> int:
-    """How many tokens of `output` are not what the reference gives after the same prefix.
+    """Number of tokens of `output` that differ from the reference after the same prefix.
 
-    Raises AssertionError at one that no error of `EXCUSED_GAP` in the logits explains. `sampling`
+    Raises AssertionError for a difference that `EXCUSED_GAP` in the logits does not explain.
+    `sampling`
     is greedy or has no filters but rules. A grammar needs the model's folder.
     """
     logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
@@ -46,7 +47,7 @@ def count_excused(
 def _gap(row: torch.Tensor, token: int, sampling: Sampling, index: int) -> float:
     """How far logits (greedy) or cumulated probability (sampled) are from choosing `token`.
 
-    `row` is what the rules have left of the logits.
+    `row`: logits after the rules.
     """
     if sampling.temperature == 0:
         return float(row.max() - row[token])

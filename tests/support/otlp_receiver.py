@@ -1,4 +1,4 @@
-"""Takes traces as a collector does, over real gRPC, and keeps their spans."""
+"""A collector that receives traces over real gRPC and stores their spans."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -29,16 +29,18 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         """See trace_service.proto."""
         for resource_spans in request.resource_spans:
             attributes = resource_spans.resource.attributes
-            self.resource |= {one.key: one.value.string_value for one in attributes}
+            self.resource |= {
+                attribute.key: attribute.value.string_value for attribute in attributes
+            }
             for scope in resource_spans.scope_spans:
                 self.all_spans.extend(scope.spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def spans(self, *names: str) -> list[trace_pb2.Span]:
-        """The one span of each name."""
-        found = [[span for span in self.all_spans if span.name == name] for name in names]
-        assert all(len(spans) == 1 for spans in found), [span.name for span in self.all_spans]
-        return [spans[0] for spans in found]
+        """The spans of these names, each of which must exist exactly once."""
+        by_name = [[span for span in self.all_spans if span.name == name] for name in names]
+        assert all(len(spans) == 1 for spans in by_name), [span.name for span in self.all_spans]
+        return [spans[0] for spans in by_name]
 
     def trace(self, trace_id: str) -> dict[str, list[trace_pb2.Span]]:
         """The spans of a trace by name."""
@@ -53,4 +55,7 @@ def attributes_of(
     node: trace_pb2.Span | trace_pb2.Span.Event | trace_pb2.Span.Link,
 ) -> dict[str, Any]:
     """Attributes as plain values."""
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in node.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in node.attributes
+    }

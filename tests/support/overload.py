@@ -1,4 +1,4 @@
-"""Overload in the simulator: two workers, requests with targets, and what was served in time."""
+"""Overload in the simulator: two workers, requests with targets, and goodput."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ INTERACTIVE = Service(ServiceClass.INTERACTIVE, ttft_s=0.5, tpot_s=0.1)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a simulation served, and the checks of I16 and I17."""
+    """Results of a simulation, and the findings of I16 and I17."""
 
     records: list[Record]
     findings: Findings
@@ -34,11 +34,11 @@ class Served:
 
     @property
     def refused(self) -> list[Record]:
-        """Requests that were refused."""
+        """Number of refused requests."""
         return [record for record in self.records if record.outcome is Outcome.REJECTED]
 
     def in_time(self, service: Service | None = None) -> list[Record]:
-        """Requests (of `service`) whose first token came within their target."""
+        """Requests (of `service`) whose first token arrived within their target."""
         return [
             record
             for record in self.records
@@ -48,7 +48,7 @@ class Served:
         ]
 
     def in_time_share(self, service: Service) -> float:
-        """Share of the requests of `service` whose first token came within their target."""
+        """Share of the requests of `service` whose first token arrived within their target."""
         return len(self.in_time(service)) / sum(r.service == service for r in self.records)
 
     def tokens_per_s(self) -> float:
@@ -87,7 +87,7 @@ def simulate(
 ) -> Served:
     """Run a workload on two workers with `blocks` of KV each.
 
-    `short`: the memory manager has reported that merges cannot provide the KV that lacks.
+    `short`: the memory manager has reported that merges cannot provide the missing KV.
     """
     config = StateConfig(
         ttft=PROFILE.model,
@@ -124,7 +124,7 @@ def capacity(seed: int) -> tuple[float, float]:
 def arrivals(
     rate_per_s: float, seconds: float, seed: int, interactive_per_s: float = 0.0
 ) -> OpenLoop:
-    """Standard requests, of which `interactive_per_s` are interactive ones instead."""
+    """Standard requests, with `interactive_per_s` of them interactive instead."""
     rng, now_s = Random(seed), 0.0
     drawn = []
     while (now_s := now_s + rng.expovariate(rate_per_s)) < seconds:

@@ -1,4 +1,4 @@
-"""A worker's real servicer on a loopback port, in front of an engine that the test plays."""
+"""A worker's real servicer on a loopback port; the test plays its engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Container, Sequence
@@ -23,7 +23,7 @@ EPOCHS = count(100)
 
 
 class Owner:
-    """Stands where EngineClient does; the test says what the engine does with its requests."""
+    """Replaces EngineClient; the test decides what the engine does with its requests."""
 
     def __init__(self, worker_id: str, epoch: int) -> None:
         self.worker_id = worker_id
@@ -69,12 +69,12 @@ class Owner:
             await asyncio.wait([sweeping])
             await server.stop(0)
 
-    def tell(
+    def publish(
         self,
         *commands: EmitToken | RefuseRequest | AdoptedRequest | MovedRequest,
         received: Sequence[str] | None = None,
     ) -> None:
-        """Deliver what the engine says in one frame, which notes all starts, or the `received`."""
+        """Deliver a frame of the engine that acknowledges all starts, or `received`."""
         if received is None:
             received, self.unnoted = self.unnoted, []
         by_kind = {
@@ -89,16 +89,16 @@ class Owner:
         for index in range(first, end):
             last = index == len(tokens) - 1
             reason = FinishReason.LENGTH if last else None
-            self.tell(EmitToken(request_id, index, tokens[index], reason))
+            self.publish(EmitToken(request_id, index, tokens[index], reason))
 
     def adopt(self, request_id: str, tokens: Sequence[int], next_index: int) -> None:
-        """Take a request over."""
+        """Adopt a request."""
         emitted = list(tokens[:next_index])
         place = self.place
-        self.tell(AdoptedRequest(request_id, place.group_id, place.epoch, emitted))
+        self.publish(AdoptedRequest(request_id, place.group_id, place.epoch, emitted))
 
     def check_idle(self) -> None:
-        """Raise AssertionError if the servicer keeps anything of a request."""
+        """Raise AssertionError if the servicer holds state of a request."""
         self.servicer._handovers.check_invariants()
         assert self.servicer.active == 0
 
@@ -113,7 +113,7 @@ class Owner:
         await self._has(self.started, request_id)
 
     async def is_awaited(self, request_id: str) -> None:
-        """Wait until a gateway waits for a request that has not come."""
+        """Wait until a gateway has attached to a request that has not arrived."""
         await self._has(self.servicer._handovers._expected, request_id)
 
     async def is_read(self, request_id: str) -> None:
@@ -121,11 +121,11 @@ class Owner:
         await self._has(self.servicer._streams, request_id)
 
     async def is_unwanted(self, request_id: str) -> None:
-        """Wait until the abort of a request that has not come is known."""
+        """Wait until the servicer has the abort of a request that has not arrived."""
         await self._has(self.servicer._handovers._aborted, request_id)
 
     async def has_aborted(self, request_id: str) -> None:
-        """Wait until the engine is told to abort a request."""
+        """Wait until the servicer has sent an abort to the engine."""
         await self._has(self.aborted, request_id)
 
     async def _has(self, ids: Container[str], request_id: str) -> None:

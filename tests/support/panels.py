@@ -1,4 +1,4 @@
-"""Weights in panels, where the processor has products with them."""
+"""Skips tests of panel weights on processors without their products."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ from services.gateway.batches.schema import metadata
 
 READY_TIMEOUT_S = 60.0
 USER = "postgres"
-# The places of Debian's packages, besides PATH.
+# Where Debian's packages install, besides PATH.
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
 
 # As in tests/support/etcd_server.py: the server ends with the test process. The server refuses to
@@ -38,7 +38,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def postgres_binary(name: str) -> str | None:
-    """Path of a program of PostgreSQL; None if it is not installed."""
+    """Path of a PostgreSQL program; None if it is not installed."""
     on_path = shutil.which(name)
     if on_path is not None:
         return on_path
@@ -69,7 +69,7 @@ class PostgresServer:
 
     @property
     def url(self) -> str:
-        """The URL as gateways take it in `batch_store`."""
+        """The URL for the gateway's option `batch_store`."""
         return f"postgresql+psycopg://{USER}@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:
@@ -105,7 +105,7 @@ class PostgresServer:
         engine.dispose()
 
     def kill(self) -> None:
-        """End it at once: connections break without a word."""
+        """Stop it immediately, which breaks all connections."""
         if self._process is not None:
             # Not SIGKILL, after which the next start would wait for the server's children.
             self._process.send_signal(signal.SIGQUIT)
@@ -125,7 +125,7 @@ def postgres_server() -> Iterator[PostgresServer]:
     """A running server, removed at the end; skips the test where it is not installed."""
     if postgres_binary("postgres") is None or importlib.util.find_spec("psycopg") is None:
         pytest.skip("needs Debian's package postgresql, and psycopg")
-    # Not pytest's folder: only its user may enter that.
+    # Not pytest's folder, which only its user may enter.
     folder = Path(tempfile.mkdtemp(prefix="tideserve-postgres-"))
     server = PostgresServer(folder)
     try:

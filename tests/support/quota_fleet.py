@@ -1,4 +1,4 @@
-"""Gateways that keep a quota together, in simulated time; they die, join, or hear nothing."""
+"""Gateways that share a quota, in simulated time; they die, join, or lose contact."""
 
 import heapq
 import itertools
@@ -17,12 +17,12 @@ LEASE_S = 10
 WINDOW_S = 60.0
 
 Rates = Callable[[str, float], float]
-"""Requests per second that a gateway is asked at a time."""
+"""Request rate of a gateway, in requests per second, as a function of time."""
 
 
 @dataclass
 class Fleet:
-    """Gateways and what each has told; `used` are amounts by time."""
+    """Gateways and their published use; `used` are admitted amounts by time."""
 
     limits: QuotaLimits
     rng: Random
@@ -36,11 +36,11 @@ class Fleet:
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Schedule a call."""
         heapq.heappush(self._events, (time_s, next(self._order), act))
 
     def join(self, name: str, rates: Rates) -> None:
-        """A gateway begins; it is asked as `rates` say."""
+        """Start a gateway that receives requests at `rates`."""
         self.states[name] = QuotaState()
         self.table[name] = QuotaReport(0, {})
         self._exchange(name)
@@ -48,12 +48,12 @@ class Fleet:
         self._next_request(name, rates)
 
     def die(self, name: str) -> None:
-        """A gateway ends without a word; its record goes with its lease."""
+        """Kill a gateway; its record expires with its lease."""
         del self.states[name]
         self.at(self.now_s + LEASE_S, lambda: self.table.pop(name) and None)
 
     def run(self, end_s: float) -> None:
-        """Let everything happen until then."""
+        """Run until `end_s`."""
         while self._events and self._events[0][0] <= end_s:
             self.now_s, _, act = heapq.heappop(self._events)
             act()
@@ -61,7 +61,7 @@ class Fleet:
     def _tick(self, name: str) -> None:
         if name in self.states:
             self._exchange(name)
-            # As late as a round trip to etcd may make it.
+            # Delayed by up to a round trip to etcd.
             self.at(
                 self.now_s + EXCHANGE_INTERVAL_S + 0.2 * self.rng.random(), lambda: self._tick(name)
             )
@@ -72,7 +72,9 @@ class Fleet:
         if self.etcd_down:
             return
         self.table[name] = QuotaReport(self.table[name].revision + 1, state.report(now_s))
-        state.receive({other: told for other, told in self.table.items() if other != name}, now_s)
+        state.receive(
+            {other: reported for other, reported in self.table.items() if other != name}, now_s
+        )
 
     def _next_request(self, name: str, rates: Rates) -> None:
         per_s = rates(name, self.now_s)
@@ -105,7 +107,7 @@ class Fleet:
         return amount
 
     def minutes(self, end_s: float, begin_s: float = 0.0) -> tuple[float, float]:
-        """Least and most that was used in any minute between the two times."""
+        """Smallest and largest use in any minute between the two times."""
         times_s = [time_s for time_s, _ in self.used]
         sums = [0, *itertools.accumulate(amount for _, amount in self.used)]
 
@@ -120,7 +122,7 @@ class Fleet:
 
 
 def parts(shares: Mapping[str, Sequence[tuple[float, float]]], per_s: float) -> Rates:
-    """Rates of which each gateway has, from each time on, a part."""
+    """Rates that give each gateway a share of `per_s`, from given times on."""
 
     def rate(name: str, now_s: float) -> float:
         current = [part for from_s, part in shares.get(name, ()) if from_s <= now_s]

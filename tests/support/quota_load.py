@@ -1,4 +1,4 @@
-"""Requests of one owner at a gateway in simulated time, and the tokens they use in any minute."""
+"""Requests of one owner at a gateway in simulated time, and their tokens in any minute."""
 
 import contextlib
 from collections import Counter
@@ -21,9 +21,7 @@ PIECES_MAX = 50
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; each of its `choices` generates `length` of `length_max` tokens, of which
-    `piece` arrive at a time.
-    """
+    """A request whose `choices` generate `length` of `length_max` tokens each, `piece` at once."""
 
     prompt_tokens: int = 1
     choices: int = 1
@@ -40,11 +38,11 @@ class RunningAsk:
     ask: Ask
     lease: QuotaLease
     lifetime: contextlib.ExitStack
-    # Whether it was admitted when the bucket was full and nothing else ran.
+    # Whether it was admitted with a full bucket and no other running request.
     began_full: bool
     began_s: float
     output_tokens: int = 0
-    # The error with which the quota has ended it.
+    # The error with which the quota ended it.
     error: OverQuota | None = None
 
     def generate(self, now_s: float) -> int:
@@ -60,7 +58,7 @@ class RunningAsk:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, or the quota has ended it."""
+        """Whether it has finished or was ended by the quota."""
         return self.error is not None or self.output_tokens == self.ask.length * self.ask.choices
 
     def end(self, error: OverQuota) -> None:
@@ -111,7 +109,7 @@ class QuotaLoad:
         return next((count for count in range(most) if not self.send(ask)), most)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass; running requests generate and end, gateways report each second."""
+        """Advance the clock; running requests generate and end, gateways report each second."""
         end_s = self.clock.now_s + seconds
         while (left_s := end_s - self.clock.now_s) > 0:
             self.clock.now_s += min(TICK_S, left_s)
@@ -130,8 +128,10 @@ class QuotaLoad:
             self.wait(10.0)
 
     def excess(self) -> float:
-        """Largest use in a minute, beyond the largest request in it that began at a full bucket, as
-        a fraction of the limit."""
+        """Largest excess of a minute, as a fraction of the limit.
+
+        The largest request that began in it at a full bucket does not count.
+        """
         excess = total = first = 0
         full = Counter[RunningAsk]()
         for time_s, request, tokens in self.used:
@@ -149,7 +149,7 @@ class QuotaLoad:
 
 
 def run(tokens_per_minute: int, steps: Iterable[tuple[float, int, Ask]]) -> QuotaLoad:
-    """Run steps of a pause, a number of equal requests, and the request."""
+    """Run steps, each a pause and then equal requests up to a number."""
     load = QuotaLoad(tokens_per_minute)
     for pause_s, count, ask in steps:
         load.wait(pause_s)

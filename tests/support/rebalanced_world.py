@@ -1,4 +1,4 @@
-"""A change-over's world in which running requests also move between groups with their KV.
+"""A change-over world in which running requests also move between groups with their KV.
 
 Moves begin at any moment between any two single workers, of any number of requests, and some
 requests are handed over after their prompt; groups merge and split, workers die, parts fail and
@@ -41,12 +41,12 @@ PART_FAILS = 0.02
 
 
 class ResumingClients(Clients):
-    """Clients whose gateway resumes them after their tokens so far."""
+    """Clients whose gateway resumes them after their last token."""
 
     def __init__(self, logs: RequestLogs) -> None:
         super().__init__()
         self.logs = logs
-        self.go_to: dict[str, Destination] = {}  # by request that has just been returned
+        self.go_to: dict[str, Destination] = {}  # by request that was just returned
         self.shipped = 0
 
     def begin(self, worker_id: str, name: str) -> None:
@@ -54,13 +54,13 @@ class ResumingClients(Clients):
         tokens = list(self.streams[request_id].tokens)
         self.sources[worker_id, request_id] = Source(name, tokens)
 
-    def tell(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
+    def publish(self, worker_id: str, command: EmitToken | RefuseRequest) -> None:
         request_id = request_id_of(command.request_id)
         if isinstance(command, RefuseRequest) and command.go_to is not None:
             self.shipped += 1
             if self.streams[request_id].owner == worker_id:
                 self.go_to[request_id] = command.go_to
-        super().tell(worker_id, command)
+        super().publish(worker_id, command)
 
     def start(self, request_id: str, *rest: Any) -> Stream:
         stream = super().start(request_id, *rest)
@@ -69,7 +69,7 @@ class ResumingClients(Clients):
         return stream
 
     def resume(self, stream: Stream) -> None:
-        """A gateway starts a request at its new owner."""
+        """Start a request at its new owner."""
         self.logs.read_from(stream.request.request_id, stream.owner, moved=False)
 
     def _read(self, request_id: str) -> None:
@@ -81,7 +81,7 @@ class ResumingClients(Clients):
             self.logs.end(request_id, "length")
 
     def _note_owner(self, request_id: str, stream: Stream) -> None:
-        """Log that a gateway followed a sequence that was handed over."""
+        """Log that a gateway followed a sequence to its new owner."""
         segments = self.logs.segments.get(request_id)
         if segments and stream.owner and segments[-1].worker_id != stream.owner:
             self.logs.forward(request_id, stream.tokens)
@@ -101,7 +101,7 @@ class ResumingClients(Clients):
 
 @dataclass
 class Part:
-    """Blocks of a shipment on their way, `copied` of them in all layers."""
+    """Blocks of a shipment in flight, `copied` of them in all layers."""
 
     command: ShipBlocks
     copied: int = 0
@@ -145,14 +145,14 @@ class MovingMember(WorldMember):
         self.answers[answer.order] = answer
 
     def take(self, packet: Packet) -> None:
-        """Frames of shipments connect groups of any epochs."""
+        """Receive a frame; frames of shipments pass between any epochs."""
         if type(packet.frame) in FRAMES:
             self.handle(vocabulary.FrameReceived(self.now_s, packet.peer, packet.frame))
         else:
             super().take(packet)
 
     def resume(self, stream: Stream) -> None:
-        """A request goes on here after its tokens so far."""
+        """Resume a request here after its last token."""
         request = replace(stream.request, output_ids=tuple(stream.tokens))
         name = self._names.new_id(request.request_id)
         current = self.machine.seq_id_of(request.request_id)
@@ -166,7 +166,7 @@ class MovingMember(WorldMember):
         self.handle(RequestArrived(self.now_s, copy))
 
     def copy_block(self, part: Part, target: "MovingMember") -> bool:
-        """Copy the next block of a part in all layers; False if an end has released it."""
+        """Copy the next block of a part in all layers; False if either end has released it."""
         command, place = part.command, part.command.first + part.copied
         source = self.planner.table.block_ids(command.pin)[place : place + 1]
         landing = target.machine.landing_blocks(command.transfer_id, command.remote_pin, place, 1)
@@ -179,7 +179,7 @@ class MovingMember(WorldMember):
         return True
 
     def fail_part(self, transfer_id: str) -> None:
-        """A part ends before it is complete; both ends hear of it."""
+        """Fail a part; both ends are notified."""
         for part in [part for part in self.parts if part.command.transfer_id == transfer_id]:
             self.parts.remove(part)
             failed = TransferOutcome(transfer_id, TransferStatus.FAILED)
@@ -192,7 +192,7 @@ class MovingMember(WorldMember):
 class RebalancedWorld(World):
     """`World` with cached prefixes and longer requests; `moves` counts orders.
 
-    A part of the requests is to be `handed` over to another single worker.
+    `handed`: share of requests to hand over to another single worker.
     """
 
     blocks_of_a_worker = (8, 16, 24)
@@ -222,7 +222,7 @@ class RebalancedWorld(World):
             self.start()
             self.turns(20)
             self.move()
-            # Mostly, the groups stay for as long as a move takes.
+            # Groups change rarely, so that most moves complete.
             self.turns(self._moves.choice((5, 60, 120)))
 
     def move(self) -> None:
@@ -244,7 +244,7 @@ class RebalancedWorld(World):
         )
 
     def with_target(self, request: Request, source: str) -> Request:
-        """A request as the gateway starts it: with the worker that computes its output, if any."""
+        """A request as sent by the gateway: with the worker that computes its output, if any."""
         if self._targets.random() >= self._handed:
             return request
         single = [group[0].worker_id for group in self.groups if len(group) == 1]
@@ -256,7 +256,7 @@ class RebalancedWorld(World):
         return replace(request, hand_to=place)
 
     def _decodes(self, name: str) -> bool:
-        """Whether a worker has a request that may move."""
+        """Whether a worker has a movable request."""
         running = self.members[name].planner.running
         return any(may_move(sequence, self.now_s) for sequence in running)
 
@@ -301,7 +301,7 @@ class RebalancedWorld(World):
             )
 
     def _ask_again(self, stream: Stream) -> None:
-        """Resume where the KV is, unless that group has changed; else at some leader."""
+        """Resume where the KV is, unless that group has changed; otherwise at a random leader."""
         name = stream.request.request_id
         place = self.resuming.go_to.pop(name, None)
         leaders = [group[0].worker_id for group in self.groups if self._serves(group)]

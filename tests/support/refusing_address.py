@@ -1,4 +1,4 @@
-"""An address that refuses every connection for as long as a test needs it to."""
+"""An address that refuses every connection during a test."""
 
 import socket
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def refusing_address() -> Iterator[str]:
-    """host:port of a socket that does not listen, and that keeps others from the port."""
+    """host:port of a bound socket that does not listen, so that no other process takes the port."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         host, port = bound.getsockname()

@@ -1,4 +1,4 @@
-"""Reports of workers with only what a test is about."""
+"""Worker reports with defaults for all fields."""
 
 from services.core.adapter import NO_ADAPTERS, AdapterUse
 from services.core.report import EngineReport, Load, LoadReport, MemoryReport

@@ -1,4 +1,4 @@
-"""Event logs of a world in one process, and the audit of what they say about requests."""
+"""Event logs of a simulated world, and their audit for requests."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from services.core.audit.record import FACT, Findings
 from services.core.changeover.configuration import Configuration
 
 AUDITED = ("I5", "I8", "I10", "I15")
-"""Invariants of requests; the others need logs of memory managers and of memory."""
+"""Invariants of requests; others need logs of memory managers and of memory."""
 
 
 class LogLine(NamedTuple):
@@ -64,7 +64,7 @@ class RequestLogs:
         self.segments[request_id], self.forwarded[request_id] = [], 0
 
     def read_from(self, request_id: str, worker_id: str, *, moved: bool) -> None:
-        """A gateway reads the following tokens from another worker."""
+        """A gateway reads further tokens from another worker."""
         first = self.forwarded[request_id]
         self.segments[request_id].append(SegmentRead(request_id, first, worker_id, moved))
 
@@ -77,7 +77,7 @@ class RequestLogs:
         self.segments[request_id] = [*before, returned]
 
     def forward(self, request_id: str, tokens: list[int]) -> None:
-        """A gateway has all these tokens of a stream."""
+        """A gateway has received these tokens of a stream."""
         first = self.forwarded[request_id]
         if new := tuple(tokens[first:]):
             self.gateway.append(LogLine(FACT, TokensForwarded(request_id, first, new)))
@@ -89,7 +89,7 @@ class RequestLogs:
         self.gateway.append(LogLine(FACT, StreamEnded(0.0, request_id, outcome)))
 
     def audit(self) -> Findings:
-        """Audit all logs; streams that have not ended do so."""
+        """End all open streams, and audit all logs."""
         for request_id in list(self.segments):
             self.end(request_id, "abandoned")
         audit = Audit(findings=RequestFindings())

@@ -1,4 +1,4 @@
-"""A file of safetensors with one tensor, as far as its header."""
+"""Writes the header of a safetensors file with one tensor."""
 
 import json
 from collections.abc import Sequence

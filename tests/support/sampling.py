@@ -15,7 +15,7 @@ NO_FOLDER = Path("no model")
 
 
 def uniform(seed: int, index: int) -> float:
-    """The random number of output `index` under `seed`, by numpy's own generator."""
+    """The random number of output `index` under `seed`, by numpy's generator."""
     digest = hashlib.blake2b(str(seed).encode(), digest_size=16).digest()
     generator = np.random.Philox(key=int.from_bytes(digest, "little"), counter=index)
     return float(np.random.Generator(generator).random())
@@ -27,16 +27,16 @@ def choose(
     indices: Sequence[int] | None = None,
     model_dir: Path = NO_FOLDER,
 ) -> Sampled:
-    """What a new sampler makes of `logits` [rows, vocab]; row i is request `str(i)`.
+    """Sample from `logits` [rows, vocab] by a new sampler; row i is request `str(i)`.
 
-    `indices`: the output index of each row; that which comes next if none are given.
+    `indices`: the output index of each row, by default the next.
     """
     sampler = Sampler(logits.shape[-1], Grammars(model_dir, logits.shape[-1]), logits.dtype)
     if indices is None:
-        indices = [len(one.output_ids) for one in terms]
+        indices = [len(term.output_ids) for term in terms]
     specs = [
-        (str(row), SampleSpec(one, index))
-        for row, (one, index) in enumerate(zip(terms, indices, strict=True))
+        (str(row), SampleSpec(term, index))
+        for row, (term, index) in enumerate(zip(terms, indices, strict=True))
     ]
     made = Sampled()
     sampler.sample(logits.clone(), specs, made)
@@ -46,6 +46,6 @@ def choose(
 def tokens_of(
     logits: torch.Tensor, terms: Sequence[SampleTerms], indices: Sequence[int] | None = None
 ) -> list[int]:
-    """The tokens alone, in the order of the rows; none of them fails."""
+    """The sampled tokens in row order; no row may fail."""
     made = choose(logits, terms, indices)
     return [made.tokens[str(row)] for row in range(len(terms))]

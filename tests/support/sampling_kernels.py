@@ -1,4 +1,4 @@
-"""Compiles the sampling kernels for a GPU that need not be there, and counts what they spill.
+"""Compiles the sampling kernels for a GPU, which need not be present, and reports their spills.
 
     python -m tests.support.sampling_kernels CAPABILITY
 
@@ -38,7 +38,7 @@ CONSTANTS = {
     "SPAN": GPU_SIZES.span,
     "LANE": GPU_SIZES.lane,
     "CHUNK": GPU_SIZES.chunk,
-    # Those of 152,064 tokens, the vocabulary of Qwen2.5.
+    # For 152,064 tokens, the vocabulary of Qwen2.5.
     "SPANS": 64,
     "LANES": 8192,
     "ID_BITS": 20,
@@ -47,7 +47,7 @@ CONSTANTS = {
 
 
 def used(kernel: Any, capability: int) -> str:
-    """What ptxas says of a kernel: registers, bytes of the stack, bytes of spilled stores."""
+    """ptxas's report on a kernel: registers, bytes of stack, bytes of spilled stores."""
     types = {name: kind for kind, names in POINTERS.items() for name in names}
     signature = {
         name: "constexpr" if name in CONSTANTS else types.get(name, "i32")
@@ -73,10 +73,10 @@ def used(kernel: Any, capability: int) -> str:
         file.flush()
         ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
         command = [ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
-    assert registers is not None and memory is not None, said
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+    assert registers is not None and memory is not None, report
     return f"{registers[1]} registers {memory[1]} {memory[2]}"
 
 

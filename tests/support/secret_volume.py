@@ -10,7 +10,7 @@ DATA = "..data"
 
 
 class SecretVolume:
-    """`folder` shows the files of the last `update`, all of one moment.
+    """`folder` shows the files of the last `update` atomically.
 
     Each file is a link to `..data/<name>`, and `..data` is a link to a folder with the content.
     An update writes a new folder, renames a new link over `..data`, and deletes the former folder.
@@ -24,7 +24,7 @@ class SecretVolume:
         self.update(files)
 
     def update(self, files: Mapping[str, str]) -> None:
-        """Show these files and no others."""
+        """Replace all files atomically."""
         former = self._folder / DATA
         content = self._folder / f"..2026_11_23_14_00_00.{next(self._numbers)}"
         content.mkdir()

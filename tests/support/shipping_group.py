@@ -14,7 +14,7 @@ INTRODUCED_S = 600.0
 
 
 class ShippingGroup(EngineGroup):
-    """Engines, each a group of its own, with prefix caching and a gateway that resumes."""
+    """Single-worker groups with prefix caching and a gateway that resumes requests."""
 
     ships = True
 
@@ -23,11 +23,11 @@ class ShippingGroup(EngineGroup):
         self.gateway.asks_again = self.gateway.resumes = True
         self._orders = 0
 
-    def introduce(self, one: str, other: str) -> None:
+    def introduce(self, first: str, other: str) -> None:
         """Connect two workers, as the memory manager does."""
         self._orders += 1
-        plans = [self._introduced(name) for name in (one, other)]
-        for name in (one, other):
+        plans = [self._introduced(name) for name in (first, other)]
+        for name in (first, other):
             self.engines[name].member.introduce(plans, INTRODUCED_S)
 
     def ship(self, source: str, target: str, requests_max: int = 0) -> str:
@@ -46,7 +46,7 @@ class ShippingGroup(EngineGroup):
         return self.shipped[order]
 
     def carry(self, turns: int) -> None:
-        """Frames and parts move on, and engines answer them, but no iteration runs."""
+        """Deliver frames and parts, which engines answer, without running iterations."""
         for _ in range(turns):
             self.now_s = self.network.now_s()
             actions = [*self.network.deliveries()]

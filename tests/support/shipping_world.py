@@ -1,7 +1,8 @@
-"""Workers that ship requests to each other: the machines of core, a KV that knows its tokens.
+"""Workers that ship requests to each other: core state machines and a KV that records tokens.
+tokens.
 
 A seeded random order decides which frame arrives next, which part moves on and who takes a turn, so
-that a test explores interleavings and can repeat each of them. Every token that runs checks the KV
+that tests explore interleavings reproducibly. Every token that runs checks the KV
 before it: KV of other tokens, or of another salt, fails the test.
 """
 
@@ -61,7 +62,7 @@ def output_of(request: Request) -> list[int]:
 
 @dataclass
 class Client:
-    """A request, and the tokens that its gateway has."""
+    """A request and the tokens that its gateway has received."""
 
     request: Request
     worker: str
@@ -72,7 +73,7 @@ class Client:
 
 @dataclass
 class Part:
-    """A transfer on its way."""
+    """A transfer in flight."""
 
     source: str
     command: ShipBlocks
@@ -101,7 +102,7 @@ class Node:
         self.machine.check_invariants()
 
     def turn(self) -> None:
-        """A turn of the engine: between iterations, then an iteration."""
+        """A turn of the engine: its work between iterations, then an iteration."""
         if self.machine.needs_turn(self.world.now_s):
             self.handle(vocabulary.TurnTaken(self.world.now_s))
         microbatch = self.machine.plan(self.world.now_s)
@@ -124,7 +125,7 @@ class Node:
 
 
 class ShippingWorld:
-    """`workers` workers w0, w1, …, each alone, with `num_blocks` KV blocks."""
+    """`workers` single-worker groups w0, w1, …, with `num_blocks` KV blocks each."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class ShippingWorld:
         layouts: tuple[str, ...] = (),
         layer_blocks_per_s: float = LINK_BLOCKS_PER_S,
     ) -> None:
-        """`layouts`: the KV layout of each worker; the same by default."""
+        """`layouts`: the KV layout of each worker, equal by default."""
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.clients: dict[str, Client] = {}
@@ -169,7 +170,7 @@ class ShippingWorld:
         resumable: bool = True,
         stops: bool = False,
     ) -> Client:
-        """`hand_to`: the worker to which `worker` hands it over. `stops`: at its first token."""
+        """`hand_to`: worker to hand it over to. `stops`: ends at its first token."""
         service = Service(self.rng.choice(classes))
         ends = frozenset({next_token(prompt)}) if stops else frozenset[int]()
         limits = Limits(tokens, stop_token_ids=ends)
@@ -198,7 +199,7 @@ class ShippingWorld:
         return Destination(worker, f"address of {worker}", f"group-{worker}", 1)
 
     def part(self, name_a: str, name_b: str) -> None:
-        """The connection of a pair breaks, with all that is on its way; later ones are new."""
+        """Break the connection of a pair, losing all in flight; a later connection is new."""
         for pair in ((name_a, name_b), (name_b, name_a)):
             self.frames.pop(pair, None)
         for part in [p for p in self.parts if {p.source, p.command.peer} == {name_a, name_b}]:
@@ -214,7 +215,7 @@ class ShippingWorld:
         )
         node.handle(RequestArrived(self.now_s, started))
 
-    # --- what happens
+    # --- steps
 
     def carry_out(self, node: Node, command: Any) -> None:
         match command:
@@ -235,7 +236,7 @@ class ShippingWorld:
                 raise AssertionError(command)
 
     def turn(self) -> None:
-        """Something happens."""
+        """Run a random possible step."""
         self.now_s += TURN_S
         actions = [node.turn for node in self.nodes.values()]
         actions += [partial(self._deliver, pair) for pair, row in self.frames.items() if row]
@@ -250,7 +251,7 @@ class ShippingWorld:
         raise AssertionError(f"stuck: {self.clients}, {self.parts}, {self.frames}")
 
     def finish(self) -> None:
-        """Run to the end of all; then no block may be taken, and every output is right."""
+        """Run until all requests end; check that all blocks are free and all outputs right."""
         self.run_until(lambda: all(client.over for client in self.clients.values()))
         self.run_until(lambda: not any(n.machine.shipping.active for n in self.nodes.values()))
         for node in self.nodes.values():
@@ -313,7 +314,7 @@ class ShippingWorld:
         if not client.over:
             client.worker = refusal.go_to.worker_id
             client.moves += 1
-            if client.request.hand_to is not None:  # as if each start named another worker
+            if client.request.hand_to is not None:  # as if each start named a different worker
                 back = self.place_of(node.name)
                 client.request = replace(client.request, hand_to=back)
             self._start(client)

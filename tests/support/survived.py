@@ -1,4 +1,4 @@
-"""Deaths, outages and audits as a benchmark has seen them, in which all holds."""
+"""Successful results of a benchmark's deaths, outages and audits."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -18,15 +18,15 @@ GROUP = {"id": "g0", "epoch": 4, "members": ["worker-0", "worker-1"]}
 
 
 def stream(begins_s: float, lasts_s: float) -> StreamOutcome:
-    """One that gets its tokens at even distances, the last one at its end."""
-    times_s = tuple(begins_s + lasts_s * (one + 1) / TOKENS for one in range(TOKENS))
+    """A stream whose tokens arrive at equal intervals, the last at its end."""
+    times_s = tuple(begins_s + lasts_s * (number + 1) / TOKENS for number in range(TOKENS))
     return StreamOutcome(WANTED.token_ids, times_s, times_s[-1], True, TOKENS, sent_s=begins_s)
 
 
 CUT = StreamOutcome(
     WANTED.token_ids[:3], (20.0, 20.5, 21.0), 21.5, False, 0, "the server hung up", sent_s=19.5
 )
-"""A stream without its end."""
+"""An unfinished stream."""
 
 
 def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
@@ -37,31 +37,31 @@ def loss(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Loss:
     before = [stream(4.0 * turn, 4.0) for turn in range(3) for _ in range(4)]
     after = [stream(12.0 + 5.0 * turn, 5.0) for turn in range(3) for _ in range(4)]
     every = [*before, *after, *outcomes]
-    one = Loss(4, 4, 12.0, 12.5, 26.0, every, [WANTED] * len(every))
-    return replace(one, **changes)
+    seen = Loss(4, 4, 12.0, 12.5, 26.0, every, [WANTED] * len(every))
+    return replace(seen, **changes)
 
 
 def crowd(outcomes: Sequence[StreamOutcome] = (), **changes: Any) -> Crowd:
     """`loss`, with prompts of 90 tokens; at the death four requests hold 130 of 300 tokens."""
     seen = loss(outcomes)
-    shared = {one.name: getattr(seen, one.name) for one in fields(seen)}
-    one = Crowd(
+    shared = {field.name: getattr(seen, field.name) for field in fields(seen)}
+    seen_crowd = Crowd(
         **shared, prompts=[90] * len(seen.outcomes), demand_tokens=2400, survivors_tokens=300
     )
-    return replace(one, **changes)
+    return replace(seen_crowd, **changes)
 
 
 def outage(layouts: Sequence[Sequence[dict[str, Any]]] = ([GROUP],), **changes: Any) -> Outage:
-    """A minute in which the groups were seen as `layouts`, one after the other."""
+    """A minute in which the groups went through `layouts`."""
     tally = Tally(sent=10, completed=9, hung_up=1, tokens=80)
-    one = Outage(60.0, settled_s=0.5, tally=replace(tally, **changes.pop("tally", {})))
+    seen = Outage(60.0, settled_s=0.5, tally=replace(tally, **changes.pop("tally", {})))
     for groups in layouts:
-        one.note(groups)
-    return replace(one, **changes)
+        seen.note(groups)
+    return replace(seen, **changes)
 
 
 def audited() -> Audited:
-    """Logs that replay alike and show every invariant."""
+    """Audit of logs that replay equally and exercise every invariant."""
     findings = Findings()
     for name in INVARIANTS:
         findings.check(name, True, "")

@@ -45,7 +45,7 @@ def make_tiny_model(
     max_model_len: int = 4096,
     **config_options: Any,
 ) -> Path:
-    """Write a model with weights ~ N(0, `std`²) that depend on `seed`; returns `model_dir`.
+    """Write a model with weights ~ N(0, `std`²) drawn from `seed`; returns `model_dir`.
 
     Those of norms are ~ N(1, `norm_std`²).
     `vocab` ≥ `MIN_VOCAB`; every id decodes to text. `config_options` go to the configuration
@@ -84,7 +84,7 @@ def make_tiny_model(
 
 
 def write_tokenizer(model_dir: Path, vocab: int) -> None:
-    """A byte-level tokenizer: one token a byte; the ids above decode to short words."""
+    """A byte-level tokenizer: one token per byte; larger ids decode to short words."""
     tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [f"Ġword{number}" for number in range(vocab - len(tokens))]
     ids = {token: number for number, token in enumerate(tokens)}

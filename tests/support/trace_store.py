@@ -1,4 +1,4 @@
-"""Arize Phoenix, a trace store of another project, in an environment of its own in the cache."""
+"""Arize Phoenix, a third-party trace store, in an environment of its own in the cache."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def trace_store(fetch: bool) -> Path | None:
 
 
 class TraceStore:
-    """Serves from `__enter__` to `__exit__` on free ports; what it keeps goes with it."""
+    """Serves from `__enter__` to `__exit__` on free ports; its data is deleted on exit."""
 
     def __init__(self, program: Path) -> None:
         self._program = program
@@ -69,11 +69,11 @@ class TraceStore:
         self._folder.cleanup()
 
     def log(self) -> str:
-        """The end of what it said."""
+        """The end of its output."""
         return (Path(self._folder.name) / "log").read_text(errors="replace")[-2000:]
 
     def spans(self) -> list[dict[str, Any]]:
-        """All spans of the store, as it tells them."""
+        """All spans as returned by the store."""
         answer = self._get(f"/v1/projects/default/spans?limit={SPANS_MAX}")
         spans: list[dict[str, Any]] = answer["data"] if answer is not None else []
         assert len(spans) < SPANS_MAX, "there are more"
@@ -81,10 +81,10 @@ class TraceStore:
 
     def trace(self, trace_id: str) -> list[dict[str, Any]]:
         """The spans of a trace."""
-        return [one for one in self.spans() if one["context"]["trace_id"] == trace_id]
+        return [span for span in self.spans() if span["context"]["trace_id"] == trace_id]
 
     def _get(self, path: str) -> Any:
-        """The JSON there; None while nobody answers or there is none."""
+        """The JSON at a path; None while the store does not answer with JSON."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=30) as got:
                 return json.load(got)

@@ -1,4 +1,4 @@
-"""What tests of transfers between engines share: frame kinds, payloads, a memory that is moved."""
+"""Frame kinds, payloads and a memory for tests of transfers between engines."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from services.worker.engine.transfer.pieces import (
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """A header of the tests' own."""
+    """A frame kind of the tests."""
 
     text: str
 
@@ -28,7 +28,7 @@ NONCE = b"0123456789abcdef"
 
 
 def bytes_of(size_bytes: int, seed: int = 0) -> Bytes:
-    """Reproducible noise."""
+    """Reproducible random bytes."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
 
 
@@ -63,7 +63,7 @@ class Memory:
         target[:] = self.kv[layer, first_block : first_block + num_blocks].reshape(-1)
 
     def standing(self, group_id: str, epoch: int) -> EpochStatus:
-        """By the epoch that the test has set."""
+        """Compare an epoch with the one that the test has set."""
         return EpochStatus.of(epoch, self.epochs.get(group_id, 0))
 
     def unpack(self, piece: BulkPiece, payload: Bytes) -> None:
@@ -80,7 +80,7 @@ class Memory:
 
 
 def filled(size_bytes: int, seed: int = 0) -> Memory:
-    """A memory with something in it; the KV has 3 layers of 7 blocks."""
+    """A memory with random content; the KV has 3 layers of 7 blocks."""
     return Memory(bytes_of(size_bytes, seed), bytes_of(3 * 7 * 512, seed + 1).reshape(3, 7, 512))
 
 

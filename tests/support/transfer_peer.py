@@ -29,7 +29,7 @@ PEER = Identity("peer", "1")
 
 def lane(identity: Identity, transports: str, silence_timeout_s: float = 30.0) -> UcxLane:
     """A lane as the tests use it."""
-    # A busy machine may keep a process waiting for longer than the defaults.
+    # A busy machine may delay a process for longer than the default timeouts.
     config = UcxLaneConfig(
         ucx=UcxConfig(transports),
         connect_timeout_s=60.0,
@@ -40,12 +40,12 @@ def lane(identity: Identity, transports: str, silence_timeout_s: float = 30.0) -
 
 
 def digest_of(memory: Bytes) -> str:
-    """To compare memories of two processes."""
+    """A digest to compare the memories of two processes."""
     return hashlib.sha256(memory).hexdigest()
 
 
 def say(**facts: object) -> None:
-    """One line to the tester."""
+    """Print a line for the test."""
     print(json.dumps(facts), flush=True)
 
 
@@ -56,8 +56,8 @@ def main() -> None:
     memory = Memory(np.zeros(SLAB_BYTES, np.uint8), np.zeros((1, 1, 1), np.uint8))
     mover = Mover(bulk, ActivationGate(), MoverConfig(), memory.standing, memory.unpack)
     mover.start()
-    for one in (activations, bulk):
-        one.expect(TESTER, NONCE)
+    for own_lane in (activations, bulk):
+        own_lane.expect(TESTER, NONCE)
     say(activations=activations.address, bulk=bulk.address)
     while True:
         readable, _, _ = select.select([activations, mover, sys.stdin], [], [], 60.0)

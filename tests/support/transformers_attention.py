@@ -1,4 +1,4 @@
-"""Attention of models of `transformers` that is handed to their layers, as to ours."""
+"""Our paged attention as an attention implementation of `transformers` models."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""`transformers` as a judge of what our engine chooses and tells.
+"""`transformers` as a reference for our engine's tokens and log probabilities.
 
-Its processors and warpers where it has them, OpenAI's formula for presence and frequency.
+Uses its processors and warpers where available, and OpenAI's formula for presence and frequency.
 """
 
 from collections import Counter
@@ -25,31 +25,31 @@ from tests.support.sampling import uniform
 
 
 def processors(sampling: Sampling) -> LogitsProcessorList:
-    """In the order in which ours come; presence and frequency come after the first."""
-    found = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
+    """Processors in our engine's order; presence and frequency follow the first."""
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)])
     if sampling.logit_bias:
         bias = [[[token], value] for token, value in sampling.logit_bias]
-        found.append(SequenceBiasLogitsProcessor(bias))
+        chain.append(SequenceBiasLogitsProcessor(bias))
     if sampling.bad_words:
-        found.append(NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words]))
-    return found
+        chain.append(NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words]))
+    return chain
 
 
 def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """What comes before the draw."""
-    found = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    """Warpers applied before the draw."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k:
-        found.append(TopKLogitsWarper(sampling.top_k))
+        chain.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
-        found.append(TopPLogitsWarper(sampling.top_p))
+        chain.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
-        found.append(MinPLogitsWarper(sampling.min_p))
-    return found
+        chain.append(MinPLogitsWarper(sampling.min_p))
+    return chain
 
 
 @dataclass
 class Reference:
-    """`transformers`, one request at a time."""
+    """`transformers`, for one request at a time."""
 
     model: transformers.PreTrainedModel
 
@@ -78,7 +78,7 @@ class Reference:
         return torch.softmax(warpers(request.sampling)(history, row[None])[0].double(), -1)
 
     def processed(self, request: Request, output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """A row of logits after penalties, bias and all that forbids tokens."""
+        """A row of logits after penalties, bias and token bans."""
         sampling = request.sampling
         history = torch.tensor([[*request.prompt_ids, *output]])
         first, *others = processors(sampling)
@@ -95,7 +95,7 @@ class Reference:
 
     @torch.inference_mode()
     def answer(self, request: Request) -> list[int]:
-        """The whole output."""
+        """The complete output."""
         output: list[int] = []
         made = self.model(torch.tensor([request.prompt_ids]), use_cache=True)
         while True:
@@ -111,35 +111,37 @@ class Reference:
         request: Request,
         output: list[int],
         prompt_told: list[TokenLogprobs] | None,
-        told: list[TokenLogprobs],
+        output_rows: list[TokenLogprobs],
         tolerance: float = 1e-5,
     ) -> None:
-        """Rows of prompt and output, against a log-softmax of the raw logits.
+        """Check rows of prompt and output against a log-softmax of the raw logits.
 
-        Which tokens are the best may differ where these are within `tolerance` of each other.
+        The top tokens may differ where their values are within `tolerance` of each other.
         """
         prompt, asked = list(request.prompt_ids), request.logprobs
         tokens = prompt + output
         logprobs = torch.log_softmax(self.logits(tokens).double(), -1)
-        rows = [*(prompt_told or []), *told]
+        rows = [*(prompt_told or []), *output_rows]
         first = 1 if asked.prompt is not None else len(prompt)
         end = len(tokens) if asked.output is not None else len(prompt)
         assert len(rows) == end - first
-        for position, found in enumerate(rows, first):
+        for position, reported in enumerate(rows, first):
             top = asked.prompt if position < len(prompt) else asked.output
             assert top is not None
-            check_row(found, logprobs[position - 1], tokens[position], top, tolerance)
+            check_row(reported, logprobs[position - 1], tokens[position], top, tolerance)
 
 
 def check_row(
-    found: TokenLogprobs, row: torch.Tensor, token: int, top: int, tolerance: float
+    reported: TokenLogprobs, row: torch.Tensor, token: int, top: int, tolerance: float
 ) -> None:
-    """What is told of one token, against the log probabilities of all."""
+    """Check the row of a token against the log probabilities of all tokens."""
     own = row[token]
-    assert found.logprob == pytest.approx(float(own), abs=tolerance)
+    assert reported.logprob == pytest.approx(float(own), abs=tolerance)
     more, as_likely = int((row > own + tolerance).sum()), int((row > own - tolerance).sum())
-    assert 1 + more <= found.rank <= as_likely
-    told = [one for _, one in found.top]
-    assert told == pytest.approx(torch.topk(row, top).values.tolist(), abs=tolerance)
-    assert told == pytest.approx([float(row[one]) for one, _ in found.top], abs=tolerance)
-    assert len({one for one, _ in found.top}) == top
+    assert 1 + more <= reported.rank <= as_likely
+    top_logprobs = [logprob for _, logprob in reported.top]
+    assert top_logprobs == pytest.approx(torch.topk(row, top).values.tolist(), abs=tolerance)
+    assert top_logprobs == pytest.approx(
+        [float(row[token_id]) for token_id, _ in reported.top], abs=tolerance
+    )
+    assert len({token_id for token_id, _ in reported.top}) == top

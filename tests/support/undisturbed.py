@@ -1,4 +1,4 @@
-"""Random requests of a tiny model, and what each gives in a run that nothing disturbs."""
+"""Random requests of a tiny model, and the output of each in an undisturbed run."""
 
 import random
 from dataclasses import replace
@@ -28,11 +28,11 @@ CHUNK_BYTES = 4096
 REQUESTS = 48
 GRAMMARS = ("[a-z]{3,12}( [0-9]{1,4}){0,3}", r'\{"k":"[a-f]{0,9}"(,"n":[0-9]{1,6}){1,4}\}')
 COMMON = 3
-"""So many beginnings of prompts that requests share."""
+"""Number of shared prompt prefixes."""
 
 
 def tight_config(folder: Path, layers: int) -> RunnerConfig:
-    """A tiny model, made in `folder`; the budget is what parameters and staging take."""
+    """A tiny model in `folder`, with a budget that fits parameters and staging only."""
     make_tiny_model(folder, "llama", layers=layers, hidden=32, heads=2, kv_heads=1)
     roomy = RunnerConfig(
         model_dir=folder,
@@ -44,7 +44,7 @@ def tight_config(folder: Path, layers: int) -> RunnerConfig:
         max_batch_tokens=64,
         max_running=16,
         max_model_len=512,
-        threads=1,  # two test processes with two threads each would wait for one another
+        threads=1,  # two test processes with two threads each would contend for cores
     )
     runner = ModelRunner.load(roomy)
     plan = runner.stage_memory.plan
@@ -65,7 +65,7 @@ def random_request(rng: random.Random, number: int) -> Request:
 
 
 def ruled(request: Request, rng: random.Random) -> Request:
-    """The same with what a sampler has to remember, and with log probabilities."""
+    """The request with stateful sampling rules and log probabilities."""
     prompt = request.prompt_ids
     sampling = replace(
         request.sampling,
@@ -88,12 +88,12 @@ def ruled(request: Request, rng: random.Random) -> Request:
 
 
 class Oracle:
-    """Requests, and the tokens of the undisturbed run of each, alone in an engine of its own."""
+    """Requests, and the output of each when run alone in an engine."""
 
     def __init__(self, config: RunnerConfig) -> None:
         rng = random.Random(0)
         self.requests = [random_request(rng, number) for number in range(REQUESTS)]
-        self.requests[COMMON:] = [self._alike(one) for one in self.requests[COMMON:]]
+        self.requests[COMMON:] = [self._alike(other) for other in self.requests[COMMON:]]
         runner = ModelRunner.load(replace(config, budget_bytes=config.budget_bytes + (1 << 20)))
         try:
             self._tokens = [self._run(runner, request) for request in self.requests]
@@ -102,18 +102,18 @@ class Oracle:
             runner.close()
 
     def tokens(self, request: Request) -> list[int]:
-        """What `request` gives; its id ends in the number of one of `requests`."""
+        """The output of `request`, whose id ends in an index of `requests`."""
         return self._tokens[int(request.request_id.split("-")[1])]
 
     def _alike(self, request: Request) -> Request:
-        """The request, with a prompt that begins as one of the first requests' does."""
+        """The request, with a prompt that shares a prefix with one of the first requests."""
         rng = random.Random(request.request_id)
         begin = self.requests[rng.randrange(COMMON)].prompt_ids
         kept = request.prompt_ids[rng.randrange(len(request.prompt_ids)) :]
         return replace(request, prompt_ids=(*begin, *kept)[:40])
 
     def check(self, stream: Stream) -> None:
-        """A stream has what the undisturbed run has: all of it, or its beginning if aborted."""
+        """Check that a stream equals the undisturbed run, or a prefix of it if aborted."""
         wanted = self.tokens(stream.request)
         if stream.aborted:
             wanted = wanted[: len(stream.tokens)]
@@ -121,31 +121,31 @@ class Oracle:
         rows, prompt_rows = self._rows[int(stream.request.request_id.split("-")[1])]
         asked = stream.request.logprobs
         assert len(stream.logprobs) == (len(wanted) if asked.output is not None else 0)
-        for found, row in zip(stream.logprobs, rows[: len(stream.logprobs)], strict=True):
-            assert_near(found, row)
+        for actual, row in zip(stream.logprobs, rows[: len(stream.logprobs)], strict=True):
+            assert_near(actual, row)
         if asked.prompt is None or not wanted:
             assert stream.prompt_logprobs is None
             return
         assert stream.prompt_logprobs is not None
-        for found, row in zip(stream.prompt_logprobs, prompt_rows, strict=True):
-            assert_near(found, row)
+        for actual, row in zip(stream.prompt_logprobs, prompt_rows, strict=True):
+            assert_near(actual, row)
 
     def _rows_of(
         self, runner: ModelRunner, request: Request
     ) -> tuple[list[TokenLogprobs], list[TokenLogprobs]]:
-        """Log probabilities from one pass over prompt and output, whatever was asked for."""
+        """Log probabilities from one pass over prompt and output, for any request."""
         prompt, output = request.prompt_ids, self.tokens(request)
         tokens = (*prompt, *output)
         blocks = tuple(range(blocks_for(len(tokens), runner.block_size)))
-        found = {}
+        computed = {}
         for top in {request.logprobs.output, request.logprobs.prompt} - {None}:
             assert top is not None
             asked = PromptScore(0, tokens[1:], top)
             output_of = runner.run_stage(Batch((Chunk("a", 0, tokens, blocks, None, asked),)))
             assert output_of is not None and output_of.notes is not None
-            found[top] = output_of.notes.prompt_logprobs["a"].rows.unpacked()
-        rows = found.get(request.logprobs.output, [])[len(prompt) - 1 :]
-        return rows, found.get(request.logprobs.prompt, [])[: len(prompt) - 1]
+            computed[top] = output_of.notes.prompt_logprobs["a"].rows.unpacked()
+        rows = computed.get(request.logprobs.output, [])[len(prompt) - 1 :]
+        return rows, computed.get(request.logprobs.prompt, [])[: len(prompt) - 1]
 
     def _run(self, runner: ModelRunner, request: Request) -> list[int]:
         (tokens,) = generate_tokens(
@@ -160,8 +160,10 @@ class Oracle:
         return tokens[: stops[0] + 1] if stops else tokens
 
 
-def assert_near(found: TokenLogprobs, wanted: TokenLogprobs) -> None:
-    assert found.rank == wanted.rank
-    assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
-    assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
-    assert [one for _, one in found.top] == pytest.approx([one for _, one in wanted.top], abs=1e-5)
+def assert_near(actual: TokenLogprobs, wanted: TokenLogprobs) -> None:
+    assert actual.rank == wanted.rank
+    assert actual.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+    assert [token for token, _ in actual.top] == [token for token, _ in wanted.top]
+    assert [logprob for _, logprob in actual.top] == pytest.approx(
+        [logprob for _, logprob in wanted.top], abs=1e-5
+    )

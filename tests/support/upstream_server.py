@@ -1,7 +1,7 @@
-"""A server with vLLM's API as it is on the wire: token ids, metrics, hang-ups, refusals.
+"""A server with vLLM's wire API: token ids, metrics, disconnects, refusals.
 
-The token after a sequence is a function of the sequence, so a request that continues after its
-output gets the tokens of an undisturbed one.
+The next token is a function of the sequence, so a resumed request gets the tokens of an undisturbed
+one.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tideserve.cli.local_cluster import free_port
 
 MODEL = "up/stream"
 VOCAB = 90
-"""Tokens are 3 to 92, so that none is a special token of a tiny model."""
+"""Tokens are 3 to 92, none of which is a special token of a tiny model."""
 BLOCK_SIZE = 16
 BLOCKS = 64
 
@@ -42,7 +42,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 @dataclass
 class UpstreamServer:
-    """A server on a port that stays the same through `kill` and `start`.
+    """A server whose port survives `kill` and `start`.
 
     Streams pause after `held_after` tokens while `gate` is not set, see `hold`. `refusals`:
     statuses of the next requests. `bodies`: of all completions; `hung_up`: prompts of streams that
@@ -96,7 +96,7 @@ class UpstreamServer:
         self.held_after = after
 
     def release(self) -> None:
-        """Let all streams go on."""
+        """Resume all streams."""
         self.gate.set()
 
     @property
@@ -127,7 +127,7 @@ class UpstreamServer:
         await eventually(lambda: server.started)
 
     async def kill(self) -> None:
-        """Stop at once: connections end in the middle of their answers."""
+        """Stop at once, which breaks connections in the middle of responses."""
         server, serving = self._server, self._serving
         if server is None or serving is None:
             return

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def settle(turns: int = 10) -> None:
-    """Let all tasks go on until they wait for something."""
+    """Run all tasks until they are blocked."""
     for _ in range(turns):
         await asyncio.sleep(0)
 
@@ -33,7 +33,7 @@ async def eventually(
     deadline_s: float = DEADLINE_S,
     interval_s: float = 0.05,
 ) -> T:
-    """Call `check` until what it returns (or awaits to) is true; return that.
+    """Call `check` until it returns, or awaits to, a true value; return that.
 
     Raises:
         AssertionError: if it is still false after `deadline_s`; shows its last value.

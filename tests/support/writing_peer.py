@@ -1,4 +1,5 @@
-"""A peer that writes until it is killed: `python -m tests.support.writing_peer ADDRESS ENDPOINT`.
+"""A peer that writes continuously until it is killed: `python -m tests.support.writing_peer ADDRESS
+ENDPOINT`.
 
 It connects to the lane at ADDRESS and sends one note. Then it writes messages that belong to no
 connection to the UCX worker ENDPOINT (hexadecimal) without a pause, through shared memory.

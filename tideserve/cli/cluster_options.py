@@ -287,8 +287,8 @@ def read_options(
     check_roles(
         options.memmgr.get("roles", options.roles) or "mixed",
         options.engine_kind,
-        max((m.workers for m in options.listed_models), default=options.workers),
-        options.worker,
+        [(model.workers, {**options.worker, **model.worker}) for model in options.listed_models]
+        or [(options.workers, options.worker)],
         options.scheduler,
     )
     if options.swaps and not options.worker.get("host_memory", options.host_memory):

@@ -11,12 +11,8 @@ from typing import Any
 import psutil
 
 from services.common.clock import monotonic_s
-from services.common.host_memory import available_bytes, limit_bytes
+from services.common.host_memory import available_bytes
 from services.common.settings import PREFIX
-from services.common.size import format_size
-from services.core.setting import AUTO_BYTES
-from services.worker.host_config import AUTO_PART
-from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 
 FREE_DISK_BYTES = 256 * 2**20
@@ -99,29 +95,6 @@ def _bind(host: str, port: int) -> None:
 
 def _address(host: str, port: int) -> tuple[Any, ...]:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-
-
-def host_memory_of(options: ClusterOptions) -> int:
-    """Bytes of `host_memory` of each worker; `auto` divides this machine's memory among them.
-
-    Raises:
-        CommandError: if this machine or container can never hold them.
-    """
-    given, memories = options.host_memory or 0, options.memories
-    if given == AUTO_BYTES:
-        return min(max(memories), available_bytes() // AUTO_PART // options.workers)
-    own_bytes = sum(memories) if options.device == "cpu" else 0
-    needed, limit = given * options.workers + own_bytes, limit_bytes()
-    if given and needed > limit:
-        listed = "memory" if options.listed_models else f"--memory {format_size(options.memory)}"
-        raise CommandError(
-            f"--host-memory {format_size(given)} of {options.workers} workers"
-            + (f" and their {listed}" if own_bytes else "")
-            + f" need {needed / 2**30:.1f} GiB, but this machine or container has"
-            f" {limit / 2**30:.1f} GiB; lower it",
-            EXIT_UNUSABLE,
-        )
-    return given
 
 
 def shortages(device: str, memory_bytes: int, host_bytes: int, folder: Path) -> list[str]:

@@ -1,6 +1,6 @@
 """Checks of options of `tideserve up` that depend on each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -21,11 +21,14 @@ def check_device(device: str, engine: str) -> None:
 
 
 def check_roles(
-    roles: str, engine: str, workers: int, worker: Mapping[str, Any], scheduler: Mapping[str, Any]
+    roles: str,
+    engine: str,
+    models: Sequence[tuple[int, Mapping[str, Any]]],
+    scheduler: Mapping[str, Any],
 ) -> None:
     """Reject `roles` that are invalid or would have no effect.
 
-    `workers` is the number of workers of the largest model; `worker` and `scheduler` are sections.
+    `models` has the number of workers of each model and their section; `scheduler` is a section.
 
     Raises:
         ConfigError: with the reason.
@@ -39,12 +42,13 @@ def check_roles(
     reason = ""
     if engine != EngineKind.TIDESERVE:
         reason = f"workers with engine {engine} hand over no requests"
-    elif not worker.get("prefix_caching", True):
+    elif not (caching := [n for n, worker in models if worker.get("prefix_caching", True)]):
         reason = "workers hand over requests only with 'prefix_caching'"
     elif scheduler.get("dispatch", PREFIX) != PREFIX:
         reason = "only dispatch prefix follows roles"
-    elif workers < 2:
-        reason = "no model has two workers"
+    elif max(caching) < 2:
+        every = len(caching) == len(models)
+        reason = "no model has two workers" + ("" if every else " with 'prefix_caching'")
     if reason:
         raise ConfigError(
             f"'roles' is {roles}, but {reason}; correct that, or set 'roles' to mixed"

@@ -313,6 +313,9 @@ def batch_table(status: Mapping[str, Any]) -> Table | None:
     interrupted = any(row.get("preempted_iterations_total") for row in rows)
     if interrupted:
         columns.append("interrupted>")
+    shared = any(row.get("shared_tails_total") for row in rows)
+    if shared:
+        columns.append("blocks shared>")
     table = _table("Of these, batch work", *columns)
     for row in rows:
         table.add_row(
@@ -322,6 +325,7 @@ def batch_table(status: Mapping[str, Any]) -> Table | None:
             str(row.get("kv_blocks_batch", 0)),
             batch_text(row),
             *([interrupted_text(row)] if interrupted else []),
+            *([shared_text(row)] if shared else []),
         )
     return table
 
@@ -373,6 +377,12 @@ def interrupted_text(row: Mapping[str, Any]) -> str:
     """Interrupted iterations of batch work, and their tokens that had to be recomputed."""
     count, discarded = row["preempted_iterations_total"], row["discarded_tokens_total"]
     return f"{count} (-{discarded} tokens)" if discarded else str(count)
+
+
+def shared_text(row: Mapping[str, Any]) -> str:
+    """Last blocks shared with online requests, and tokens that were recomputed for it."""
+    count, lost = row["shared_tails_total"], row["lost_tail_tokens_total"]
+    return f"{count} (-{lost} tokens)" if lost else str(count)
 
 
 def paced_workers(status: Mapping[str, Any]) -> dict[str, str]:

@@ -45,11 +45,11 @@ from tideserve.cli.etcd_process import (
 from tideserve.cli.host import (
     check_port,
     hold_port,
-    host_memory_of,
     shortages,
     unused_variables,
     url_of,
 )
+from tideserve.cli.host_memory import describe_host_memory, host_memories, with_host_memory
 from tideserve.cli.metrics_ports import MetricsPorts, targets_json
 from tideserve.cli.model_folder import DUMMY, check_memory
 from tideserve.cli.model_list import PlacedModel
@@ -144,10 +144,8 @@ class Up:
         if self.options.etcd:
             with self.report.step(f"etcd at {self.options.etcd}"):
                 check_given_etcd(self.options.etcd_access(self.options.etcd))
-        host_bytes = host_memory_of(self.options)
-        if self.options.host_memory:
-            self.options = replace(self.options, host_memory=host_bytes)
-        sizes = self._memory_bytes(), host_bytes * self.options.workers
+        self.options = with_host_memory(self.options)
+        sizes = self._memory_bytes(), sum(host_memories(self.options))
         warnings = shortages(self.options.device, *sizes, self.folder.root)
         for sentence in [*unused_variables(os.environ), *warnings, *self._exposure()]:
             self.report.warn(sentence)
@@ -445,9 +443,8 @@ class Up:
             rows = [("Workers", workers)]
         else:
             rows = [("Workers", f"{options.workers}, {memory} each, {options.dtype}")]
-        if options.host_memory:
-            size = format_size(options.host_memory)
-            rows.append(("Host memory", f"{size} each, for copies of KV"))
+        if sizes := describe_host_memory(options):
+            rows.append(("Host memory", f"{sizes}, for copies of KV"))
         return [*rows, *([("Engine", "vLLM: groups never merge")] if self.engine_python else [])]
 
     def _pace(self) -> list[tuple[str, str]]:

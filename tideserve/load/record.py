@@ -109,6 +109,8 @@ class Round(msgspec.Struct, frozen=True):
     pipeline_samples: tuple[tuple[float, float, float], ...] = ()
     """(seconds of the monotonic clock, busy_s, bubble_s so far) as reported by the server."""
     token_samples: tuple[TokenSample, ...] = ()
+    recomputed_tokens: float | None = None
+    """Tokens that all workers computed again."""
 
 
 def duration_s(records: Sequence[SentRequest]) -> float:

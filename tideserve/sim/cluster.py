@@ -199,6 +199,7 @@ class Cluster:
                 can_drop=True,
                 model_digest=KV_LAYOUT,
                 build=KV_LAYOUT,
+                hands_over=self._spec.iteration.prefix_caching,
                 cost_model=self._spec.iteration.cost_model,
                 max_batch_tokens=self._spec.iteration.max_batch_tokens,
             )

@@ -11,6 +11,7 @@ from enum import IntEnum, auto
 from services.core.audit.record import Findings
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.state import PlannerState
+from services.core.planner.victims import most_slack
 
 
 class EscalationStep(IntEnum):
@@ -18,10 +19,10 @@ class EscalationStep(IntEnum):
 
     *Online* requests are those of the classes with users that wait; the others are *batch* work.
     The order applies within a process, which does not know the options of other processes. A worker
-    takes the first three steps and `RECOMPUTE`, a memory manager `MOVE` and `DROP`, a scheduler
-    `HOLD_BACK` and `REFUSE`. Memory managers count only online demand, so batch work yields before
-    parameters are dropped. With the setting `scheduling=fcfs`, requests have no classes, so
-    `HOLD_BACK` and `YIELD` do not occur.
+    takes the first three steps, `SWAP` and `RECOMPUTE`, a memory manager `MOVE` and `DROP`, and a
+    scheduler `HOLD_BACK` and `REFUSE`. Memory managers count only online demand, so batch work
+    yields before parameters are dropped. With the setting `scheduling=fcfs`, requests have no
+    classes, so `HOLD_BACK` and `YIELD` do not occur.
     """
 
     CACHED = auto()
@@ -35,6 +36,8 @@ class EscalationStep(IntEnum):
     """Move running requests to groups with room, with `rebalance` (`Rebalancer`)."""
     DROP = auto()
     """Merge groups and drop parameters (`OverloadMonitor`)."""
+    SWAP = auto()
+    """Preempt a running online sequence whose KV has copies in host memory, with `save: all`."""
     RECOMPUTE = auto()
     """Preempt a running online sequence (`victims.newest`)."""
     REFUSE = auto()
@@ -48,6 +51,8 @@ class EscalationOrder:
     findings: Findings
     name: str  # the worker's id
     _blocks: dict[str, int] = field(default_factory=dict)  # of each sequence, before the call
+    _oldest: str = ""  # the oldest running sequence before the call, which always advances
+    _saved: frozenset[str] = frozenset()  # sequences with copies in host memory, before the call
     _free: int = 0  # free blocks before the call
     _running_slots: int = 0  # sequences that could start running, before the call
 
@@ -55,6 +60,8 @@ class EscalationOrder:
         """Record the state before a call of `plan`."""
         table = planner.sequence_table
         self._blocks = {name: seq.blocks for name, seq in planner.sequences.items()}
+        self._oldest = planner.running[0].seq_id if planner.running else ""
+        self._saved = frozenset(seq.seq_id for seq in planner.running if seq.is_saved)
         # Admission may not use reserved blocks, but growth may: compare with the smaller limit.
         self._free = min(table.ledger.least_room, table.ledger.free)
         self._running_slots = planner.config.max_running * planner.stages - table.running_count
@@ -67,6 +74,8 @@ class EscalationOrder:
             self._check_need(planner, preempted, started)
         if planner.sequence_table.precedence.batch_yields:
             self._check_classes(planner, preempted, started)
+        if planner.sequence_table.precedence.victims is not most_slack:
+            self._check_copies(planner, preempted)
 
     def _check_need(
         self, planner: PlannerState, preempted: list[Sequence], started: list[Sequence]
@@ -104,6 +113,18 @@ class EscalationOrder:
             not (waiting and batch),
             "{} started batch work, {}, though {} waited (HOLD_BACK)",
             *(self.name, _names(batch), _names(waiting)),
+        )
+
+    def _check_copies(self, planner: PlannerState, preempted: list[Sequence]) -> None:
+        """An online sequence without copies is preempted after those that have them."""
+        unsaved = [seq for seq in preempted if seq.online and seq.seq_id not in self._saved]
+        saved = [seq for seq in planner.running if seq.online and seq.seq_id in self._saved]
+        others = [seq for seq in saved if seq.seq_id != self._oldest]
+        self.findings.check(
+            "I11",
+            not (unsaved and others),
+            "{} preempted {} (RECOMPUTE), though others have copies in host memory (SWAP): {}",
+            *(self.name, _names(unsaved), _names(others)),
         )
 
 

@@ -28,7 +28,7 @@ groups are merged is reported (`rising`).
 
 With `rebalance`, running requests move from full groups to others first (`rebalance.py`). Groups
 merge for a full one only if no move can help, or if it has been full for `settle_s` in spite of
-moves.
+moves. Nothing moves while requests wait, demand exceeds all capacity, and merges can raise it.
 
 A merged group with a member that shuts down (*leaving*) is split immediately, without dwell time.
 A split reduces capacity while it is prepared; if that causes overload, even at subsided demand, the
@@ -195,6 +195,8 @@ class OverloadMonitor:
         if mode is Rebalance.OFF:
             return []
         state.moves.note_groups(self._groups[model], now_s)
+        if self._needs_merges(model, load, now_s):
+            return []
         demand = self._demands.get(model)
         first = 0 if demand is None or mode is Rebalance.STUCK else demand.first_queued_tokens
         evenly = self.config.policy is OverloadPolicy.MIGRATE
@@ -210,6 +212,16 @@ class OverloadMonitor:
             )
             for move in moves
         ]
+
+    def _needs_merges(self, model: str, load: ModelLoad, now_s: float) -> bool:
+        """Whether only merges can meet the demand, and are decided."""
+        # No group has room for long then, and requests that move now pause twice.
+        state = self._models[model]
+        possible = self.config.policy is OverloadPolicy.DROP and len(self._counted(model)) > 1
+        # Without waiting requests, and for a while after an operator has split, none is decided.
+        decided = load.waiting > 0 and now_s >= state.manual_until_s.get(Action.SPLIT, now_s)
+        short = load.expected_tokens > load.capacity_tokens
+        return possible and decided and short and not state.exhausted
 
     def _decide_by_load(self, model: str, load: ModelLoad, now_s: float) -> Decision | None:
         config, state = self.config, self._models[model]

@@ -128,7 +128,7 @@ class RoleAssigner:
             names = [name for use in uses for name in use.worker_ids]
             kept = {name: due.present[name] for name in names if name in due.present}
             return kept if len(set(kept.values())) > 1 else {}
-        singles = alike(uses)
+        singles = alike(uses, due.facts)
         demand = state.smooth(due.demands.get(model) or ModelDemand(model), due.now_s)
         if len(singles) < 2 or self._is_overloaded(state, due.loads.get(model), demand, due.now_s):
             # Also roles that an earlier leader has assigned end here.
@@ -197,11 +197,15 @@ class RoleAssigner:
         return now_s - state.silent_since_s < SILENT_S
 
 
-def alike(uses: Iterable[GroupUse]) -> list[GroupUse]:
+def alike(uses: Iterable[GroupUse], facts: Mapping[str, WorkerFacts]) -> list[GroupUse]:
     """The single workers that can hand requests over to each other, by worker id."""
     layouts: defaultdict[str, list[GroupUse]] = defaultdict(list)
     for use in uses:
-        if use.kv_layout and use.report_status is ReportStatus.CURRENT and not use.draining:
+        if not use.kv_layout or use.report_status is not ReportStatus.CURRENT or use.draining:
+            continue
+        worker = facts.get(use.members[0].worker_id)
+        # Workers without a prefix cache, and those of older releases, ignore `hand_to`.
+        if worker is not None and worker.hands_over:
             layouts[use.kv_layout].append(use)
     if not layouts:
         return []

@@ -26,5 +26,6 @@ class WorkerFacts:
     settings: str = ""  # settings in which members of a group must agree
     chunk_bytes: int = 1  # parameters and the KV of a layer occupy whole chunks
     role: Role = Role.MIXED  # that the worker is configured for; MIXED: any
+    hands_over: bool = False  # it can hand requests over after their prompt, and take them
     cost_model: CostModel | None = None  # of its iterations
     max_batch_tokens: int = 2048  # token budget of an iteration

@@ -24,6 +24,7 @@ from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
 from services.core.planner.shared_tails import lacks_tail
+from services.core.queue_order import Scheduling
 
 BATCH_CHUNK_MIN_TOKENS = 16
 """Least tokens of a chunk of a batch prompt, except its last, since each chunk has a fixed cost."""
@@ -31,6 +32,8 @@ STARVED_EVERY = 16
 """Interval, in iterations, at which the oldest batch prompt may exceed the harvest share."""
 GROWTH_RESERVE = 0.04
 """Share of the blocks that admission of batch sequences leaves free for growing online ones."""
+RESERVING = frozenset({Scheduling.SLO, Scheduling.CONSERVE})
+"""The schedulings whose admissions do."""
 
 
 @dataclass(slots=True)
@@ -304,7 +307,8 @@ class Harvester:
                 # Beside online work a batch decode takes free blocks only, and preempts nothing.
                 if not alone and table.ledger.least_room <= 0:
                     continue
-                table.grow(sequence)
+                if table.grow(sequence):
+                    plan.drop_preempted()
                 if sequence.phase is not Phase.RUNNING:
                     continue
             spent.add_decodes(1, sequence.computed)

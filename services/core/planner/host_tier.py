@@ -33,7 +33,7 @@ from services.core.host.vocabulary import (
     SaveBlocks,
 )
 from services.core.planner.config import IterationConfig
-from services.core.planner.harvester import GROWTH_RESERVE
+from services.core.planner.harvester import GROWTH_RESERVE, RESERVING
 from services.core.planner.host_saver import HostSaver, SaveJob
 from services.core.planner.host_use import HostUse
 from services.core.planner.sequence import Sequence
@@ -257,9 +257,11 @@ class HostTier:
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)
         self._saver.advance(now_s)
-        if len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
+        # Iterations may be long, so a look takes all that is due.
+        while len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
             self._jobs += 1
             self._saves[self._jobs], blocks = save
+            lane_s += self._link_s(len(blocks))
             commands.append(SaveBlocks(self._jobs, blocks))
         return commands
 
@@ -309,7 +311,9 @@ class HostTier:
         if not sequence.online and table.precedence.batch_yields:
             if table.waiting[0].online:
                 return False
-            reserve = int(GROWTH_RESERVE * table.ledger.least_capacity)
+            # The reserve of admission: with a larger one, sequences start without their recalls.
+            reserves = config.scheduling in RESERVING and table.online_running
+            reserve = int(GROWTH_RESERVE * table.ledger.least_capacity) if reserves else 0
             if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
                 return False
         return table.may_start(sequence, config.max_running - len(self._recalls))

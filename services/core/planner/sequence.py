@@ -181,6 +181,11 @@ class Sequence:
         return len(self.token_ids) - self.computed
 
     @property
+    def is_saved(self) -> bool:
+        """Whether all its cached blocks have copies in host memory, or get them now."""
+        return 0 < self.registered <= self.saved
+
+    @property
     def has_unsent_hits(self) -> bool:
         """Whether the other stages do not know yet which cached blocks it starts with."""
         return self.hit_blocks > 0 and not self.hits_sent

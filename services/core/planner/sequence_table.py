@@ -145,7 +145,7 @@ class SequenceTable:
         if not self.waiting:
             return None
         full = self.running_count >= running_max
-        if full and not (self._may_preempt_batch and self._online_running < running_max):
+        if full and not (self._may_preempt_batch and self.online_running < running_max):
             return None
         free = self.ledger.free
         first = self.waiting[0].request.service
@@ -274,7 +274,7 @@ class SequenceTable:
             return True
         if not (self._may_preempt_batch and sequence.online) or self.suspended is not None:
             return False
-        return self._online_running < running_max and (fits or missing <= self._blocks_to_yield)
+        return self.online_running < running_max and (fits or missing <= self._blocks_to_yield)
 
     def make_way(self, sequence: Sequence) -> None:
         """Free blocks for a sequence that `may_start`, as its start would."""
@@ -513,7 +513,7 @@ class SequenceTable:
         return precedence.batch_yields and (alone or precedence.yields_in_pipelines)
 
     @property
-    def _online_running(self) -> int:
+    def online_running(self) -> int:
         """Number of running online sequences, including suspended ones."""
         return sum(seq.online for seq in (*self.running, *self._suspended))
 

@@ -238,6 +238,8 @@ class PlannerState:
             resumed_iterations_total=self.resumed_iterations_total,
             discarded_tokens_total=self.sequence_table.discarded_tokens_total,
             host_blocks_total=0 if self.host is None else self.host.cache.slots,
+            shared_tails_total=self.sequence_table.tails.shared_total,
+            lost_tail_tokens_total=self.sequence_table.tails.lost_tokens_total,
             tokens=self.sequence_table.tokens.counts(self.sequences.values(), batch),
         )
 

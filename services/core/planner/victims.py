@@ -4,6 +4,10 @@ A *stage* is a worker of a pipeline; all have blocks of each running sequence. A
 not planned and may be *absent* from stages, without blocks there, while its KV moves. A policy
 receives the running and the held sequences, oldest first, and a function that returns the stages
 without a free block. It returns a sequence that has blocks at each of these stages.
+
+A sequence whose KV has copies in host memory loses little: it goes before others of its class, but
+for the oldest, which always advances. It may be in the iteration that is being planned, of which
+planners remove preempted sequences (`Plan.drop_preempted`).
 """
 
 from collections.abc import Callable
@@ -28,7 +32,13 @@ class VictimRule(StrEnum):
 def newest(
     running: Row[Sequence], held: Row[Sequence], full_stages: Callable[[], frozenset[int]]
 ) -> Sequence:
-    """The newest sequence, running or held, so that the oldest always advances."""
+    """The newest sequence, running or held, so that the oldest always advances.
+
+    A sequence with copies in host memory goes first.
+    """
+    saved = next((sequence for sequence in reversed(running[1:]) if sequence.is_saved), None)
+    if saved is not None:
+        return saved
     last = running[-1]
     if held and held[-1].age > last.age:
         full = full_stages()
@@ -65,8 +75,10 @@ def most_slack(
 
 
 def newest_batch(running: Row[Sequence]) -> Sequence | None:
-    """The newest running sequence of the class `batch`."""
-    return next((seq for seq in reversed(running) if not seq.request.service.online), None)
+    """The newest running sequence of the class `batch`; one with copies in host memory first."""
+    batch = [sequence for sequence in running if not sequence.online]
+    saved = next((sequence for sequence in reversed(batch[1:]) if sequence.is_saved), None)
+    return saved or (batch[-1] if batch else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from services.core.service import Service
 
 TOKENS_MAX = 2**31 - 1
 AWAY_RETRY_S = 10.0
-"""Retry-After while no worker serves a known model; about the restart time of a worker."""
+"""Retry-After while no worker serves a model; about the start time of a worker."""
 WAVE_MARGIN = 2
 """Safety factor on the measured pace, which varies: requests that start together end together."""
+WAITING_MODELS_MAX = 256
+"""Most models with waiting requests, as each may have as many as the limit of the queue."""
 _OVERLOAD = (RefusalReason.QUEUE_FULL, RefusalReason.EXPIRED, RefusalReason.TOO_LATE)
 
 
@@ -59,6 +61,7 @@ class Admission:
     groups: GroupTable
     # Dispatch rates over all models.
     rates: ClassRates
+    # Most waiting requests of each model.
     queue_limit: int
     queue_deadline_s: float
     lateness: Lateness
@@ -98,17 +101,15 @@ class Admission:
             return None
         if self.lateness.factor:
             late = self._refuse_late(ask, model, deadline_start_s, estimate)
-            return late or self._refuse_queue_full(ask.service)
-        return self._refuse_queue_full(ask.service) or self._refuse_too_late(
-            ask, model, deadline_start_s
-        )
+            return late or self._refuse_queue_full(ask)
+        return self._refuse_queue_full(ask) or self._refuse_too_late(ask, model, deadline_start_s)
 
     def displaced(self, ask: Asked, was_assigned: bool) -> tuple[Waiting, NotAdmitted] | None:
         """The request that an admitted `ask` displaces from a full queue, with that refusal."""
-        taken = None if ask.resumed or was_assigned else self._taken_slots(ask.service)
+        taken = None if ask.resumed or was_assigned else self._taken_slots(ask)
         if taken is None:
             return None
-        waiting = self.queue.victim_for(ask.service)
+        waiting = self.queue.victim_for(ask.model, ask.service)
         assert waiting is not None, "a full queue refuses requests that displace none"
         alike = waiting.ask.service.service_class is ask.service.service_class
         by = "a request of an owner with fewer requests" if alike else "a more urgent request"
@@ -166,20 +167,16 @@ class Admission:
     def retry_after_s(self, ask: Asked, now_s: float) -> float:
         """Seconds until the requests before `ask` have left the queue, at the recent rates.
 
-        If the slots of all models are taken, the queue of all models counts, else that of its
-        model. If the policy uses classes: the longer of the time for the requests of its class,
-        and of the time for all classes that may precede it.
+        The queue of its model counts; while no group of the model is known, that of all models.
+        If the policy uses classes: the longer of the time for the requests of its class, and of
+        the time for all classes that may precede it.
         """
-        rules, service = self.rules, ask.service
+        rules, service, queue = self.rules, ask.service, self.queue
         model = self.groups.of_model(ask.model)
-        if model is not None and self._refuse_queue_full(service) is not None:
-            # All models share the slots, so the dispatch of any request frees a slot.
-            model = None
         rates = self.rates if model is None else model.meter.dispatched
         waits = []
         for classes in {rules.rate_classes(service), rules.classes_ahead(service)}:
             of_model = model is not None
-            queue = self.queue
             queued = queue.demand(ask.model, classes)[0] if of_model else queue.count(classes)
             waits.append(retry_after_s(queued, rates.per_s(classes, now_s)))
         return max(waits)
@@ -219,12 +216,19 @@ class Admission:
         )
 
     def _next_unserved(self, name: str, now_s: float) -> tuple[Waiting, NotAdmitted] | None:
-        """The first new request whose model's groups have not returned within `REGROUP_S`."""
+        """The first new request whose model's groups have not come within `REGROUP_S`.
+
+        It has waited since the last group left, or since it arrived before any group was known.
+        """
         left_s = self.groups.left_s(name)
-        if left_s is None or now_s < left_s + REGROUP_S:
+        if left_s is not None and now_s < left_s + REGROUP_S:
+            return None
+        if left_s is None and not self.groups.models:
             return None
         for waiting in self.queue.in_order(name):
-            if _is_new(waiting.ask) and waiting.ask.now_s >= left_s and not waiting.was_assigned:
+            asked_s = waiting.ask.now_s
+            due = now_s >= asked_s + REGROUP_S if left_s is None else asked_s >= left_s
+            if due and _is_new(waiting.ask) and not waiting.was_assigned:
                 refused = self._refuse_unserved(waiting.ask, now_s)
                 return None if refused is None else (waiting, refused)
         return None
@@ -278,20 +282,23 @@ class Admission:
         queued = self.queue.demand(ask.model, self.rules.classes_ahead(ask.service))[0]
         return check_wait(queued, rate_per_s, left_s)
 
-    def _refuse_queue_full(self, service: Service) -> NotAdmitted | None:
+    def _refuse_queue_full(self, ask: Asked) -> NotAdmitted | None:
         """Refuse a new request if the queue is full and it can displace no other request."""
-        taken = self._taken_slots(service)
-        if taken is None or self.queue.victim_for(service) is not None:
+        taken = self._taken_slots(ask)
+        if taken is None or self.queue.victim_for(ask.model, ask.service) is not None:
             return None
         return NotAdmitted(RefusalReason.QUEUE_FULL, f"{taken} are taken; retry later")
 
-    def _taken_slots(self, service: Service) -> str | None:
-        """Describe the queue slots if all are taken, for a message; None if a slot is free."""
-        batch_limit = self.rules.batch_queue_limit
-        if len(self.queue) >= self.queue_limit:
-            return f"all {self.queue_limit} queue slots"
-        batch = self.rules.is_batch(service)
-        if batch and self.queue.count((service.service_class,)) >= batch_limit:
+    def _taken_slots(self, ask: Asked) -> str | None:
+        """Describe the queue slots of the model if all are taken, for a message; else None."""
+        batch_limit, queue = self.rules.batch_queue_limit, self.queue
+        queued = queue.demand(ask.model)[0]
+        if queued >= self.queue_limit:
+            return f"all {self.queue_limit} queue slots of the model"
+        if not queued and len(queue.models()) >= WAITING_MODELS_MAX:
+            return f"the queues of all {WAITING_MODELS_MAX} models"
+        batch, service_class = self.rules.is_batch(ask.service), ask.service.service_class
+        if batch and queue.demand(ask.model, (service_class,))[0] >= batch_limit:
             return f"all {batch_limit} queue slots for batch requests"
         return None
 
@@ -344,7 +351,7 @@ def check_model(
 ) -> NotAdmitted | None:
     """Refuse a model that no group serves, unless no group serves any model yet.
 
-    A model that was `served_before` may return, so a retry makes sense.
+    A retry makes sense: gateways ask only for models that they are configured to serve.
     """
     if not known_models or model in known_models:
         return None
@@ -357,7 +364,8 @@ def check_model(
     # Names no other models: the client's key may not permit them.
     return NotAdmitted(
         RefusalReason.UNKNOWN_MODEL,
-        "no worker serves this model; start one, or choose another model of /v1/models",
+        "no worker serves this model yet; start one, or choose another model of /v1/models",
+        AWAY_RETRY_S,
     )
 
 

@@ -54,8 +54,8 @@ class ClassRules:
     )
     batch_queue_limit: int = number(
         1024,
-        "Most queue slots (of queue_limit) for batch requests, unless scheduling is fcfs or"
-        " prefill_first. If all slots are taken, an online request displaces a batch request.",
+        "Most queue slots of a model (of queue_limit) for batch requests, unless scheduling is fcfs"
+        " or prefill_first. If all slots are taken, an online request displaces a batch request.",
         minimum=0,
         maximum=1_000_000,
     )

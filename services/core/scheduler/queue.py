@@ -87,6 +87,8 @@ class _ModelQueue:
     by_class: dict[ServiceClass, _ClassCounts] = field(
         default_factory=lambda: {cls: _ClassCounts() for cls in ALL}
     )
+    # Only requests that were never assigned use slots: a requeued request needs none.
+    slots: QueueSlots = field(default_factory=QueueSlots)
 
 
 @dataclass(slots=True)
@@ -100,7 +102,6 @@ class WaitQueue:
     _queues: dict[str, _ModelQueue] = field(default_factory=dict)
     # Request ids by gateway stream.
     _by_stream: dict[int, set[str]] = field(default_factory=dict)
-    _slots: QueueSlots = field(default_factory=QueueSlots)
     _next_number: int = 0
 
     def __len__(self) -> int:
@@ -194,11 +195,12 @@ class WaitQueue:
         lists = (queue.by_class[cls].expiring for queue in self._queues.values() for cls in classes)
         return min((expiring[0][0] for expiring in lists if expiring), default=None)
 
-    def victim_for(self, service: Service) -> Waiting | None:
-        """The request of any model that a new request displaces, or None; see QueueSlots."""
-        if not self.rules.enabled:
+    def victim_for(self, model: str, service: Service) -> Waiting | None:
+        """The request for `model` that a new request displaces, or None; see QueueSlots."""
+        queue = self._queues.get(model)
+        if queue is None or not self.rules.enabled:
             return None
-        victim_id = self._slots.victim_for(service, self.rules.displaceable(service))
+        victim_id = queue.slots.victim_for(service, self.rules.displaceable(service))
         return None if victim_id is None else self._live[victim_id][1]
 
     def push(self, waiting: Waiting) -> None:
@@ -224,8 +226,7 @@ class WaitQueue:
             # Output of a resumed request has been sent to its client, so it never expires here.
             insort(counts.expiring, (waiting.deadline_start_s, number, ask.request_id))
         if not waiting.was_assigned:
-            # Only requests that were never assigned use slots: a requeued request needs none.
-            self._slots.add(ask.service, (waiting.arrival_s, number, ask.request_id))
+            queue.slots.add(ask.service, (waiting.arrival_s, number, ask.request_id))
         counts.requests += 1
         counts.start_tokens += waiting.start_tokens
         self._by_stream.setdefault(waiting.stream_id, set()).add(ask.request_id)
@@ -263,7 +264,7 @@ class WaitQueue:
             entry = waiting.deadline_start_s, number, request_id
             del counts.expiring[bisect_left(counts.expiring, entry)]
         if not waiting.was_assigned:
-            self._slots.remove(ask.service, (waiting.arrival_s, number, request_id))
+            queue.slots.remove(ask.service, (waiting.arrival_s, number, request_id))
         counts.requests -= 1
         counts.start_tokens -= waiting.start_tokens
         if not any(c.requests for c in queue.by_class.values()):
@@ -315,11 +316,6 @@ class WaitQueue:
         for request_id, (_, waiting) in self._live.items():
             assert request_id == waiting.ask.request_id
             assert request_id in self._by_stream[waiting.stream_id]
-        self._slots.check_invariants(
-            (w.ask.service, (w.arrival_s, number, w.ask.request_id))
-            for number, w in self._live.values()
-            if not w.was_assigned
-        )
         # Recompute every count and order from the requests themselves.
         all_waiting = [w for _, w in self._live.values()]
         for model, queue in self._queues.items():
@@ -327,6 +323,11 @@ class WaitQueue:
             of_model = [w for w in all_waiting if w.ask.model == model]
             names = sorted(w.ask.request_id for w in of_model)
             assert names and sorted(queue.fair_queue) == names
+            queue.slots.check_invariants(
+                (w.ask.service, (w.arrival_s, self._live[w.ask.request_id][0], w.ask.request_id))
+                for w in of_model
+                if not w.was_assigned
+            )
             if queue.buckets is not None:
                 queue.buckets.check_invariants([w.length for w in of_model if w.place])
             assert queue.late.keys() == {w.ask.request_id for w in of_model if w.late}

@@ -76,7 +76,7 @@ class SchedulerState:
     while every group with room has a prefill backlog, and so do the requests behind them.
     """
 
-    # Most requests that wait, and how long an online request may wait.
+    # Most requests that wait for a model, and how long an online request may wait.
     queue_limit: int
     queue_deadline_s: float
     # Ranks groups; the lowest score is best.
@@ -203,8 +203,9 @@ class SchedulerState:
         self._queue.check_invariants()
         self._groups.check_invariants()
         self._assignments.check_invariants()
-        waiting = [w for model in self._queue.models() for w in self._queue.in_order(model)]
-        assert sum(not w.was_assigned for w in waiting) <= self.queue_limit
+        for model in self._queue.models():
+            new = sum(not w.was_assigned for w in self._queue.in_order(model))
+            assert new <= self.queue_limit
         assert not any(self._queue.get(request_id) for request_id in self._assignments)
 
     # --- asks

@@ -16,7 +16,10 @@ class StateConfig:
     """Settings from which `state` creates a `SchedulerState`."""
 
     queue_limit: int = number(
-        1024, "Maximum number of queued requests; more get 503.", minimum=1, maximum=1_000_000
+        1024,
+        "Maximum number of queued requests for each model; more get 503.",
+        minimum=1,
+        maximum=1_000_000,
     )
     queue_deadline_s: float = number(
         120.0,

@@ -32,7 +32,7 @@ from services.gateway.batches.rows import (
     ReturnedLine,
 )
 from services.gateway.batches.store import BatchStore
-from services.gateway.vocabulary.errors import GatewayError
+from services.gateway.vocabulary.errors import GatewayError, ModelUnserved
 
 ADVANCE_S = 1.0
 CLAIM_S = 0.05
@@ -101,7 +101,7 @@ class BatchLeader:
         self._queued: set[RunningLine] = set()  # running lines without a worker
         self._interrupted: list[RunningLine] = []  # lines to return
         self._idle: set[str] = set()  # batches without lines to claim now
-        self._paused_s: dict[str, float] = {}  # ends of pauses of owners beyond a quota
+        self._paused_s: dict[str, float] = {}  # ends of pauses of owners
         self._claim_failed = False  # perhaps after the database committed it
         self.claiming = True
 
@@ -272,7 +272,8 @@ class BatchLeader:
         if again is None:
             return running.run.failed(error)
         now_s = monotonic_s()
-        if error.code in (RATE_LIMITED, NO_MODEL):
+        # The window is that of all models.
+        if error.code in (RATE_LIMITED, NO_MODEL) or isinstance(error, ModelUnserved):
             self._paused_s[batch.owner] = now_s + again.delay_s
         elif error.status in REFUSED and not again.failure:
             self._window.note_refused(now_s, again.delay_s)

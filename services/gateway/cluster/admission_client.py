@@ -27,7 +27,7 @@ from services.gateway.vocabulary.errors import (
     ContextExceeded,
     Expired,
     GatewayError,
-    NoSuchModel,
+    ModelUnserved,
     QueueFull,
     ServiceUnavailable,
     TooLate,
@@ -314,7 +314,10 @@ class AdmissionClient:
             self._outbox.put(frame)
 
 
-_OVERLOAD: dict[RefusalReason, type[ServiceUnavailable] | type[Expired]] = {
+_KINDS: dict[RefusalReason, type[ServiceUnavailable] | type[Expired]] = {
+    # The gateway serves the model, so its workers may start: only names that it does not serve are
+    # not found.
+    RefusalReason.UNKNOWN_MODEL: ModelUnserved,
     RefusalReason.QUEUE_FULL: QueueFull,
     RefusalReason.TOO_LATE: TooLate,
     RefusalReason.EXPIRED: Expired,
@@ -329,9 +332,7 @@ def refusal_error(refusal: Refusal) -> GatewayError:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
             return BadRequest(message)
-        case RefusalReason.UNKNOWN_MODEL if refusal.retry_after_s is None:
-            return NoSuchModel(message, param="model")
     kind: type[ServiceUnavailable] | type[Expired] = ServiceUnavailable
     if refusal.reason is not None:
-        kind = _OVERLOAD.get(refusal.reason, kind)
+        kind = _KINDS.get(refusal.reason, kind)
     return kind(message, retry_after_s=refusal.retry_after_s or 1.0, booked=refusal.booked)

@@ -67,9 +67,14 @@ def _worker(
     if layers is not None and record is not None and record.shape.num_layers:
         block_bytes = block_bytes * layers // record.shape.num_layers
     values = memory_values(worker)
+    adapters = [
+        {"digest": f"{adapter.digest:016x}", "loading": adapter.loading, "running": adapter.running}
+        for adapter in load.adapter_use.adapters
+    ]
     return {
         "id": values.pop("worker_id"),
         **values,
+        "adapters": adapters,
         "kv_used_bytes": (load.kv_blocks_total - load.kv_blocks_free) * block_bytes,
         "kv_free_bytes": load.kv_blocks_free * block_bytes,
     } | translate.worker_facts(record)

@@ -233,6 +233,10 @@ class ServiceUnavailable(GatewayError):
         super().__init__(message, retry_after_s=retry_after_s, booked=booked)
 
 
+class ModelUnserved(ServiceUnavailable):
+    """No worker serves the model, or none can load the adapter."""
+
+
 class QueueFull(ServiceUnavailable):
     """The queue of the scheduler or of this gateway is full."""
 

@@ -77,16 +77,20 @@ def test_figures_pool_rounds_and_show_their_spread() -> None:
         Round(
             (record(1.0), record(outcome=RequestOutcome.REJECTED)),
             preemptions=2,
+            recomputed_tokens=100.0,
             capacity_tokens=48,
         ),
         Round(
-            (record(3.0), record(outcome=RequestOutcome.FAILED)), preemptions=1, capacity_tokens=48
+            (record(3.0), record(outcome=RequestOutcome.FAILED)),
+            preemptions=1,
+            recomputed_tokens=20.0,
+            capacity_tokens=48,
         ),
     ]
     result = figures(rounds, [LatencyTarget("ttft_s", 1.5)], {})
     assert (result["sent"], result["completed"]) == (4, 2)
     assert (result["rejected"], result["failed"]) == (1, 1)
-    assert result["preemptions"] == 3
+    assert (result["preemptions"], result["recomputed_tokens"]) == (3, 120)
     assert result["ttft_s"]["p50"] == pytest.approx(2.0)
     assert result["spread"]["ttft_p50_s"] == pytest.approx(1.0)
     assert result["slo_attainment"] == {"ttft ≤ 1.5 s": 0.25}

@@ -131,6 +131,13 @@ def test_options_of_systems_are_those_of_the_command(deployment: Deployment, nam
     assert not gets_files(f"{name}@A100-14B") and gets_files(f"{name}-api@A100-14B")
 
 
+def test_the_size_of_blocks_is_one_of_the_cluster(deployment: Deployment) -> None:
+    """Capacities are reported in tokens, from the workers' blocks and this size."""
+    options = ours("bros-block64-sharing", deployment).options()
+    assert options["block_size"] == 64
+    assert options["worker"] == {"profile_when_idle": False, "block_sharing": True}
+
+
 def test_reserved_needs_a_group_for_each_kind(deployment: Deployment) -> None:
     with pytest.raises(BenchError, match="needs two workers"):
         make_system("reserved", replace(deployment, workers=1))

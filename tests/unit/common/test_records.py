@@ -130,11 +130,15 @@ def test_workers_without_coefficients_have_no_cost_model(
 
 @pytest.mark.parametrize("engine", EngineKind)
 @pytest.mark.parametrize("paced", [None, "A100-14B"])
+@pytest.mark.parametrize("hands_over", [False, True])
 @pytest.mark.parametrize("can_drop", [False, True])
 def test_capabilities_list_engine_and_build(
-    can_drop: bool, paced: str | None, engine: EngineKind
+    can_drop: bool, hands_over: bool, paced: str | None, engine: EngineKind
 ) -> None:
-    record = worker_record(capabilities=capabilities_of(can_drop, paced, engine))
+    capabilities = capabilities_of(can_drop, paced, engine, hands_over)
+    record = worker_record(capabilities=capabilities)
+    facts = to_facts(record)
+    assert facts is not None and facts.hands_over == hands_over
     assert GENERATE in record.capabilities
     assert (CAN_DROP in record.capabilities) == can_drop
     assert to_worker(record, 9).can_drop == can_drop

@@ -7,6 +7,7 @@ import pytest
 from services.common.config import dump, from_mapping, parse_yaml
 from services.common.errors import ConfigError
 from services.core.host.vocabulary import HostSettings, Save
+from services.core.role import Role
 from services.core.setting import AUTO_BYTES
 from services.worker.config import WorkerConfig
 
@@ -69,6 +70,20 @@ def test_host_memory_is_a_size_auto_or_none(given: Any, size: int) -> None:
 def test_host_memory_that_has_no_effect_is_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         from_mapping(WorkerConfig, GIVEN | given, "a test")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"prefix_caching": False}, "'role' is prefill, but .* only with 'prefix_caching'"),
+        (VLLM, "'role' is prefill, but engine vllm hands over no requests"),
+        ({"engine": "openai", "upstream_url": "http://a:1"}, "engine openai hands over no"),
+    ],
+)
+def test_a_role_that_has_no_effect_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        from_mapping(WorkerConfig, GIVEN | given | {"role": "prefill"}, "a test")
+    assert from_mapping(WorkerConfig, GIVEN | given, "a test").role is Role.MIXED
 
 
 def test_planner_settings_follow_the_configuration() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.config import from_mapping
 from services.common.errors import ConfigError
-from services.common.records import CAN_DROP
+from services.common.records import CAN_DROP, HAND_OVER
 from services.worker.config import WorkerConfig
 from services.worker.identity import completed_config, worker_record
 from services.worker.ipc import EngineReady
@@ -62,3 +62,14 @@ def test_a_worker_without_lanes_registers_the_reason() -> None:
     record = worker_record(config(worker_id="w0"), "i", "digest", "h:1", facts)
     assert record.no_drops == "UCX cannot be loaded"
     assert CAN_DROP not in record.capabilities
+
+
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("lanes", [True, False])
+def test_a_worker_with_lanes_and_a_prefix_cache_hands_over(caches: bool, lanes: bool) -> None:
+    address = "h:2" if lanes else ""
+    facts = EngineReady(
+        *(64, 9, 16, 4, 512, 10, 3, 1), activation_address=address, bulk_address=address
+    )
+    record = worker_record(config(prefix_caching=caches), "i", "digest", "h:1", facts)
+    assert (HAND_OVER in record.capabilities) == (caches and lanes)

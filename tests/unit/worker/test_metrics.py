@@ -116,6 +116,14 @@ def test_interruptions_of_batch_work_are_exported() -> None:
         assert value(metrics, f"tideserve_worker_{name}_total", **OWN) == number
 
 
+def test_shared_tails_are_counted() -> None:
+    metrics = exported(
+        engine(load=Load(0, 0, 0, 0, shared_tails_total=3, lost_tail_tokens_total=21))
+    )
+    assert value(metrics, "tideserve_worker_shared_tails_total", **OWN) == 3
+    assert value(metrics, "tideserve_worker_lost_tail_tokens_total", **OWN) == 21
+
+
 def test_the_use_of_deadlines_is_reported() -> None:
     metrics = exported(
         engine(deadlines=DeadlineUse(0.25, 8.0, 6.0, {"interactive": 3}, {"standard": 2}))

@@ -24,7 +24,7 @@ from services.worker.ipc import (
     from_engine_decoder,
 )
 from services.worker.translate import to_event, to_refusal, to_replay
-from tests.support.told_sampler import row_of, rows_of
+from tests.support.spec_sampler import row_of, rows_of
 from tideserve.worker.v1 import worker_pb2 as pb
 
 PROMPT = rows_of((6, 7), 1, 1)

@@ -1,6 +1,8 @@
 """Checks that the gateway is ready and completes a request."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 from urllib.parse import urlencode
 
 from services.common.clock import monotonic_s
@@ -63,11 +65,11 @@ def _not_ready(url: str, response: object) -> str:
     return f"the gateway at {url} is not ready ({missing}); wait, or see `tideserve logs`"
 
 
-def check_admin(url: str, key: str | None) -> list[Finding]:
-    """Check that the admin port accepts the admin key."""
+def check_admin(url: str, key: str | None) -> tuple[Finding, Mapping[str, Any] | None]:
+    """Check that the admin port accepts the admin key; also returns its status, if it does."""
     try:
         with AdminClient(url, key) as client:
-            client.get_json(STATUS_PATH)
+            status = client.get_json(STATUS_PATH)
     except CommandError as error:
-        return [ADMIN_PORT.failure(str(error))]
-    return [ADMIN_PORT.fine(f"{url} answers")]
+        return ADMIN_PORT.failure(str(error)), None
+    return ADMIN_PORT.fine(f"{url} answers"), status

@@ -9,11 +9,11 @@ from google.protobuf.message import Message
 
 from services.common.address import host_of, is_loopback, is_wildcard
 from services.common.etcd import Store
-from services.common.membership import GROUPS, LEADERS, SERVICES, WORKERS
+from services.common.membership import ADAPTERS, GROUPS, LEADERS, SERVICES, WORKERS
 from services.common.records import CAN_DROP, engine_of, read_record, scheduling_fault
 from services.core.engine_kind import EngineKind
 from tideserve.cli.doctor.finding import Check, Finding
-from tideserve.common.v1 import record_pb2
+from tideserve.common.v1 import adapter_pb2, record_pb2
 
 CHECK = Check("registered")
 M = TypeVar("M", bound=Message)
@@ -23,12 +23,13 @@ NEEDED = ("gateway", "scheduler", "memmgr")
 
 @dataclass(frozen=True, slots=True)
 class RegisteredRecords:
-    """The registered services, workers, groups and leaders."""
+    """The registered services, workers, groups and leaders, and the adapters."""
 
     services: Sequence[record_pb2.ServiceRecord] = ()
     workers: Sequence[record_pb2.WorkerRecord] = ()
     groups: Sequence[record_pb2.GroupRecord] = ()
     leaders: Sequence[str] = ()
+    adapters: Sequence[adapter_pb2.AdapterRecord] = ()
     # Keys of malformed records, which every service ignores.
     invalid: Sequence[str] = ()
 
@@ -41,6 +42,7 @@ async def read_records(store: Store) -> RegisteredRecords:
         workers=await _read(store, WORKERS, record_pb2.WorkerRecord, invalid),
         groups=await _read(store, GROUPS, record_pb2.GroupRecord, invalid),
         leaders=[key.removeprefix(LEADERS) for key in await store.list_prefix(LEADERS)],
+        adapters=await _read(store, ADAPTERS, adapter_pb2.AdapterRecord, invalid),
         invalid=invalid,
     )
 

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.common.transport import transport_of
 from services.gateway.config import GatewayConfig
 from tideserve.cli.cluster_folder import ClusterFolder
 from tideserve.cli.default import DEFAULT_PORT
+from tideserve.cli.doctor.adapters import check_adapters
 from tideserve.cli.doctor.addresses import check_addresses
 from tideserve.cli.doctor.certificates import check_files
 from tideserve.cli.doctor.etcd import check_members, open_connected
@@ -28,7 +30,7 @@ from tideserve.cli.doctor.finding import Check, Finding, Level
 from tideserve.cli.doctor.front import check_admin, check_gateway
 from tideserve.cli.doctor.keys import check_keys
 from tideserve.cli.doctor.machine import check_free_port, check_limits, read_limits
-from tideserve.cli.doctor.records import check_records, read_records
+from tideserve.cli.doctor.records import RegisteredRecords, check_records, read_records
 from tideserve.cli.errors import EXIT_FAILED, CommandError, unusable
 from tideserve.cli.processes import process_faults
 
@@ -130,14 +132,14 @@ async def examine(target: DoctorTarget) -> list[Finding]:
     """The findings of all checks; skips checks that depend on a failed check."""
     findings: list[Finding] = check_limits(read_limits()) if target.here else []
     config = target.services
-    registered = None
+    records = None
     if config is not None:
         findings += _certificates(config, target.front)
         if not any(finding.level is Level.FAILURE for finding in findings):
-            cluster_findings, registered = await _cluster(config)
+            cluster_findings, records = await _cluster(config)
             findings += cluster_findings
     if target.state:
-        findings += _processes(target.state, registered)
+        findings += _processes(target.state, records)
     if target.api_keys is not None:
         wants_admin = target.admin_url is not None and target.admin_key is None
         findings += await asyncio.to_thread(check_keys, target.api_keys.expanduser(), wants_admin)
@@ -145,8 +147,14 @@ async def examine(target: DoctorTarget) -> list[Finding]:
         findings += await asyncio.to_thread(check_gateway, target.url, target.api_key)
         if config is None:
             findings.append(Check("scope").warning(GATEWAY_ONLY))
+    status = None
     if target.admin_url is not None:
-        findings += await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
+        admin, status = await asyncio.to_thread(check_admin, target.admin_url, target.admin_key)
+        findings.append(admin)
+    if records is not None:
+        findings += await asyncio.to_thread(
+            partial(check_adapters, records.adapters, records.workers, status, here=target.here)
+        )
     return findings
 
 
@@ -158,15 +166,16 @@ def _certificates(config: ServiceConfig, front: CertificateFiles) -> list[Findin
     return [finding for files in (*pairs, front) for finding in check_files(files, time.time())]
 
 
-def _processes(state: Mapping[str, Any], registered: Collection[str] | None) -> list[Finding]:
+def _processes(state: Mapping[str, Any], records: RegisteredRecords | None) -> list[Finding]:
     """Check that processes of `tideserve up` run and that its workers are registered."""
     check = Check("processes")
+    registered = None if records is None else {worker.worker_id for worker in records.workers}
     faults = [check.failure(fault) for fault in process_faults(state, registered)]
     return faults or [check.fine(f"{len(state['pids'])} processes of `tideserve up` are running")]
 
 
-async def _cluster(config: ServiceConfig) -> tuple[list[Finding], Collection[str] | None]:
-    """Findings, and the ids of the registered workers (None if unknown)."""
+async def _cluster(config: ServiceConfig) -> tuple[list[Finding], RegisteredRecords | None]:
+    """Findings, and the records of the cluster (None if unknown)."""
     store = await open_connected(config)
     if isinstance(store, Finding):
         return [store], None
@@ -181,7 +190,7 @@ async def _cluster(config: ServiceConfig) -> tuple[list[Finding], Collection[str
     local = all(is_loopback(host_of(url)) for url in urls)
     findings += check_records(records, config.etcd_prefix, local)
     findings += await check_addresses(records, transport_of(config))
-    return findings, {worker.worker_id for worker in records.workers}
+    return findings, records
 
 
 def show(findings: list[Finding]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.config import read_yaml
 from tideserve.cli.simulate import figures_of_load
-from tideserve.cli.simulation_options import simulations_of
+from tideserve.cli.simulation_options import PreparedSimulation, simulations_of
 from tideserve.sim.workload import Arrival, Length
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "sim" / "examples"
@@ -34,13 +34,20 @@ def run_example(
 
     Raises ConfigError.
     """
+    return {
+        load: figures_of_load(prepared, partial(_report, run, load))
+        for load, prepared in example(name, run, changes).items()
+    }
+
+
+def example(
+    name: str, run: PageRun, changes: Mapping[str, Any] | None = None
+) -> dict[str, PreparedSimulation]:
+    """The simulations of an example file by load, see `run_example`. Raises ConfigError."""
     path = EXAMPLES / f"{name}.yaml"
     data = {**read_yaml(path), **(changes or {}), "seed": run.seed}
     data["duration_s"] = max(1.0, float(data.get("duration_s", 60.0)) * run.factor)
-    figures = dict[str, Mapping[str, Figures]]()
-    for load, prepared in simulations_of(data, path).items():
-        figures[load] = figures_of_load(prepared, partial(_report, run, load))
-    return figures
+    return simulations_of(data, path)
 
 
 def _report(run: PageRun, load: str, system: str) -> None:

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tideserve.common.v1 import adapter_pb2 as tideserve_dot_common_dot_v1_dot_adapter__pb2
 from tideserve.common.v1 import record_pb2 as tideserve_dot_common_dot_v1_dot_record__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a tideserve/common/v1/record.proto\"\x84\x0c\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x17\n\x0fpipeline_busy_s\x18\x0f \x01(\x01\x12\x19\n\x11pipeline_bubble_s\x18\x10 \x01(\x01\x12\x11\n\tprefill_s\x18\x11 \x01(\x01\x12\x1b\n\x13prefill_predicted_s\x18\x12 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x13 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_predicted_s\x18\x14 \x01(\x01\x12\x11\n\tunsettled\x18\x15 \x01(\x08\x12\x15\n\rbatch_running\x18\x16 \x01(\x05\x12\x15\n\rbatch_waiting\x18\x17 \x01(\x05\x12\x17\n\x0fkv_blocks_batch\x18\x18 \x01(\x05\x12\x1c\n\x14prefix_queries_total\x18\x19 \x01(\x03\x12\x19\n\x11prefix_hits_total\x18\x1a \x01(\x03\x12\x0f\n\x07trouble\x18\x1b \x01(\t\x12\x14\n\x0c\x62\x61tch_yields\x18\x1c \x01(\x08\x12%\n\x1donline_processed_tokens_total\x18\x1d \x01(\x03\x12&\n\x1eonline_recomputed_tokens_total\x18\x1e \x01(\x03\x12$\n\x1c\x62\x61tch_processed_tokens_total\x18\x1f \x01(\x03\x12%\n\x1d\x62\x61tch_recomputed_tokens_total\x18  \x01(\x03\x12\"\n\x1apreempted_iterations_total\x18! \x01(\x03\x12 \n\x18resumed_iterations_total\x18\" \x01(\x03\x12\x1e\n\x16\x64iscarded_tokens_total\x18# \x01(\x03\x12\x1b\n\x13slowest_iteration_s\x18$ \x01(\x01\x12\x13\n\x0b\x65ngine_hung\x18% \x01(\x08\x12\x12\n\nhost_bytes\x18& \x01(\x03\x12\x19\n\x11host_blocks_total\x18\' \x01(\x05\x12\x18\n\x10host_blocks_owed\x18( \x01(\x05\x12\x1a\n\x12saved_blocks_total\x18) \x01(\x03\x12\x1d\n\x15recalled_tokens_total\x18* \x01(\x03\x12\x19\n\x11recall_jobs_total\x18+ \x01(\x03\x12\x1b\n\x13host_failures_total\x18, \x01(\x03\x12\x18\n\x10save_bytes_total\x18- \x01(\x03\x12\x1d\n\x15host_hit_tokens_total\x18. \x01(\x03\x12\x15\n\rshipped_total\x18/ \x01(\x03\x12\x16\n\x0ereceived_total\x18\x30 \x01(\x03\x12\x12\n\nkept_total\x18\x31 \x01(\x03\x12\x1c\n\x14shipped_blocks_total\x18\x32 \x01(\x03\x12\x19\n\x11handed_over_total\x18\x33 \x01(\x03\x12\x1d\n\x15hand_overs_kept_total\x18\x34 \x01(\x03\x12\x12\n\nshipping_s\x18\x35 \x01(\x01\x12\x15\n\radapter_slots\x18\x36 \x01(\x05\x12\x17\n\x0f\x61\x64\x61pters_loaded\x18\x37 \x01(\x05\x12\x1b\n\x13\x61\x64\x61pter_loads_total\x18\x38 \x01(\x03\x12\"\n\x1a\x61\x64\x61pter_load_seconds_total\x18\x39 \x01(\x01\x12\x12\n\ncost_model\x18: \x01(\t\x12\x0e\n\x06outage\x18; \x01(\t\x12\x10\n\x08upstream\x18< \x01(\t\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\xa5\x02\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x62\x61tch_queued\x18\x07 \x01(\x05\x12\x1b\n\x13\x62\x61tch_queued_tokens\x18\x08 \x01(\x03\x12\x1b\n\x13\x66irst_queued_tokens\x18\t \x01(\x03\x12\x1b\n\x13prompt_tokens_per_s\x18\n \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x0b \x01(\x01\x12\x0e\n\x06tpot_s\x18\x0c \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x18\n\x16WatchShortfallsRequest\"M\n\x17WatchShortfallsResponse\x12\x32\n\nshortfalls\x18\x01 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\"*\n\tShortfall\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x03\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\x9d\x03\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\x12\x32\n\nshortfalls\x18\x04 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\x12.\n\x06losses\x18\x05 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.GroupLoss\x12T\n\x0fsplit_obstacles\x18\x06 \x03(\x0b\x32;.tideserve.memmgr.v1.GetClusterResponse.SplitObstaclesEntry\x1a\x35\n\x13SplitObstaclesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\tGroupLoss\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0blost_unix_s\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x84\x04\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x14\n\x0cstuck_tokens\x18\x14 \x01(\x03\x12\r\n\x05parts\x18\x15 \x03(\x05\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"4\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05parts\x18\x02 \x01(\x05\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t\"_\n\x13MoveRequestsRequest\x12\x18\n\x10source_worker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x14\n\x0crequests_max\x18\x03 \x01(\x05\"]\n\x14MoveRequestsResponse\x12\x18\n\x10target_worker_id\x18\x01 \x01(\t\x12\r\n\x05moved\x18\x02 \x01(\x05\x12\x0c\n\x04kept\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t*\xc0\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03\x12\x1c\n\x18\x44\x45\x43ISION_ACTION_CALL_OFF\x10\x04\x12\x18\n\x14\x44\x45\x43ISION_ACTION_MOVE\x10\x05*\x87\x02\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_DRAINING\x10\x04\x12\x17\n\x13\x44\x45\x43ISION_CAUSE_FULL\x10\x05\x12\x18\n\x14\x44\x45\x43ISION_CAUSE_START\x10\x06\x12\x18\n\x14\x44\x45\x43ISION_CAUSE_LARGE\x10\x07\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_UNEVEN\x10\x08*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xb5\x06\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12n\n\x0fWatchShortfalls\x12+.tideserve.memmgr.v1.WatchShortfallsRequest\x1a,.tideserve.memmgr.v1.WatchShortfallsResponse0\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x12\x63\n\x0cMoveRequests\x12(.tideserve.memmgr.v1.MoveRequestsRequest\x1a).tideserve.memmgr.v1.MoveRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tideserve/memmgr/v1/memmgr.proto\x12\x13tideserve.memmgr.v1\x1a!tideserve/common/v1/adapter.proto\x1a tideserve/common/v1/record.proto\"\xf6\x0c\n\x0cWorkerMemory\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x17\n\x0fparameter_bytes\x18\x04 \x01(\x03\x12\x15\n\rstaging_bytes\x18\x05 \x01(\x03\x12\x17\n\x0fkv_blocks_total\x18\x06 \x01(\x05\x12\x16\n\x0ekv_blocks_free\x18\x07 \x01(\x05\x12\x16\n\x0ekv_block_bytes\x18\x08 \x01(\x03\x12\x0f\n\x07running\x18\t \x01(\x05\x12\x0f\n\x07waiting\x18\n \x01(\x05\x12\x19\n\x11preemptions_total\x18\x0b \x01(\x03\x12\x0c\n\x04pids\x18\x0c \x03(\x05\x12\x18\n\x10kv_blocks_wanted\x18\r \x01(\x05\x12\r\n\x05\x65poch\x18\x0e \x01(\x03\x12\x17\n\x0fpipeline_busy_s\x18\x0f \x01(\x01\x12\x19\n\x11pipeline_bubble_s\x18\x10 \x01(\x01\x12\x11\n\tprefill_s\x18\x11 \x01(\x01\x12\x1b\n\x13prefill_predicted_s\x18\x12 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x13 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_predicted_s\x18\x14 \x01(\x01\x12\x11\n\tunsettled\x18\x15 \x01(\x08\x12\x15\n\rbatch_running\x18\x16 \x01(\x05\x12\x15\n\rbatch_waiting\x18\x17 \x01(\x05\x12\x17\n\x0fkv_blocks_batch\x18\x18 \x01(\x05\x12\x1c\n\x14prefix_queries_total\x18\x19 \x01(\x03\x12\x19\n\x11prefix_hits_total\x18\x1a \x01(\x03\x12\x0f\n\x07trouble\x18\x1b \x01(\t\x12\x14\n\x0c\x62\x61tch_yields\x18\x1c \x01(\x08\x12%\n\x1donline_processed_tokens_total\x18\x1d \x01(\x03\x12&\n\x1eonline_recomputed_tokens_total\x18\x1e \x01(\x03\x12$\n\x1c\x62\x61tch_processed_tokens_total\x18\x1f \x01(\x03\x12%\n\x1d\x62\x61tch_recomputed_tokens_total\x18  \x01(\x03\x12\"\n\x1apreempted_iterations_total\x18! \x01(\x03\x12 \n\x18resumed_iterations_total\x18\" \x01(\x03\x12\x1e\n\x16\x64iscarded_tokens_total\x18# \x01(\x03\x12\x1b\n\x13slowest_iteration_s\x18$ \x01(\x01\x12\x13\n\x0b\x65ngine_hung\x18% \x01(\x08\x12\x12\n\nhost_bytes\x18& \x01(\x03\x12\x19\n\x11host_blocks_total\x18\' \x01(\x05\x12\x18\n\x10host_blocks_owed\x18( \x01(\x05\x12\x1a\n\x12saved_blocks_total\x18) \x01(\x03\x12\x1d\n\x15recalled_tokens_total\x18* \x01(\x03\x12\x19\n\x11recall_jobs_total\x18+ \x01(\x03\x12\x1b\n\x13host_failures_total\x18, \x01(\x03\x12\x18\n\x10save_bytes_total\x18- \x01(\x03\x12\x1d\n\x15host_hit_tokens_total\x18. \x01(\x03\x12\x15\n\rshipped_total\x18/ \x01(\x03\x12\x16\n\x0ereceived_total\x18\x30 \x01(\x03\x12\x12\n\nkept_total\x18\x31 \x01(\x03\x12\x1c\n\x14shipped_blocks_total\x18\x32 \x01(\x03\x12\x19\n\x11handed_over_total\x18\x33 \x01(\x03\x12\x1d\n\x15hand_overs_kept_total\x18\x34 \x01(\x03\x12\x12\n\nshipping_s\x18\x35 \x01(\x01\x12\x15\n\radapter_slots\x18\x36 \x01(\x05\x12\x17\n\x0f\x61\x64\x61pters_loaded\x18\x37 \x01(\x05\x12\x1b\n\x13\x61\x64\x61pter_loads_total\x18\x38 \x01(\x03\x12\"\n\x1a\x61\x64\x61pter_load_seconds_total\x18\x39 \x01(\x01\x12\x12\n\ncost_model\x18: \x01(\t\x12\x0e\n\x06outage\x18; \x01(\t\x12\x10\n\x08upstream\x18< \x01(\t\x12\x34\n\x08\x61\x64\x61pters\x18= \x03(\x0b\x32\".tideserve.common.v1.LoadedAdapter\x12\x1a\n\x12shared_tails_total\x18> \x01(\x03\x12\x1e\n\x16lost_tail_tokens_total\x18? \x01(\x03\"H\n\x13ReportMemoryRequest\x12\x31\n\x06memory\x18\x01 \x01(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\"\x16\n\x14ReportMemoryResponse\"\xa5\x02\n\x0bModelDemand\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12\x0f\n\x07refused\x18\x04 \x01(\x05\x12\x16\n\x0erefused_tokens\x18\x05 \x01(\x03\x12\x1d\n\x15\x61rriving_tokens_per_s\x18\x06 \x01(\x01\x12\x14\n\x0c\x62\x61tch_queued\x18\x07 \x01(\x05\x12\x1b\n\x13\x62\x61tch_queued_tokens\x18\x08 \x01(\x03\x12\x1b\n\x13\x66irst_queued_tokens\x18\t \x01(\x03\x12\x1b\n\x13prompt_tokens_per_s\x18\n \x01(\x01\x12\x1b\n\x13output_tokens_per_s\x18\x0b \x01(\x01\x12\x0e\n\x06tpot_s\x18\x0c \x01(\x01\"H\n\x13ReportDemandRequest\x12\x31\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32 .tideserve.memmgr.v1.ModelDemand\"\x16\n\x14ReportDemandResponse\"\x18\n\x16WatchShortfallsRequest\"M\n\x17WatchShortfallsResponse\x12\x32\n\nshortfalls\x18\x01 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\"*\n\tShortfall\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x03\"\x13\n\x11ListGroupsRequest\"F\n\x12ListGroupsResponse\x12\x30\n\x06groups\x18\x01 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\"\x13\n\x11GetClusterRequest\"\x9d\x03\n\x12GetClusterResponse\x12\x32\n\x07workers\x18\x01 \x03(\x0b\x32!.tideserve.memmgr.v1.WorkerMemory\x12\x30\n\x06groups\x18\x02 \x03(\x0b\x32 .tideserve.common.v1.GroupRecord\x12\x30\n\tdecisions\x18\x03 \x03(\x0b\x32\x1d.tideserve.memmgr.v1.Decision\x12\x32\n\nshortfalls\x18\x04 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.Shortfall\x12.\n\x06losses\x18\x05 \x03(\x0b\x32\x1e.tideserve.memmgr.v1.GroupLoss\x12T\n\x0fsplit_obstacles\x18\x06 \x03(\x0b\x32;.tideserve.memmgr.v1.GetClusterResponse.SplitObstaclesEntry\x1a\x35\n\x13SplitObstaclesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Q\n\tGroupLoss\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x0blost_unix_s\x18\x03 \x01(\x03\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x84\x04\n\x08\x44\x65\x63ision\x12\x16\n\x0e\x64\x65\x63ided_unix_s\x18\x01 \x01(\x03\x12\r\n\x05model\x18\x02 \x01(\t\x12\x33\n\x06\x61\x63tion\x18\x03 \x01(\x0e\x32#.tideserve.memmgr.v1.DecisionAction\x12\x31\n\x05\x63\x61use\x18\x04 \x01(\x0e\x32\".tideserve.memmgr.v1.DecisionCause\x12\x15\n\rneeded_tokens\x18\x05 \x01(\x03\x12\x11\n\tgroup_ids\x18\x06 \x03(\t\x12\x18\n\x10threshold_tokens\x18\x07 \x01(\x03\x12\x0e\n\x06held_s\x18\x08 \x01(\x01\x12\x0f\n\x07\x64well_s\x18\t \x01(\x01\x12\x15\n\rdemand_tokens\x18\n \x01(\x03\x12\x17\n\x0f\x66orecast_tokens\x18\x0b \x01(\x03\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x0c \x01(\x03\x12\x18\n\x10undropped_tokens\x18\r \x01(\x03\x12\x13\n\x0bused_tokens\x18\x0e \x01(\x03\x12\x16\n\x0ewaiting_tokens\x18\x0f \x01(\x03\x12\x15\n\rqueued_tokens\x18\x10 \x01(\x03\x12\x16\n\x0erefused_tokens\x18\x11 \x01(\x03\x12\x0f\n\x07waiting\x18\x12 \x01(\x03\x12\x0f\n\x07outcome\x18\x13 \x01(\t\x12\x14\n\x0cstuck_tokens\x18\x14 \x01(\x03\x12\r\n\x05parts\x18\x15 \x03(\x05\"\'\n\x12MergeGroupsRequest\x12\x11\n\tgroup_ids\x18\x01 \x03(\t\"M\n\x13MergeGroupsResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"4\n\x11SplitGroupRequest\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05parts\x18\x02 \x01(\x05\"L\n\x12SplitGroupResponse\x12\x36\n\x04step\x18\x01 \x01(\x0b\x32(.tideserve.memmgr.v1.ReconfigurationStep\"o\n\x13ReconfigurationStep\x12\x38\n\x05phase\x18\x01 \x01(\x0e\x32).tideserve.memmgr.v1.ReconfigurationPhase\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x0f\n\x07message\x18\x03 \x01(\t\"_\n\x13MoveRequestsRequest\x12\x18\n\x10source_worker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x14\n\x0crequests_max\x18\x03 \x01(\x05\"]\n\x14MoveRequestsResponse\x12\x18\n\x10target_worker_id\x18\x01 \x01(\t\x12\r\n\x05moved\x18\x02 \x01(\x05\x12\x0c\n\x04kept\x18\x03 \x01(\x05\x12\x0e\n\x06reason\x18\x04 \x01(\t*\xc0\x01\n\x0e\x44\x65\x63isionAction\x12\x1f\n\x1b\x44\x45\x43ISION_ACTION_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45\x43ISION_ACTION_MERGE\x10\x01\x12\x1b\n\x17\x44\x45\x43ISION_ACTION_RESTORE\x10\x02\x12\x1d\n\x19\x44\x45\x43ISION_ACTION_EXHAUSTED\x10\x03\x12\x1c\n\x18\x44\x45\x43ISION_ACTION_CALL_OFF\x10\x04\x12\x18\n\x14\x44\x45\x43ISION_ACTION_MOVE\x10\x05*\x87\x02\n\rDecisionCause\x12\x1e\n\x1a\x44\x45\x43ISION_CAUSE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_OVERLOAD\x10\x01\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_RELIEF\x10\x02\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_MANUAL\x10\x03\x12\x1b\n\x17\x44\x45\x43ISION_CAUSE_DRAINING\x10\x04\x12\x17\n\x13\x44\x45\x43ISION_CAUSE_FULL\x10\x05\x12\x18\n\x14\x44\x45\x43ISION_CAUSE_START\x10\x06\x12\x18\n\x14\x44\x45\x43ISION_CAUSE_LARGE\x10\x07\x12\x19\n\x15\x44\x45\x43ISION_CAUSE_UNEVEN\x10\x08*\xcb\x01\n\x14ReconfigurationPhase\x12%\n!RECONFIGURATION_PHASE_UNSPECIFIED\x10\x00\x12#\n\x1fRECONFIGURATION_PHASE_PREPARING\x10\x01\x12#\n\x1fRECONFIGURATION_PHASE_COMMITTED\x10\x02\x12 \n\x1cRECONFIGURATION_PHASE_STABLE\x10\x03\x12 \n\x1cRECONFIGURATION_PHASE_FAILED\x10\x04\x32\xb5\x06\n\rMemmgrService\x12\x65\n\x0cReportMemory\x12(.tideserve.memmgr.v1.ReportMemoryRequest\x1a).tideserve.memmgr.v1.ReportMemoryResponse(\x01\x12\x65\n\x0cReportDemand\x12(.tideserve.memmgr.v1.ReportDemandRequest\x1a).tideserve.memmgr.v1.ReportDemandResponse(\x01\x12n\n\x0fWatchShortfalls\x12+.tideserve.memmgr.v1.WatchShortfallsRequest\x1a,.tideserve.memmgr.v1.WatchShortfallsResponse0\x01\x12]\n\nListGroups\x12&.tideserve.memmgr.v1.ListGroupsRequest\x1a\'.tideserve.memmgr.v1.ListGroupsResponse\x12]\n\nGetCluster\x12&.tideserve.memmgr.v1.GetClusterRequest\x1a\'.tideserve.memmgr.v1.GetClusterResponse\x12\x62\n\x0bMergeGroups\x12\'.tideserve.memmgr.v1.MergeGroupsRequest\x1a(.tideserve.memmgr.v1.MergeGroupsResponse0\x01\x12_\n\nSplitGroup\x12&.tideserve.memmgr.v1.SplitGroupRequest\x1a\'.tideserve.memmgr.v1.SplitGroupResponse0\x01\x12\x63\n\x0cMoveRequests\x12(.tideserve.memmgr.v1.MoveRequestsRequest\x1a).tideserve.memmgr.v1.MoveRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,58 +35,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._loaded_options = None
   _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._serialized_options = b'8\001'
-  _globals['_DECISIONACTION']._serialized_start=3965
-  _globals['_DECISIONACTION']._serialized_end=4157
-  _globals['_DECISIONCAUSE']._serialized_start=4160
-  _globals['_DECISIONCAUSE']._serialized_end=4423
-  _globals['_RECONFIGURATIONPHASE']._serialized_start=4426
-  _globals['_RECONFIGURATIONPHASE']._serialized_end=4629
-  _globals['_WORKERMEMORY']._serialized_start=92
-  _globals['_WORKERMEMORY']._serialized_end=1632
-  _globals['_REPORTMEMORYREQUEST']._serialized_start=1634
-  _globals['_REPORTMEMORYREQUEST']._serialized_end=1706
-  _globals['_REPORTMEMORYRESPONSE']._serialized_start=1708
-  _globals['_REPORTMEMORYRESPONSE']._serialized_end=1730
-  _globals['_MODELDEMAND']._serialized_start=1733
-  _globals['_MODELDEMAND']._serialized_end=2026
-  _globals['_REPORTDEMANDREQUEST']._serialized_start=2028
-  _globals['_REPORTDEMANDREQUEST']._serialized_end=2100
-  _globals['_REPORTDEMANDRESPONSE']._serialized_start=2102
-  _globals['_REPORTDEMANDRESPONSE']._serialized_end=2124
-  _globals['_WATCHSHORTFALLSREQUEST']._serialized_start=2126
-  _globals['_WATCHSHORTFALLSREQUEST']._serialized_end=2150
-  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_start=2152
-  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_end=2229
-  _globals['_SHORTFALL']._serialized_start=2231
-  _globals['_SHORTFALL']._serialized_end=2273
-  _globals['_LISTGROUPSREQUEST']._serialized_start=2275
-  _globals['_LISTGROUPSREQUEST']._serialized_end=2294
-  _globals['_LISTGROUPSRESPONSE']._serialized_start=2296
-  _globals['_LISTGROUPSRESPONSE']._serialized_end=2366
-  _globals['_GETCLUSTERREQUEST']._serialized_start=2368
-  _globals['_GETCLUSTERREQUEST']._serialized_end=2387
-  _globals['_GETCLUSTERRESPONSE']._serialized_start=2390
-  _globals['_GETCLUSTERRESPONSE']._serialized_end=2803
-  _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._serialized_start=2750
-  _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._serialized_end=2803
-  _globals['_GROUPLOSS']._serialized_start=2805
-  _globals['_GROUPLOSS']._serialized_end=2886
-  _globals['_DECISION']._serialized_start=2889
-  _globals['_DECISION']._serialized_end=3405
-  _globals['_MERGEGROUPSREQUEST']._serialized_start=3407
-  _globals['_MERGEGROUPSREQUEST']._serialized_end=3446
-  _globals['_MERGEGROUPSRESPONSE']._serialized_start=3448
-  _globals['_MERGEGROUPSRESPONSE']._serialized_end=3525
-  _globals['_SPLITGROUPREQUEST']._serialized_start=3527
-  _globals['_SPLITGROUPREQUEST']._serialized_end=3579
-  _globals['_SPLITGROUPRESPONSE']._serialized_start=3581
-  _globals['_SPLITGROUPRESPONSE']._serialized_end=3657
-  _globals['_RECONFIGURATIONSTEP']._serialized_start=3659
-  _globals['_RECONFIGURATIONSTEP']._serialized_end=3770
-  _globals['_MOVEREQUESTSREQUEST']._serialized_start=3772
-  _globals['_MOVEREQUESTSREQUEST']._serialized_end=3867
-  _globals['_MOVEREQUESTSRESPONSE']._serialized_start=3869
-  _globals['_MOVEREQUESTSRESPONSE']._serialized_end=3962
-  _globals['_MEMMGRSERVICE']._serialized_start=4632
-  _globals['_MEMMGRSERVICE']._serialized_end=5453
+  _globals['_DECISIONACTION']._serialized_start=4114
+  _globals['_DECISIONACTION']._serialized_end=4306
+  _globals['_DECISIONCAUSE']._serialized_start=4309
+  _globals['_DECISIONCAUSE']._serialized_end=4572
+  _globals['_RECONFIGURATIONPHASE']._serialized_start=4575
+  _globals['_RECONFIGURATIONPHASE']._serialized_end=4778
+  _globals['_WORKERMEMORY']._serialized_start=127
+  _globals['_WORKERMEMORY']._serialized_end=1781
+  _globals['_REPORTMEMORYREQUEST']._serialized_start=1783
+  _globals['_REPORTMEMORYREQUEST']._serialized_end=1855
+  _globals['_REPORTMEMORYRESPONSE']._serialized_start=1857
+  _globals['_REPORTMEMORYRESPONSE']._serialized_end=1879
+  _globals['_MODELDEMAND']._serialized_start=1882
+  _globals['_MODELDEMAND']._serialized_end=2175
+  _globals['_REPORTDEMANDREQUEST']._serialized_start=2177
+  _globals['_REPORTDEMANDREQUEST']._serialized_end=2249
+  _globals['_REPORTDEMANDRESPONSE']._serialized_start=2251
+  _globals['_REPORTDEMANDRESPONSE']._serialized_end=2273
+  _globals['_WATCHSHORTFALLSREQUEST']._serialized_start=2275
+  _globals['_WATCHSHORTFALLSREQUEST']._serialized_end=2299
+  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_start=2301
+  _globals['_WATCHSHORTFALLSRESPONSE']._serialized_end=2378
+  _globals['_SHORTFALL']._serialized_start=2380
+  _globals['_SHORTFALL']._serialized_end=2422
+  _globals['_LISTGROUPSREQUEST']._serialized_start=2424
+  _globals['_LISTGROUPSREQUEST']._serialized_end=2443
+  _globals['_LISTGROUPSRESPONSE']._serialized_start=2445
+  _globals['_LISTGROUPSRESPONSE']._serialized_end=2515
+  _globals['_GETCLUSTERREQUEST']._serialized_start=2517
+  _globals['_GETCLUSTERREQUEST']._serialized_end=2536
+  _globals['_GETCLUSTERRESPONSE']._serialized_start=2539
+  _globals['_GETCLUSTERRESPONSE']._serialized_end=2952
+  _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._serialized_start=2899
+  _globals['_GETCLUSTERRESPONSE_SPLITOBSTACLESENTRY']._serialized_end=2952
+  _globals['_GROUPLOSS']._serialized_start=2954
+  _globals['_GROUPLOSS']._serialized_end=3035
+  _globals['_DECISION']._serialized_start=3038
+  _globals['_DECISION']._serialized_end=3554
+  _globals['_MERGEGROUPSREQUEST']._serialized_start=3556
+  _globals['_MERGEGROUPSREQUEST']._serialized_end=3595
+  _globals['_MERGEGROUPSRESPONSE']._serialized_start=3597
+  _globals['_MERGEGROUPSRESPONSE']._serialized_end=3674
+  _globals['_SPLITGROUPREQUEST']._serialized_start=3676
+  _globals['_SPLITGROUPREQUEST']._serialized_end=3728
+  _globals['_SPLITGROUPRESPONSE']._serialized_start=3730
+  _globals['_SPLITGROUPRESPONSE']._serialized_end=3806
+  _globals['_RECONFIGURATIONSTEP']._serialized_start=3808
+  _globals['_RECONFIGURATIONSTEP']._serialized_end=3919
+  _globals['_MOVEREQUESTSREQUEST']._serialized_start=3921
+  _globals['_MOVEREQUESTSREQUEST']._serialized_end=4016
+  _globals['_MOVEREQUESTSRESPONSE']._serialized_start=4018
+  _globals['_MOVEREQUESTSRESPONSE']._serialized_end=4111
+  _globals['_MEMMGRSERVICE']._serialized_start=4781
+  _globals['_MEMMGRSERVICE']._serialized_end=5602
 # @@protoc_insertion_point(module_scope)

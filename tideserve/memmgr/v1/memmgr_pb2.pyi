@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from tideserve.common.v1 import adapter_pb2 as _adapter_pb2
 from tideserve.common.v1 import record_pb2 as _record_pb2
 import builtins as _builtins
 import sys
@@ -202,6 +203,9 @@ class WorkerMemory(_message.Message):
     COST_MODEL_FIELD_NUMBER: _builtins.int
     OUTAGE_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    SHARED_TAILS_TOTAL_FIELD_NUMBER: _builtins.int
+    LOST_TAIL_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker."""
     incarnation: _builtins.str
@@ -337,9 +341,19 @@ class WorkerMemory(_message.Message):
     """The upstream server of the worker, as text: address, kind and what it returns. Empty if the
     worker runs its model itself.
     """
+    shared_tails_total: _builtins.int
+    """Last KV blocks of requests of the class `batch` that other requests have shared since the
+    worker's start.
+    """
+    lost_tail_tokens_total: _builtins.int
+    """Tokens in those blocks that the requests of the class `batch` lost, and that ran again."""
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Process ids of the worker: servicer, engine."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.LoadedAdapter]:
+        """Adapters in the worker's slots."""
 
     def __init__(
         self,
@@ -404,10 +418,13 @@ class WorkerMemory(_message.Message):
         cost_model: _builtins.str = ...,
         outage: _builtins.str = ...,
         upstream: _builtins.str = ...,
+        adapters: _abc.Iterable[_adapter_pb2.LoadedAdapter] | None = ...,
+        shared_tails_total: _builtins.int = ...,
+        lost_tail_tokens_total: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_seconds_total", b"adapter_load_seconds_total", "adapter_loads_total", b"adapter_loads_total", "adapter_slots", b"adapter_slots", "adapters_loaded", b"adapters_loaded", "batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "hand_overs_kept_total", b"hand_overs_kept_total", "handed_over_total", b"handed_over_total", "host_blocks_owed", b"host_blocks_owed", "host_blocks_total", b"host_blocks_total", "host_bytes", b"host_bytes", "host_failures_total", b"host_failures_total", "host_hit_tokens_total", b"host_hit_tokens_total", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "recall_jobs_total", b"recall_jobs_total", "recalled_tokens_total", b"recalled_tokens_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "save_bytes_total", b"save_bytes_total", "saved_blocks_total", b"saved_blocks_total", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "shipping_s", b"shipping_s", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_load_seconds_total", b"adapter_load_seconds_total", "adapter_loads_total", b"adapter_loads_total", "adapter_slots", b"adapter_slots", "adapters", b"adapters", "adapters_loaded", b"adapters_loaded", "batch_processed_tokens_total", b"batch_processed_tokens_total", "batch_recomputed_tokens_total", b"batch_recomputed_tokens_total", "batch_running", b"batch_running", "batch_waiting", b"batch_waiting", "batch_yields", b"batch_yields", "budget_bytes", b"budget_bytes", "cost_model", b"cost_model", "decode_predicted_s", b"decode_predicted_s", "decode_s", b"decode_s", "discarded_tokens_total", b"discarded_tokens_total", "engine_hung", b"engine_hung", "epoch", b"epoch", "hand_overs_kept_total", b"hand_overs_kept_total", "handed_over_total", b"handed_over_total", "host_blocks_owed", b"host_blocks_owed", "host_blocks_total", b"host_blocks_total", "host_bytes", b"host_bytes", "host_failures_total", b"host_failures_total", "host_hit_tokens_total", b"host_hit_tokens_total", "incarnation", b"incarnation", "kept_total", b"kept_total", "kv_block_bytes", b"kv_block_bytes", "kv_blocks_batch", b"kv_blocks_batch", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_wanted", b"kv_blocks_wanted", "lost_tail_tokens_total", b"lost_tail_tokens_total", "online_processed_tokens_total", b"online_processed_tokens_total", "online_recomputed_tokens_total", b"online_recomputed_tokens_total", "outage", b"outage", "parameter_bytes", b"parameter_bytes", "pids", b"pids", "pipeline_bubble_s", b"pipeline_bubble_s", "pipeline_busy_s", b"pipeline_busy_s", "preempted_iterations_total", b"preempted_iterations_total", "preemptions_total", b"preemptions_total", "prefill_predicted_s", b"prefill_predicted_s", "prefill_s", b"prefill_s", "prefix_hits_total", b"prefix_hits_total", "prefix_queries_total", b"prefix_queries_total", "recall_jobs_total", b"recall_jobs_total", "recalled_tokens_total", b"recalled_tokens_total", "received_total", b"received_total", "resumed_iterations_total", b"resumed_iterations_total", "running", b"running", "save_bytes_total", b"save_bytes_total", "saved_blocks_total", b"saved_blocks_total", "shared_tails_total", b"shared_tails_total", "shipped_blocks_total", b"shipped_blocks_total", "shipped_total", b"shipped_total", "shipping_s", b"shipping_s", "slowest_iteration_s", b"slowest_iteration_s", "staging_bytes", b"staging_bytes", "trouble", b"trouble", "unsettled", b"unsettled", "upstream", b"upstream", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

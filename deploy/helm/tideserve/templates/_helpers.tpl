@@ -1,7 +1,14 @@
+{{- /* Beginning of the names of all objects; also the label that tells releases apart. */}}
+{{- define "tideserve.fullname" -}}
+{{ .Values.fullnameOverride | default "tideserve" }}
+{{- end }}
+
+{{- /* Labels of the objects of a service; arguments: the root, and the service. */}}
 {{- define "tideserve.labels" -}}
-app.kubernetes.io/component: {{ . }}
-app.kubernetes.io/name: tideserve
-app.kubernetes.io/part-of: tideserve
+{{- $base := include "tideserve.fullname" (first .) -}}
+app.kubernetes.io/component: {{ last . }}
+app.kubernetes.io/name: {{ $base | quote }}
+app.kubernetes.io/part-of: {{ $base | quote }}
 {{- end }}
 
 {{- define "tideserve.image" -}}
@@ -13,7 +20,7 @@ app.kubernetes.io/part-of: tideserve
 {{- if .Values.etcdCredentials.enabled }}
 - name: TIDESERVE__ETCD_USER
   valueFrom:
-    secretKeyRef: {name: tideserve-etcd-credentials, key: user}
+    secretKeyRef: {name: {{ include "tideserve.fullname" . }}-etcd-credentials, key: user}
 - name: TIDESERVE__ETCD_PASSWORD_FILE
   value: /run/secrets/tideserve/etcd-credentials/password
 {{- end }}
@@ -45,11 +52,11 @@ app.kubernetes.io/part-of: tideserve
 {{- define "tideserve.secretVolumes" -}}
 {{- if .root.Values.etcdCredentials.enabled }}
 - name: etcd-credentials
-  secret: {secretName: tideserve-etcd-credentials, defaultMode: 0440}
+  secret: {secretName: {{ include "tideserve.fullname" .root }}-etcd-credentials, defaultMode: 0440}
 {{- end }}
 {{- if .root.Values.tls.enabled }}
 - name: tls
-  secret: {secretName: tideserve-tls-{{ .service }}, defaultMode: 0440}
+  secret: {secretName: {{ include "tideserve.fullname" .root }}-tls-{{ .service }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 
@@ -97,10 +104,10 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{- /* Pod metadata of a service; arguments: .root, .service, and .values of the service. */}}
+{{- /* Pod metadata of a service; arguments: .root, .service, .labels, and .values of the service. */}}
 {{- define "tideserve.podMetadata" -}}
 labels:
-  {{- include "tideserve.labels" .service | nindent 2 }}
+  {{- include "tideserve.labels" (list .root .service) | nindent 2 }}
   {{- range $label, $value := .labels }}
   {{ $label }}: {{ $value | quote }}
   {{- end }}
@@ -112,7 +119,7 @@ annotations: {{ toJson . }}
 {{- define "tideserve.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
-serviceAccountName: tideserve-{{ .service }}
+serviceAccountName: {{ include "tideserve.fullname" .root }}-{{ .service }}
 securityContext:
   fsGroup: 65532
   fsGroupChangePolicy: OnRootMismatch
@@ -127,7 +134,7 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         app.kubernetes.io/component: {{ .service }}
-        app.kubernetes.io/name: tideserve
+        app.kubernetes.io/name: {{ include "tideserve.fullname" .root | quote }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "imagePullSecrets" }}
 {{- with index $.values $key }}
 {{ $key }}: {{ toJson . }}
@@ -139,8 +146,8 @@ topologySpreadConstraints:
 revisionHistoryLimit: 5
 selector:
   matchLabels:
-    app.kubernetes.io/component: {{ . }}
-    app.kubernetes.io/name: tideserve
+    app.kubernetes.io/component: {{ last . }}
+    app.kubernetes.io/name: {{ include "tideserve.fullname" (first .) | quote }}
 {{- end }}
 
 {{- /* Fetches the models before the gateway or a worker starts; arguments: .root, and .models, empty for `model`. */}}
@@ -156,11 +163,11 @@ selector:
       value: {{ toJson $model.name }}
       {{- else }}
       valueFrom:
-        configMapKeyRef: {name: tideserve-model, key: MODEL}
+        configMapKeyRef: {name: {{ include "tideserve.fullname" $root }}-model, key: MODEL}
       {{- end }}
     - name: HF_TOKEN
       valueFrom:
-        secretKeyRef: {name: tideserve-hub, key: token, optional: true}
+        secretKeyRef: {name: {{ include "tideserve.fullname" $root }}-hub, key: token, optional: true}
     {{- range $root.Values.model.extraEnv }}
     - {{ toJson . }}
     {{- end }}
@@ -180,7 +187,7 @@ selector:
   {{- if .Values.model.existingClaim }}
   persistentVolumeClaim: {claimName: {{ toJson .Values.model.existingClaim }}}
   {{- else if eq .Values.device "gpu" }}
-  persistentVolumeClaim: {claimName: tideserve-models}
+  persistentVolumeClaim: {claimName: {{ include "tideserve.fullname" . }}-models}
   {{- else }}
   emptyDir: {}
   {{- end }}
@@ -195,7 +202,7 @@ selector:
 {{- range $key := ternary (list "MODELS") (list "MODEL_NAME" "MODEL_DIR") (not (empty .root.Values.models)) }}
 - name: TIDESERVE__{{ $key }}
   valueFrom:
-    configMapKeyRef: {name: tideserve-model, key: {{ $key }}}
+    configMapKeyRef: {name: {{ include "tideserve.fullname" $.root }}-model, key: {{ $key }}}
 {{- end }}
 {{- end }}
 {{- end }}

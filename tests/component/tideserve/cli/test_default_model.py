@@ -1,4 +1,4 @@
-"""The default model as the set-up converts it: `make test` has done so before it runs this."""
+"""The default model as converted by the set-up, which `make test` runs first."""
 
 import json
 from pathlib import Path
@@ -22,11 +22,11 @@ def config(folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def test_every_byte_is_what_was_written(folder: Path) -> None:
+def test_files_match_their_checksums(folder: Path) -> None:
     assert damaged_files(folder, thorough=True) == []
 
 
-def test_the_config_is_that_of_the_model(config: dict[str, Any]) -> None:
+def test_the_config_matches_the_model(config: dict[str, Any]) -> None:
     assert config["rope_parameters"]["rope_theta"] == 100_000
     assert config["max_position_embeddings"] == 8192
     assert config["tie_word_embeddings"] is True
@@ -58,7 +58,7 @@ def test_the_tied_embedding_is_stored_once(folder: Path, config: dict[str, Any])
         ("<|im_start|>user", ["<|im_start|>", "user"]),
     ],
 )
-def test_the_tokenizer_splits_as_the_model_was_trained(
+def test_the_tokenizer_matches_the_models_training(
     folder: Path, text: str, tokens: list[str]
 ) -> None:
     from tokenizers import Tokenizer
@@ -67,7 +67,7 @@ def test_the_tokenizer_splits_as_the_model_was_trained(
     assert tokenizer.encode(text).tokens == tokens
 
 
-def test_it_knows_the_capital_of_france(folder: Path) -> None:
+def test_the_model_knows_the_capital_of_france(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

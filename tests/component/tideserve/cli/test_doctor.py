@@ -1,7 +1,7 @@
-"""`tideserve doctor` names the cause in each of these broken set-ups.
+"""`tideserve doctor` names the cause of these broken set-ups.
 
-etcd, gRPC servers, certificates and sockets are real; what would take a whole cluster to break is a
-record or an HTTP server of its own.
+etcd, gRPC servers, certificates and sockets are real; parts that would need a whole cluster are
+records or simple HTTP servers.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from tideserve.common.v1 import record_pb2
 
 
 class World:
-    """A cluster of parts that are as they should be, until a test changes one."""
+    """The parts of a healthy cluster, of which a test breaks one."""
 
     def __init__(self, store: Store, url: str, stack: AsyncExitStack) -> None:
         self.store = store
@@ -85,7 +85,7 @@ class World:
             await put(self.store, f"{LEADERS}memmgr", record)
 
     async def all_but(self, *left_out: str) -> None:
-        """Everything else, as it should be."""
+        """Register all other parts of a healthy cluster."""
         for name in ("gateway", "scheduler", "memmgr"):
             if name not in left_out:
                 await self.service(name)
@@ -94,7 +94,7 @@ class World:
                 await self.worker(name)
 
     async def examine(self, **fields: Any) -> list[Finding]:
-        """What the doctor finds."""
+        """The doctor's findings."""
         config = ServiceConfig(**({"etcd_url": self.url} | fields))
         return await examine(DoctorTarget(services=config))
 
@@ -109,35 +109,37 @@ async def world(store: Store, etcd: EtcdServer) -> AsyncIterator[World]:
         yield made
 
 
-def wrong(found: list[Finding], level: Level = Level.FAILURE) -> list[str]:
-    return [one.sentence for one in found if one.level is level]
+def wrong(findings: list[Finding], level: Level = Level.FAILURE) -> list[str]:
+    return [finding.sentence for finding in findings if finding.level is level]
 
 
 async def test_nothing_is_wrong(world: World) -> None:
     await world.all_but()
-    found = await world.examine()
-    assert wrong(found) == []
-    told = [one.sentence for one in found if one.level is Level.OK]
-    assert any("is version" in one.sentence for one in found if one.check == "etcd"), found
-    assert "2 workers and 3 services are registered and consistent" in told
-    assert "5 services and 4 lanes are reachable from here" in told
+    findings = await world.examine()
+    assert wrong(findings) == []
+    sentences = [finding.sentence for finding in findings if finding.level is Level.OK]
+    assert any(
+        "is version" in finding.sentence for finding in findings if finding.check == "etcd"
+    ), findings
+    assert "2 workers and 3 services are registered and consistent" in sentences
+    assert "5 services and 4 lanes are reachable from here" in sentences
 
 
-async def test_a_user_who_reaches_only_the_gateway_is_told_so() -> None:
+async def test_a_user_who_reaches_only_the_gateway_is_informed() -> None:
     with refusing_address() as address:
-        found = await examine(DoctorTarget(url=f"http://{address}"))
-    (sentence,) = wrong(found, Level.WARNING)
+        findings = await examine(DoctorTarget(url=f"http://{address}"))
+    (sentence,) = wrong(findings, Level.WARNING)
     assert sentence.startswith("only the gateway was checked; for the whole")
 
 
-async def test_1_etcd_is_away() -> None:
+async def test_1_etcd_is_unreachable() -> None:
     with refusing_address() as address:
-        found = await examine(DoctorTarget(services=ServiceConfig(etcd_url=f"http://{address}")))
-    (sentence,) = wrong(found)
+        findings = await examine(DoctorTarget(services=ServiceConfig(etcd_url=f"http://{address}")))
+    (sentence,) = wrong(findings)
     assert "cannot be reached; start it, or correct its URL" in sentence
 
 
-async def test_2_the_prefix_is_another(world: World) -> None:
+async def test_2_the_prefix_differs(world: World) -> None:
     await world.all_but()
     (sentence,) = wrong(await world.examine(etcd_prefix="/other/"))
     assert (
@@ -151,7 +153,7 @@ async def test_3_a_service_is_missing(world: World) -> None:
     assert "no scheduler is registered" in sentence
 
 
-async def test_4_an_address_leads_nowhere(world: World) -> None:
+async def test_4_an_address_is_unreachable(world: World) -> None:
     await world.all_but("w1")
     await world.worker("w1", activation_address="0.0.0.0:50061")
     sentences = wrong(await world.examine())
@@ -159,16 +161,20 @@ async def test_4_an_address_leads_nowhere(world: World) -> None:
     assert "set its 'advertise'" in sentences[0]
 
 
-async def test_4_some_listen_on_their_own_machine_only(world: World) -> None:
+async def test_4_services_listen_on_loopback_only(world: World) -> None:
     await world.all_but("w1")
     await world.worker("w1", activation_address="192.0.2.7:50061", bulk_address="192.0.2.7:50062")
     findings = wrong(await world.examine())
-    alone = [one for one in findings if "which only its own machine can reach" in one]
-    assert any(one.startswith("the scheduler is registered at 127.0.0.1:") for one in alone)
-    assert not any("192.0.2.7" in one for one in alone)
+    alone = [
+        sentence for sentence in findings if "which only its own machine can reach" in sentence
+    ]
+    assert any(
+        sentence.startswith("the scheduler is registered at 127.0.0.1:") for sentence in alone
+    )
+    assert not any("192.0.2.7" in sentence for sentence in alone)
 
 
-async def test_4_a_record_that_no_service_reads_is_named(world: World) -> None:
+async def test_4_an_unknown_record_is_named(world: World) -> None:
     await world.all_but()
     await put(world.store, f"{WORKERS}w2", worker_record("w3"))
     await put(world.store, f"{GROUPS}g", record_pb2.GroupRecord(group_id="g", epoch=1))
@@ -185,19 +191,19 @@ async def test_5_workers_hold_different_models(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"protocol_version": 2}, "different protocol versions (w0: 1, w1: 2)"),
         ({"code_digest": "d" * 64}, "run different code"),
     ],
 )
 async def test_6_an_update_is_not_finished(
-    world: World, change: dict[str, Any], words: str
+    world: World, change: dict[str, Any], message: str
 ) -> None:
     await world.all_but("w1")
     await world.worker("w1", **change)
     (sentence,) = wrong(await world.examine())
-    assert words in sentence and "finish the update" in sentence
+    assert message in sentence and "finish the update" in sentence
 
 
 async def test_7_a_service_cannot_be_reached(world: World) -> None:
@@ -209,14 +215,14 @@ async def test_7_a_service_cannot_be_reached(world: World) -> None:
     assert "firewall" in sentence
 
 
-async def test_8_a_worker_lives_and_does_not_serve(world: World) -> None:
+async def test_8_a_worker_is_alive_but_does_not_serve(world: World) -> None:
     await world.all_but()
     world.ready["w0"] = False
     (sentence,) = wrong(await world.examine())
     assert "the worker w0 at 127.0.0.1" in sentence and "runs but does not serve" in sentence
 
 
-async def test_9_a_lane_is_closed(world: World) -> None:
+async def test_9_a_lane_is_unreachable(world: World) -> None:
     await world.all_but("w1")
     with refusing_address() as address:
         await world.worker("w1", bulk_address=address)
@@ -253,7 +259,7 @@ async def test_11_the_key_is_of_another_certificate(tmp_path: Path) -> None:
     assert "give a matching pair" in sentence
 
 
-async def test_12_the_ca_is_another(tmp_path: Path) -> None:
+async def test_12_the_ca_differs(tmp_path: Path) -> None:
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     files = certificates(tmp_path / "ours").files("gateway")
@@ -263,7 +269,7 @@ async def test_12_the_ca_is_another(tmp_path: Path) -> None:
     assert "does not match the certificate" in sentence and "use the CA that issued it" in sentence
 
 
-async def test_13_services_speak_tls_and_we_do_not(world: World, tmp_path: Path) -> None:
+async def test_13_services_use_tls_and_the_doctor_does_not(world: World, tmp_path: Path) -> None:
     made = certificates(tmp_path)
     server = Server(
         "127.0.0.1",
@@ -312,52 +318,52 @@ async def test_15_the_key_is_wrong() -> None:
     async with http_server(answer) as url:
         (sentence,) = wrong(await examine(DoctorTarget(url=url, api_key="wrong")))
         assert "rejects this API key; set another with TIDESERVE_API_KEY" in sentence
-        found = wrong(await examine(DoctorTarget(url=url, admin_url=url, admin_key="wrong")))
-        assert "TIDESERVE_ADMIN_KEY" in found[1]
+        sentences = wrong(await examine(DoctorTarget(url=url, admin_url=url, admin_key="wrong")))
+        assert "TIDESERVE_ADMIN_KEY" in sentences[1]
 
 
-async def test_16_nothing_listens_where_the_gateway_should() -> None:
+async def test_16_no_gateway_listens() -> None:
     with refusing_address() as address:
         (sentence,) = wrong(await examine(DoctorTarget(url=f"http://{address}")))
     assert f"no gateway answers at http://{address}" in sentence
 
 
-async def test_a_real_completion_is_asked_for() -> None:
+async def test_a_real_completion_is_requested() -> None:
     with fake_openai() as server:
         server.pages |= {"/ready": {}, "/ready?model=fake": {}}
         server.pages["/v1/models"] = {"data": [{"id": "fake"}]}
-        found = await examine(DoctorTarget(url=server.url))
-    assert [one.level for one in found] == [Level.OK, Level.OK, Level.WARNING], found
-    assert "fake answered within" in found[1].sentence
+        findings = await examine(DoctorTarget(url=server.url))
+    assert [finding.level for finding in findings] == [Level.OK, Level.OK, Level.WARNING], findings
+    assert "fake answered within" in findings[1].sentence
     (asked,) = server.received
     assert (asked["model"], asked["max_tokens"]) == ("fake", 4)
 
 
-async def test_a_worker_that_is_missing_is_named(world: World) -> None:
+async def test_a_missing_worker_is_named(world: World) -> None:
     await world.all_but()
     state = {"pid": os.getpid(), "programs": ["worker-0", "worker-1"], "pids": {"worker-0": 1}}
-    found = await examine(DoctorTarget(ServiceConfig(etcd_url=world.url), state=state))
-    waiting, dead = (one.sentence for one in found if one.check == "processes")
+    findings = await examine(DoctorTarget(ServiceConfig(etcd_url=world.url), state=state))
+    waiting, dead = (finding.sentence for finding in findings if finding.check == "processes")
     assert waiting.startswith("worker-0 (process 1) runs but is not registered")
     assert dead.startswith("worker-1 is dead")
-    assert wrong(found) == [waiting, dead]
+    assert wrong(findings) == [waiting, dead]
 
 
 @pytest.mark.parametrize(
-    ("limits", "words"),
+    ("limits", "message"),
     [
         (ProcessLimits(1024, 65530, 2**30), "may open 1024 files"),
         (ProcessLimits(8192, 1000, 2**30), "set vm.max_map_count to 65530"),
         (ProcessLimits(8192, 65530, 2**20), "/dev/shm has 1 MiB free"),
     ],
 )
-def test_17_limits_are_too_low(limits: ProcessLimits, words: str) -> None:
+def test_17_limits_are_too_low(limits: ProcessLimits, message: str) -> None:
     (finding,) = check_limits(limits)
-    assert finding.level is Level.WARNING and words in finding.sentence
+    assert finding.level is Level.WARNING and message in finding.sentence
 
 
 @pytest.mark.parametrize(
-    ("version", "health", "size", "skew_s", "words"),
+    ("version", "health", "size", "skew_s", "message"),
     [
         ("3.5.16", {"health": "false", "reason": "ALARM NOSPACE"}, 1.0, 0.5, "(ALARM NOSPACE)"),
         ("3.5.1", {"health": "true"}, 1.0, 0.5, "upgrade it to 3.5.3"),
@@ -366,14 +372,14 @@ def test_17_limits_are_too_low(limits: ProcessLimits, words: str) -> None:
     ],
 )
 def test_18_etcd_is_about_to_fail(
-    version: str, health: dict[str, str], size: float, skew_s: float, words: str
+    version: str, health: dict[str, str], size: float, skew_s: float, message: str
 ) -> None:
     (finding,) = judge("u", version, health, {SIZE: size, QUOTA: 100.0}, skew_s)
-    assert words in finding.sentence
+    assert message in finding.sentence
 
 
 @pytest.mark.parametrize(
-    ("owners", "wants_admin", "level", "words"),
+    ("owners", "wants_admin", "level", "message"),
     [
         (["alice", "OPS"], True, Level.OK, "keys: 2, owners: 2, admin keys: 1"),
         (["alice"], False, Level.OK, "admin keys: 0"),
@@ -381,31 +387,31 @@ def test_18_etcd_is_about_to_fail(
         ([], False, Level.FAILURE, "all requests are rejected"),
     ],
 )
-def test_the_file_of_keys_lets_nobody_in(
-    tmp_path: Path, owners: list[str], wants_admin: bool, level: Level, words: str
+def test_a_key_file_that_admits_no_one(
+    tmp_path: Path, owners: list[str], wants_admin: bool, level: Level, message: str
 ) -> None:
     path = tmp_path / "keys.jsonl"
     path.touch(0o600)
     for owner in owners:
         add_key(path, owner.lower(), owner.isupper(), None, QuotaLimits())
     (finding,) = check_keys(path, wants_admin)
-    assert finding.level is level and words in finding.sentence
+    assert finding.level is level and message in finding.sentence
 
 
-def test_a_gateway_would_refuse_the_file_of_keys(tmp_path: Path) -> None:
+def test_a_key_file_that_a_gateway_would_refuse(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
-    for change, words in (
+    for change, message in (
         (lambda: None, "create the file with `tideserve key new`"),
         (lambda: path.write_text('{"owner": "alice"}\n'), "line 1"),
         (lambda: path.chmod(0o620), "chmod 600"),
     ):
         change()
         (finding,) = check_keys(path, False)
-        assert finding.level is Level.FAILURE and words in finding.sentence
+        assert finding.level is Level.FAILURE and message in finding.sentence
         assert str(path) in finding.sentence and "no gateway can start" in finding.sentence
 
 
-def test_others_could_replace_the_file_of_keys(tmp_path: Path) -> None:
+def test_a_key_file_that_others_could_replace(tmp_path: Path) -> None:
     add_key(tmp_path / "keys.jsonl", "alice", False, None, QuotaLimits())
     tmp_path.chmod(0o770)
     (finding,) = check_keys(tmp_path / "keys.jsonl", False)
@@ -415,7 +421,7 @@ def test_others_could_replace_the_file_of_keys(tmp_path: Path) -> None:
     assert finding.level is Level.OK
 
 
-async def test_the_file_of_keys_is_looked_at(tmp_path: Path) -> None:
+async def test_a_valid_key_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     (sentence,) = wrong(await examine(DoctorTarget(api_keys=path)))
     assert str(path) in sentence
@@ -427,7 +433,7 @@ async def test_the_file_of_keys_is_looked_at(tmp_path: Path) -> None:
         assert wrong(await examine(replace(target, admin_key="k")), Level.WARNING) == []
 
 
-def test_19_nothing_runs_and_the_port_is_taken(
+def test_19_no_cluster_runs_and_the_port_is_in_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
@@ -436,9 +442,9 @@ def test_19_nothing_runs_and_the_port_is_taken(
     ):
         run_doctor(None, tmp_path, taken.getsockname()[1], True)
     assert error.value.exit_code == 1
-    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
-    assert "Address already in use" in found["ports"]["sentence"]
-    assert "start a cluster with `tideserve up`" in found["cluster"]["sentence"]
+    by_check = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert "Address already in use" in by_check["ports"]["sentence"]
+    assert "start a cluster with `tideserve up`" in by_check["cluster"]["sentence"]
 
 
 def test_a_local_cluster_is_found_by_its_folder(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def fill(url: str, keys: int) -> None:
     raise AssertionError("etcd has no quota")
 
 
-def test_history_is_dropped_but_not_keys(url: str) -> None:
+def test_history_is_compacted_and_keys_are_kept(url: str) -> None:
     assert relieve(url) is False, "there is no alarm"
     fill(url, keys=2)
     assert relieve(url) is False
@@ -68,5 +68,5 @@ def test_history_is_dropped_but_not_keys(url: str) -> None:
     put(url, 0)
 
 
-def test_an_etcd_that_does_not_answer_is_left_alone() -> None:
+def test_an_unresponsive_etcd_is_left_unchanged() -> None:
     assert relieve("http://127.0.0.1:1") is None

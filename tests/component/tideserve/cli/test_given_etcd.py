@@ -1,4 +1,4 @@
-"""An etcd that somebody else runs must answer, and must not have a cluster already."""
+"""An external etcd must answer and must not already hold a cluster."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def etcd() -> Iterator[EtcdServer]:
 
 
 def put(url: str, key: str) -> int:
-    """Write a key on a lease of its own; returns the lease."""
+    """Write a key on a new lease; returns the lease."""
 
     async def write() -> int:
         store = Store(url)
@@ -45,9 +45,9 @@ def revoke(url: str, lease: int) -> None:
     asyncio.run(end())
 
 
-def test_a_second_cluster_is_refused_until_the_first_has_gone(etcd: EtcdServer) -> None:
+def test_a_second_cluster_is_refused_until_the_first_has_stopped(etcd: EtcdServer) -> None:
     put(etcd.url, f"{GROUPS}group-worker-0")
-    put(etcd.url, "/somebody/elses/key")
+    put(etcd.url, "/another/users/key")
     check_given_etcd({"etcd_url": etcd.url})
     for key in (f"{SERVICES}gateway/abc", f"{WORKERS}worker-0"):
         lease = put(etcd.url, key)
@@ -66,19 +66,19 @@ def test_another_prefix_is_another_cluster(etcd: EtcdServer) -> None:
 def test_a_password_may_be_in_a_file(etcd: EtcdServer, tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret\n")
     access = {"etcd_user": "me", "etcd_password_file": str(tmp_path / "password")}
-    # The login happens: this etcd has no users.
+    # The login is attempted, but this etcd has no users.
     with pytest.raises(CommandError, match=r"refuses user 'me' .* or remove 'etcd_user'"):
         check_given_etcd({"etcd_url": etcd.url, **access})
 
 
-def test_clusters_that_start_at_the_same_time_are_refused_but_one(etcd: EtcdServer) -> None:
+def test_only_one_of_simultaneously_started_clusters_is_accepted(etcd: EtcdServer) -> None:
     access = {"etcd_url": etcd.url}
     check_given_etcd(access)
     lease = claim_given_etcd(access)
     with pytest.raises(CommandError, match=r"another cluster is being started .*process \d+ on"):
         claim_given_etcd(access)
     claim_given_etcd(access | {"etcd_prefix": "/another/"})
-    # Once it has registered, its claim may end.
+    # Once it has registered, its claim may expire.
     put(etcd.url, f"{SERVICES}scheduler/abc")
     release_given_etcd(access, lease)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""`tideserve status` of a cluster on this machine whose gateway, or etcd too, is away."""
+"""`tideserve status` of a local cluster whose gateway, or also etcd, is unreachable."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tideserve.cli.status import show_status
 
 
 def folder_of(root: Path, etcd_url: str) -> ClusterFolder:
-    """As `tideserve up` leaves it: w0 runs, worker-1 is dead."""
+    """A state folder as written by `tideserve up`: w0 runs, worker-1 is dead."""
     folder = ClusterFolder(root)
     folder.configs.mkdir(parents=True)
     config = {"etcd_url": etcd_url, "model_name": "m", "model_dir": str(root)}
@@ -30,13 +30,13 @@ def folder_of(root: Path, etcd_url: str) -> ClusterFolder:
 async def shown(
     capsys: pytest.CaptureFixture[str], url: str, folder: ClusterFolder
 ) -> tuple[dict[str, Any], str]:
-    """What it prints as JSON, and with which sentence it ends."""
+    """The printed JSON, and the error message."""
     with pytest.raises(CommandError) as error:
         await asyncio.to_thread(show_status, url, None, True, False, folder)
     return json.loads(capsys.readouterr().out), str(error.value)
 
 
-async def test_without_the_gateway_the_others_are_asked(
+async def test_without_the_gateway_other_services_are_queried(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with members(store):
@@ -53,7 +53,7 @@ async def test_without_the_gateway_the_others_are_asked(
     assert "the gateway is down" in sentence and "tideserve logs gateway" in sentence
 
 
-async def test_without_etcd_it_is_said_what_is_missing(
+async def test_without_etcd_missing_parts_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with refusing_address() as address:
@@ -64,6 +64,6 @@ async def test_without_etcd_it_is_said_what_is_missing(
     assert status["warnings"][0].startswith("worker-1 is dead")
 
 
-def test_of_a_cluster_elsewhere_nobody_else_can_be_asked() -> None:
+def test_a_remote_cluster_is_queried_through_its_gateway_only() -> None:
     with refusing_address() as address, pytest.raises(Unreachable, match="cannot be reached"):
         show_status(f"http://{address}", None, True, False)

@@ -1,4 +1,4 @@
-"""`tideserve up` with fake services: what is left behind, what is restarted, what is said."""
+"""`tideserve up` with fake services: clean-up, restarts and messages."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from tests.support.refusing_address import refusing_address
 from tideserve.cli.local_cluster import free_port
 
 FAKE_UP = (sys.executable, "-m", "tests.support.fake_up")
-# A parent that a test controls: it starts the rest of its command line with SIGINT as given, and
-# with SIGHUP as in a terminal, however the tests themselves were started (nohup ignores it).
+# A parent process under the test's control: it runs the rest of its command line with the given
+# handling of SIGINT, and with SIGHUP as in a terminal, even if the tests run under nohup.
 START_WITH = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.{how});"
     " signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -41,7 +41,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(model_dir: Path) -> Iterator[Any]:
-    """A factory of clusters that are not started; whatever they leave is an error."""
+    """A factory of clusters that are not started; remaining processes are an error."""
     made: list[Cluster] = []
 
     def build(**options: Any) -> Cluster:
@@ -63,7 +63,7 @@ def run_folder(cluster: Cluster) -> Path:
     return Path(state["run_dir"])
 
 
-def test_a_cluster_starts_tells_and_stops(make: Any) -> None:
+def test_a_cluster_starts_reports_and_stops(make: Any) -> None:
     with make(worker={"fake_child": True}) as cluster:
         assert cluster.url in cluster.output()
         assert f"Live page  {cluster.admin_url}" in cluster.output()
@@ -81,7 +81,7 @@ def test_a_cluster_starts_tells_and_stops(make: Any) -> None:
     assert not sockets.exists()
 
 
-def test_nothing_outlives_a_killed_command_and_the_next_one_starts(make: Any) -> None:
+def test_no_process_outlives_a_killed_command_and_the_next_starts(make: Any) -> None:
     first = make()
     with first:
         sockets = run_folder(first)
@@ -92,7 +92,7 @@ def test_nothing_outlives_a_killed_command_and_the_next_one_starts(make: Any) ->
         assert not sockets.exists()
 
 
-def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) -> None:
+def test_a_dead_process_is_restarted_and_its_children_are_killed(make: Any) -> None:
     with make(workers=1, worker={"fake_child": True}) as cluster:
         old_pid = cluster.kill("worker-0")
         cluster.wait_for_restart("worker-0", old_pid)
@@ -106,7 +106,7 @@ def test_a_dead_process_is_started_again_and_its_children_go_with_it(make: Any) 
         assert cluster.etcd_url == old_url
 
 
-def test_it_outlives_a_full_disk(make: Any) -> None:
+def test_a_cluster_survives_a_full_disk(make: Any) -> None:
     with make(workers=1) as cluster:
         state = cluster.folder / "cluster" / "cluster.json"
         before = state.read_text()
@@ -117,7 +117,7 @@ def test_it_outlives_a_full_disk(make: Any) -> None:
             assert state.read_text() == before
             assert cluster.running
         cluster.wait_for_restart("worker-0", old_pid)
-        # The output of `up` is a file, too, so its lines of that time may be lost.
+        # The output of `up` is also a file, so its lines may be lost meanwhile.
         assert "can be written again" in cluster.output()
 
 
@@ -125,13 +125,13 @@ def worker_pids(cluster: Cluster) -> list[int]:
     return [pid for pid, line in cluster.processes().items() if "config/worker-0.yaml" in line]
 
 
-def test_it_stops_while_the_disk_is_full(make: Any) -> None:
+def test_a_cluster_stops_while_the_disk_is_full(make: Any) -> None:
     with make(workers=1) as cluster, no_room_for_files(0, cluster.up_pid):
         assert cluster.stop() == 0
         assert not cluster.wait_until_gone()
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_sentence(model_dir: Path) -> None:
+def test_a_full_disk_at_the_start_is_reported_in_one_sentence(model_dir: Path) -> None:
     limited = (
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"
         " os.execv(sys.argv[1], sys.argv[1:])"
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_sentence(model_dir: Path) -> No
 
 
 def test_a_process_that_ignores_signals_is_killed_at_the_second_request(make: Any) -> None:
-    # Without the second request it would have ten minutes to end by itself.
+    # Without the second signal it would have ten minutes to stop.
     with make(workers=1, gateway={"fake_deaf": True, "drain_timeout_s": 600}) as cluster:
         os.kill(cluster.up_pid, signal.SIGINT)
         cluster.eventually(lambda: "Stopping" in cluster.output())
@@ -171,7 +171,9 @@ def test_signals_stop_even_if_interrupts_were_ignored(make: Any, number: signal.
         (signal.SIGKILL, ": through a shell; "),
     ],
 )
-def test_it_goes_with_make(make: Any, tmp_path: Path, number: signal.Signals, shell: str) -> None:
+def test_the_cluster_stops_with_make(
+    make: Any, tmp_path: Path, number: signal.Signals, shell: str
+) -> None:
     makefile = tmp_path / "Makefile"
     makefile.write_text(f"up:\n\t@{shell}{' '.join(FAKE_UP)} $(ARGS)\n")
     through = (
@@ -185,7 +187,7 @@ def test_it_goes_with_make(make: Any, tmp_path: Path, number: signal.Signals, sh
         assert "Stopped" in cluster.output() or number == signal.SIGTERM
 
 
-def test_an_unusable_configuration_ends_it_with_the_services_sentence(make: Any) -> None:
+def test_an_unusable_configuration_ends_with_the_services_message(make: Any) -> None:
     sentence = "tideserve-worker: the memory budget is too small; it needs 3 MiB"
     worker = {"fake_exit": 2, "fake_sentence": sentence}
     cluster = make(worker=worker, gateway={"fake_unready": True})
@@ -194,7 +196,7 @@ def test_an_unusable_configuration_ends_it_with_the_services_sentence(make: Any)
     assert sentence in cluster.output()
 
 
-def test_a_service_that_keeps_dying_ends_it(make: Any) -> None:
+def test_a_service_that_keeps_dying_ends_the_command(make: Any) -> None:
     scheduler = {"fake_exit": 1, "fake_sentence": "boom"}
     cluster = make(workers=1, scheduler=scheduler, gateway={"fake_unready": True})
     cluster.start()
@@ -202,14 +204,14 @@ def test_a_service_that_keeps_dying_ends_it(make: Any) -> None:
     assert "scheduler keeps dying: boom" in cluster.output()
 
 
-def test_a_cluster_that_is_never_ready_says_what_is_missing(make: Any) -> None:
+def test_a_cluster_that_never_becomes_ready_names_what_is_missing(make: Any) -> None:
     cluster = make(workers=1, ready_timeout=20, gateway={"fake_unready": True})
     cluster.start()
     assert cluster.wait() == 1
     assert "not ready within 20 s (the tide)" in cluster.output()
 
 
-def test_a_port_in_use_is_said_before_anything_starts(make: Any) -> None:
+def test_a_port_in_use_is_reported_before_any_start(make: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         cluster = make(port=server.getsockname()[1])
         cluster.start()
@@ -228,7 +230,7 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"etcd": "http://{address}"}, "cannot be reached"),
         ({"etcd": "nonsense"}, "is not an etcd URL"),
@@ -242,26 +244,31 @@ def test_a_second_cluster_in_the_same_folder_is_refused(make: Any) -> None:
         ({"host": "no.such.host.invalid"}, "cannot be resolved"),
     ],
 )
-def test_bad_input_is_one_sentence(make: Any, options: dict[str, Any], said: str) -> None:
+def test_bad_input_is_reported_in_one_sentence(
+    make: Any, options: dict[str, Any], message: str
+) -> None:
     with refusing_address() as address:
         if "etcd" in options:
             options = {"etcd": options["etcd"].format(address=address)}
         cluster = make(**options)
         cluster.start()
         assert cluster.wait(60) == 2
-    assert said in cluster.output()
+    assert message in cluster.output()
     assert "Traceback" not in cluster.output()
 
 
-def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
+def test_chat_status_and_logs_reach_the_cluster(make: Any) -> None:
     with make(workers=1, api_key="secret") as cluster:
         key = {"TIDESERVE_API_KEY": "secret"}
         ask = [sys.executable, "-m", "tideserve.cli.commands.main", "chat", "--url", cluster.url]
         assert run([*ask, "hello you"], key).stdout == "hello you \n"
         assert run(ask, key, stdin="from a pipe").stdout == "from a pipe \n"
-        for words, said in (("fail", "the worker was lost"), ("break", "closed the stream early")):
-            done = run([*ask, words], key)
-            assert (done.returncode, said in done.stderr) == (1, True)
+        for prompt, message in (
+            ("fail", "the worker was lost"),
+            ("break", "closed the stream early"),
+        ):
+            done = run([*ask, prompt], key)
+            assert (done.returncode, message in done.stderr) == (1, True)
         assert "API key" in run([*ask, "hello"]).stderr
         assert "there is no model x" in run([*ask, "--model", "x", "hello"], key).stderr
 
@@ -275,7 +282,7 @@ def test_chat_status_and_logs_talk_to_it(make: Any) -> None:
         logs.append(str(cluster.folder / "cluster"))
         assert "worker-0  | 2026-01-01T00:00:00 info    alive" in run(logs).stdout
         assert json.loads(run([*logs, "gateway", "--raw"]).stdout)["message"] == "alive"
-        assert "choose from etcd, gateway" in run([*logs, "nobody"]).stderr
+        assert "choose from etcd, gateway" in run([*logs, "unknown"]).stderr
 
 
 def run(

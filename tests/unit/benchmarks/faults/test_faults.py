@@ -75,7 +75,7 @@ def test_completed_cells_are_not_run_again(run: list[str], tmp_path: Path) -> No
 
 def test_without_a_file_all_cells_are_run(run: list[str]) -> None:
     result = figures(LoadChoice(quick=True))
-    assert result["cells"] == len(run) == 20
+    assert result["cells"] == len(run) == 21
     assert {"violations", "requests", "longest_silence_s", "stable_after_s"} <= result.keys()
 
 

@@ -124,6 +124,14 @@ def test_a_stream_is_not_silent_for_longer_than_its_fault_explains(
     assert ["silent" in problem for problem in problems] == ([True] if over_s > 0 else [])
 
 
+def test_a_stream_that_waits_for_memory_may_be_silent() -> None:
+    late = replace(GOOD, times_s=(9.0, 9.5, 9.9, 80.0), ended_s=80.0)
+    crowded = replace(KILL, phase="host_recall", role="leader")
+    verdict = judge_cell(cell_seen([late], cell=crowded))
+    assert verdict.silence_s == 0.0 and not verdict.problems
+    assert judge_cell(cell_seen([late])).problems
+
+
 def test_a_cell_is_valid_only_if_hit_with_enough_running_streams() -> None:
     assert not judge_cell(cell_seen(hit_s=None)).hit
     assert not judge_cell(cell_seen(hit_s=8.0)).hit, "no stream had begun"

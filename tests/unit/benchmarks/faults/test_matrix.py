@@ -24,6 +24,7 @@ def test_the_full_matrix_has_every_fault_in_every_phase_of_groups_of_two_to_four
     names = {cell.name for cell in cells}
     assert {f"{size}/steady/{role}/cut" for size in (2, 3, 4) for role in ROLES} <= names
     assert {"2/ship_parts/target/cut-bulk", "2/ship_sealed/source/gateway-kill"} <= names
+    assert "2/host_recall/leader/stop-engine-12" in names
     quick = fault_cells(quick=True)
     assert set(quick) <= set(cells)
     kills = {(cell.phase, cell.role) for cell in quick if cell.fault == "kill-worker"}

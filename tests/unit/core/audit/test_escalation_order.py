@@ -10,6 +10,16 @@ from services.core.audit.facts import MemoryDecided
 from services.core.audit.group_history import GroupHistory
 from services.core.audit.record import BATCH, COMMAND, EVENT, FACT, Findings
 from services.core.changeover.state import Changeover, MemberConfig
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    BlocksSaved,
+    HostGrown,
+    HostLooked,
+    HostSettings,
+    RecallBlocks,
+    Save,
+    SaveBlocks,
+)
 from services.core.overload.events import Action, Cause, Decision, DecisionReason, ModelLoad
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import IterationFinished, Planned, RequestArrived
@@ -28,9 +38,9 @@ class Line(NamedTuple):
     value: Any
 
 
-def config(scheduling: Scheduling, blocks: int = 24) -> MemberConfig:
+def config(scheduling: Scheduling, blocks: int = 24, **changes: Any) -> MemberConfig:
     bounds = (4, blocks, 32, 6, 1000)
-    planner = IterationConfig(*bounds, scheduling=scheduling, prefix_caching=True)
+    planner = IterationConfig(*bounds, scheduling=scheduling, prefix_caching=True, **changes)
     return MemberConfig("w0", 4, False, planner)
 
 
@@ -40,9 +50,16 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
 
     def handle(event: Any) -> None:
         log.append(Line(EVENT, event))
-        log.extend(Line(COMMAND, command) for command in member.handle(event))
+        commands = member.handle(event)
+        log.extend(Line(COMMAND, command) for command in commands)
+        for command in commands:
+            if isinstance(command, SaveBlocks | RecallBlocks):
+                kind = BlocksSaved if isinstance(command, SaveBlocks) else BlocksRecalled
+                handle(kind(now_s, command.job, (True,) * len(command.blocks)))
 
     left, now_s = arrivals, 0.0
+    if made_with.planner.host is not None:
+        handle(HostGrown(now_s, 1000))
     while left or member.planner.sequences:
         now_s += 0.01
         if left and rng.random() < 0.5:
@@ -52,6 +69,8 @@ def flood(made_with: MemberConfig, seed: int = 1, arrivals: int = 120) -> list[L
             limits = Limits(rng.randint(1, 30))
             request = Request(f"r{left}", prompt, Sampling(0.0), limits, now_s, service=service)
             handle(RequestArrived(now_s, request))
+        if member.host_due_s <= now_s:
+            handle(HostLooked(now_s, now_s))
         microbatch = member.plan(now_s)
         log.append(Line(BATCH, Planned(now_s, microbatch)))
         if microbatch is not None:
@@ -78,6 +97,35 @@ def test_planners_take_the_cheapest_step(scheduling: Scheduling, seed: int) -> N
     replay(member, log)
     assert member.planner.preemptions_total > 10, "nothing was scarce"
     assert audited(made_with, log).violations == []
+
+
+SAVING = HostSettings(1000, 1e8, save=Save.ALL, save_from=0.0, lane_share=1.0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("scheduling", Scheduling)
+def test_planners_preempt_requests_with_host_copies_first(
+    scheduling: Scheduling, seed: int
+) -> None:
+    made_with = config(scheduling, host=SAVING)
+    member = Changeover.of(made_with)
+    log = flood(made_with, seed)
+    replay(member, log)
+    host = member.planner.host
+    assert host is not None and host.counts.recalled_tokens_total > 100
+    assert audited(made_with, log).violations == []
+
+
+def test_a_planner_that_computes_again_what_it_could_swap_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_age = Precedence(
+        QUEUE_ORDERS[Scheduling.FCFS], lambda running, *_: running[-1], batch_yields=False
+    )
+    monkeypatch.setitem(PRECEDENCES, Scheduling.FCFS, by_age)
+    made_with = config(Scheduling.FCFS, host=SAVING)
+    found = audited(made_with, flood(made_with)).violations
+    assert found and all("(RECOMPUTE), though others have copies" in one for one in found)
 
 
 @pytest.mark.parametrize(

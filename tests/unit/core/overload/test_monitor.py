@@ -281,7 +281,42 @@ def test_each_policy_has_its_default(policy: OverloadPolicy, default: Rebalance)
 def test_demand_beyond_all_groups_merges_at_once(mode: Rebalance) -> None:
     moving = Moving(rebalance=mode)
     decisions = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
-    assert Action.MERGE in {decision.action for decision in decisions}
+    assert [decision.action for decision in decisions] == [Action.MERGE]
+
+
+def test_moves_resume_once_merges_cannot_meet_the_demand() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    demand = {"queued": 5, "queued_tokens": 5000}
+    moving.tick(full_beside_roomy(), 20, **demand)
+    exhausted = moving.monitor.handle(MergesPlanned(moving.now_s, MODEL, 1000))
+    assert [decision.action for decision in exhausted] == [Action.EXHAUSTED]
+    actions = {decision.action for decision in moving.tick(full_beside_roomy(), 20, **demand)}
+    assert Action.MOVE in actions
+
+
+def test_requests_move_while_an_operator_has_suppressed_merges() -> None:
+    moving = Moving(rebalance=Rebalance.STUCK)
+    moving.tick(full_beside_roomy(400, 0), 1)
+    moving.monitor.handle(ManualChange(moving.now_s, MODEL, Action.SPLIT, ("g0",)))
+    decisions = moving.tick(full_beside_roomy(), 20, queued=5, queued_tokens=5000)
+    assert {decision.action for decision in decisions} == {Action.MOVE}
+
+
+def test_requests_move_while_only_the_forecast_exceeds_the_capacity() -> None:
+    def growing(used: int) -> tuple[GroupUse, ...]:
+        alone = [MemberUse(f"w{n}", 1300, 400 if n == 3 else used, 1300) for n in range(4)]
+        return tuple(
+            GroupUse(f"g{n}", MODEL, (member,), running=3, kv_layout="weights")
+            for n, member in enumerate(alone)
+        )
+
+    moving = Moving(rebalance=Rebalance.STUCK)
+    rate = {"arriving_tokens_per_s": 20_000}
+    assert moving.tick(growing(100), 20, **rate) == []
+    decisions = moving.tick(growing(1290), 1, **rate)
+    load = moving.monitor.load(MODEL)
+    assert not load.waiting and load.expected_tokens > load.capacity_tokens
+    assert {decision.action for decision in decisions} == {Action.MOVE}
 
 
 def test_a_large_request_moves_others_only_with_rebalance_all() -> None:

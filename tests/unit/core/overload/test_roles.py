@@ -47,6 +47,7 @@ def facts(name: str, wish: Role = M, tokens: int = 2048) -> WorkerFacts:
     return WorkerFacts(
         *(name, "m", 16, 12_500, 10**9, None, ("host",)),
         role=wish,
+        hands_over=True,
         cost_model=COSTS,
         max_batch_tokens=tokens,
     )
@@ -67,6 +68,7 @@ class Leader:
     present: dict[str, Role] = field(default_factory=dict)
     wishes: Mapping[str, Role] = field(default_factory=dict)
     tokens: int = 2048
+    unable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.assigner = RoleAssigner(self.setting)
@@ -81,7 +83,11 @@ class Leader:
         self.now_s += after_s
         uses = [use(name) for name in self.workers] if uses is None else uses
         of_workers = {
-            name: facts(name, self.wishes.get(name, M), self.tokens) for name in self.workers
+            name: replace(
+                facts(name, self.wishes.get(name, M), self.tokens),
+                hands_over=name not in self.unable,
+            )
+            for name in self.workers
         }
         demands = {} if mix is None else {"m": mix}
         due = RolesDue(
@@ -160,7 +166,19 @@ def test_only_single_workers_with_the_same_layout_have_roles() -> None:
     assert leader(uses=[use("w0", kv_layout=""), use("w1")]) == {}
     other = [use("w0", kv_layout="new"), use("w1"), use("w2")]
     assert leader(uses=other) == {"w1": P, "w2": D}
-    assert [group.worker_ids for group in alike(other)] == [("w1",), ("w2",)]
+    known = {name: facts(name) for name in leader.workers}
+    assert [group.worker_ids for group in alike(other, known)] == [("w1",), ("w2",)]
+
+
+def test_workers_that_hand_over_nothing_are_mixed() -> None:
+    """Those without a prefix cache, and those of an older release, also where they are most."""
+    leader = Leader(FIXED, unable=("w0", "w3"))
+    assert leader() == {"w1": P, "w2": D}
+    assert Leader(FIXED, unable=("w0", "w1", "w2"))() == {}
+    old = [use(name, kv_layout="old") for name in ("w0", "w1", "w2")]
+    new = [use(name, kv_layout="new") for name in ("w3", "w4")]
+    upgraded = Leader(FIXED, ("w0", "w1", "w2", "w3", "w4"), unable=("w0", "w1", "w2"))
+    assert upgraded(uses=[*old, *new]) == {"w3": P, "w4": D}
 
 
 def test_a_new_leader_changes_nothing_before_the_workers_report() -> None:

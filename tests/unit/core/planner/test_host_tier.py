@@ -213,6 +213,41 @@ def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
     world.end()
 
 
+@pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS])
+@pytest.mark.parametrize("online", [False, True])
+def test_a_recall_of_batch_work_leaves_the_blocks_that_its_admission_leaves(
+    online: bool, scheduling: Scheduling
+) -> None:
+    """With a larger reserve the sequence would start without its copies."""
+    world = recallable(num_blocks=60, slots=200, scheduling=scheduling)
+    running = world.ask(tuple(place % 49 for place in range(199)), output=8, online=online)
+    while not world.tokens[running]:
+        world.iterate()
+        world.copy_all()
+    waiting = world.ask(PROMPT, online=False)
+    free = world.state.pool.free_count
+    assert 0 <= free - world.state.sequences[waiting].blocks_to_admit(BLOCK_SIZE) < 2
+    world.look()
+    recalled = any(isinstance(job.command, RecallBlocks) for job in world.jobs)
+    assert recalled is not (online and scheduling is not Scheduling.BROS)
+    world.end()
+
+
+def test_a_look_begins_all_saves_that_are_due() -> None:
+    """Iterations may be long; a save has at most 32 blocks."""
+    host = host_settings(save_from=0.0, lane_share=1.0)
+    world = HostWorld(slots=64, num_blocks=64, max_batch_tokens=256, host=host)
+    world.ask(tuple(place % 50 for place in range(240)), output=8, online=False)
+    world.iterate()
+    assert not world.jobs
+    world.now_s += 0.1
+    world.look()
+    saves = [len(job.command.blocks) for job in world.jobs]
+    assert len(saves) > 1 and sum(saves) > 32
+    world.copy_all()
+    world.end()
+
+
 def test_a_recall_for_batch_work_yields_to_online_requests() -> None:
     world = recallable(num_blocks=12, scheduling=Scheduling.PRIORITY)
     world.ask(PROMPT, online=False)

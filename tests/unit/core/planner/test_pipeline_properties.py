@@ -46,7 +46,7 @@ from services.core.queue_order import Scheduling
 from services.core.request import NO_LOGPROBS, Limits, LogprobOptions, Request, Sampling
 from services.core.service import DEFAULT_SERVICE, Service, ServiceClass
 from tests.support.microbatches import block_counts
-from tests.support.told_sampler import ToldSampler, row_of, rows_of
+from tests.support.spec_sampler import SpecSampler, row_of, rows_of
 
 BLOCK_SIZE = 2
 BLOCKS = 14
@@ -80,7 +80,7 @@ class Stage:
 
     table: StageTable
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
-    sampler: ToldSampler = field(default_factory=ToldSampler)
+    sampler: SpecSampler = field(default_factory=SpecSampler)
 
     def write(self, blocks: tuple[int, ...], start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start):

@@ -12,6 +12,8 @@ from services.core.ask import FailedAssignment, RefusalReason
 from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.overtaking import OVERTAKEN_MAX
 from services.core.queue_order import Scheduling
+from services.core.scheduler import admission
+from services.core.scheduler.admission import AWAY_RETRY_S
 from services.core.scheduler.assigner import REQUEUES_MAX
 from services.core.scheduler.assignments import REMEMBERED_MAX
 from services.core.scheduler.class_rules import ClassRules
@@ -609,6 +611,52 @@ class TestRefusals:
         assert refused.retry_after_s == RETRY_AFTER_MAX_S
         assert "2 queue slots" in refused.message
 
+    def test_a_burst_for_a_model_leaves_the_queue_of_another_free(self) -> None:
+        scheduler = self.flooded(queue_limit=3)
+        assert refusal(scheduler.ask("a3")).reason is RefusalReason.QUEUE_FULL
+        assert assigned(scheduler.ask("b0", model="other")) == ["b0"]
+        scheduler.report("w1", free=0, received=("b0",))
+        for number in range(1, 4):
+            assert kinds(scheduler.ask(f"b{number}", model="other")) == [SendTicket]
+        refused = refusal(scheduler.ask("b4", model="other"))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "3 queue slots" in refused.message
+
+    def flooded(self, queue_limit: int, **settings: Any) -> Scheduler:
+        """The queue of "m", whose group is full, is full; the group of "other" is idle."""
+        scheduler = Scheduler(queue_limit, **settings)
+        scheduler.join()
+        scheduler.report(free=0)
+        scheduler.join("w1", model="other")
+        scheduler.report("w1")
+        for number in range(queue_limit):
+            assert kinds(scheduler.ask(f"a{number}")) == [SendTicket]
+        return scheduler
+
+    def test_retry_after_of_a_full_queue_is_of_its_model(self) -> None:
+        scheduler = self.flooded(queue_limit=20)
+        for number in range(40):
+            scheduler.ask(f"b{number}", model="other", prompt_tokens=1, max_tokens=1)
+        # 40 dispatches of the other model free no slot of this one.
+        assert refusal(scheduler.ask("late")).retry_after_s == RETRY_AFTER_MAX_S
+
+    def test_a_model_displaces_no_batch_request_of_another(self) -> None:
+        scheduler = self.flooded(3, rules=ClassRules(Scheduling.PRIORITY))
+        scheduler.report("w1", free=0)
+        for number in range(3):
+            scheduler.ask(f"b{number}", model="other", service=BATCH)
+        assert refusal(scheduler.ask("a3")).request_id == "a3"
+        displaced = refusal(scheduler.ask("urgent", model="other"))
+        assert displaced.request_id == "b2", "within a model, online requests displace batch"
+
+    def test_the_number_of_queues_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(admission, "WAITING_MODELS_MAX", 2)
+        # Before the first group, requests for any model wait.
+        scheduler = Scheduler()
+        for name in ("m", "n", "m"):
+            assert kinds(scheduler.ask(f"{name} {next(_numbers)}", model=name)) == [SendTicket]
+        refused = refusal(scheduler.ask("third", model="o"))
+        assert refused.reason is RefusalReason.QUEUE_FULL and "all 2 models" in refused.message
+
     def test_retry_after_follows_the_dispatch_rate(self) -> None:
         scheduler = Scheduler(queue_limit=20)
         scheduler.join(capacity_blocks=1000)
@@ -729,7 +777,7 @@ class TestRefusals:
         scheduler.join(model="served")
         refused = refusal(scheduler.ask("r1", model="other"))
         assert refused.reason is RefusalReason.UNKNOWN_MODEL
-        assert refused.retry_after_s is None
+        assert refused.retry_after_s == AWAY_RETRY_S, "its first worker may start"
         # The key of the client may not permit the other models.
         assert "served" not in refused.message
 
@@ -770,6 +818,18 @@ class TestRefusals:
         scheduler.join("w0", epoch=3)
         assert assigned(scheduler.report("w0", epoch=3, now_s=22.0)) == ["r4"]
 
+    def test_a_request_that_came_before_all_groups_does_not_wait_for_its_deadline(
+        self, scheduler: Scheduler
+    ) -> None:
+        # As after a restart of the scheduler, while the workers of "m" are away.
+        assert kinds(scheduler.ask("r1", model="m")) == [SendTicket]
+        assert scheduler(Ticked(REGROUP_S + 1.0)) == [], "no worker of any model is known"
+        scheduler.join("w1", model="n", now_s=REGROUP_S + 1.0)
+        assert kinds(scheduler.ask("r2", model="m", now_s=REGROUP_S + 1.0)) == [SendRefusal]
+        refused = refusal(scheduler(Ticked(REGROUP_S + 2.0)))
+        assert (refused.request_id, refused.reason) == ("r1", RefusalReason.UNKNOWN_MODEL)
+        assert refused.retry_after_s == AWAY_RETRY_S
+
     def test_the_memory_of_models_is_bounded(self) -> None:
         state = SchedulerState(8, 120.0)
         state.handle(GroupJoined(0.0, group("w1", model="n")))
@@ -777,9 +837,9 @@ class TestRefusals:
             state.handle(GroupJoined(0.0, group(model=f"m{number}")))
         state.handle(GroupLeft(0.0, "group-w0"))
         recent = ask("r1", model="m0", now_s=REGROUP_S)
-        assert refusal(state.handle(recent)).retry_after_s > 0
+        assert "unavailable" in refusal(state.handle(recent)).message
         unheard = ask("r2", model=f"m{MODELS_REMEMBERED_MAX}")
-        assert refusal(state.handle(unheard)).retry_after_s is None
+        assert "no worker serves this model yet" in refusal(state.handle(unheard)).message
 
     def test_an_expired_request_is_refused(self) -> None:
         scheduler = Scheduler(queue_deadline_s=5.0)

@@ -2,6 +2,7 @@
 
 import json
 
+from services.core.adapter import AdapterUse, LoadedAdapter
 from services.core.groups.vocabulary import Group, GroupPhase, Member
 from services.core.report import EngineReport, Load
 from services.core.role import Role
@@ -47,6 +48,14 @@ def test_workers_without_a_role_record_are_mixed() -> None:
     workers = tuple(memory_report(name, EngineReport(Load(0, 0, 2, 0))) for name in ("a", "b"))
     rows = cluster_rows(ClusterStatus(workers, ()), {}, {"b": Role.DECODE})["workers"]
     assert [row["role"] for row in rows] == ["mixed", "decode"]
+
+
+def test_the_adapters_of_a_worker() -> None:
+    use = AdapterUse((LoadedAdapter(2**63 + 1, running=2, load_s=1.5),), adapter_slots=4)
+    worker = memory_report("a", EngineReport(Load(0, 0, 2, 0, adapter_use=use)))
+    (row,) = cluster_rows(ClusterStatus((worker,), ()), {})["workers"]
+    row = json.loads(json.dumps(row))
+    assert row["adapters"] == [{"digest": "8000000000000001", "loading": False, "running": 2}]
 
 
 def test_registration_fields_are_shown() -> None:

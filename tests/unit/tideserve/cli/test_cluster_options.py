@@ -298,8 +298,12 @@ models:
 
 def test_roles_need_two_workers_of_a_model(tmp_path: Path) -> None:
     path = tmp_path / "models.yaml"
+    flags = {"models": path, "roles": "prefill=1,decode=1"}
     path.write_text(MODELS)
-    options = read_options(None, {"models": path, "roles": "prefill=1,decode=1"})
+    with pytest.raises(ConfigError, match="no model has two workers with 'prefix_caching'"):
+        read_options(None, flags)
+    path.write_text(MODELS.replace("prefix_caching: false", "prefix_caching: true"))
+    options = read_options(None, flags)
     assert service_configs(options, PLACEMENT)["memmgr"]["roles"] == "prefill=1,decode=1"
 
 

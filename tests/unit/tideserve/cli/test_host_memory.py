@@ -8,10 +8,11 @@ import pytest
 
 from services.common.errors import ConfigError
 from services.core.setting import AUTO_BYTES
-from tideserve.cli import host
+from tideserve.cli import host, host_memory
 from tideserve.cli.cluster_options import ClusterOptions, read_options
 from tideserve.cli.errors import CommandError
-from tideserve.cli.host import host_memory_of, shortages
+from tideserve.cli.host import shortages
+from tideserve.cli.host_memory import describe_host_memory, host_memories, with_host_memory
 from tideserve.cli.model_list import ListedModel
 from tideserve.cli.service_config import Placement, service_configs
 
@@ -21,8 +22,9 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 16 GiB, of which 12 are available."""
-    monkeypatch.setattr(host, "limit_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(host, "available_bytes", lambda: 12 * GIB)
+    monkeypatch.setattr(host_memory, "limit_bytes", lambda: 16 * GIB)
+    for module in (host, host_memory):
+        monkeypatch.setattr(module, "available_bytes", lambda: 12 * GIB)
 
 
 def options(**changes: Any) -> ClusterOptions:
@@ -41,24 +43,55 @@ def options(**changes: Any) -> ClusterOptions:
     ],
 )
 def test_host_memory_is_divided_among_workers(changes: dict[str, Any], size: int) -> None:
-    assert host_memory_of(options(**changes)) == size
+    assert host_memories(with_host_memory(options(**changes))) == [size, size]
 
 
 def test_host_memory_beyond_the_container_is_refused() -> None:
     with pytest.raises(CommandError, match=r"--host-memory 8GiB of 2 workers and their --memory"):
-        host_memory_of(options(host_memory=8 * GIB))
+        with_host_memory(options(host_memory=8 * GIB))
     gpu = options(host_memory=8 * GIB, device="cuda", memory=70 * GIB)
-    assert host_memory_of(gpu) == 8 * GIB
+    assert with_host_memory(gpu) == gpu
+
+
+@pytest.mark.parametrize("size", ["8GiB", 8 * GIB])
+@pytest.mark.parametrize("section", ["worker", "services"])
+def test_the_section_of_a_file_counts(section: str, size: str | int) -> None:
+    """It overrides the option; without it, a cluster beyond the limit would start and be killed."""
+    with pytest.raises(CommandError, match=r"'host_memory' 8GiB of 2 workers and their --memory"):
+        with_host_memory(options(**{section: {"host_memory": size}}))
+    less = with_host_memory(options(host_memory=8 * GIB, worker={"host_memory": "1GiB"}))
+    assert host_memories(less) == [GIB, GIB] and describe_host_memory(less) == "1GiB each"
+
+
+def test_auto_in_a_section_is_divided_among_the_workers() -> None:
+    chosen = with_host_memory(options(memory=4 * GIB, worker={"host_memory": "auto"}))
+    configs = service_configs(chosen, Placement(Path("/m"), "m", "http://e:1", Path("/run")))
+    assert [configs[f"worker-{n}"]["host_memory"] for n in (0, 1)] == [3 * GIB // 2] * 2
+
+
+def test_models_have_host_memory_of_their_own() -> None:
+    small = ListedModel(model="a", workers=2, worker={"host_memory": "auto"})
+    large = ListedModel(model="b", worker={"host_memory": "3GiB"})
+    listed = with_host_memory(options(workers=3, listed_models=(small, large)))
+    assert host_memories(listed) == [GIB, GIB, 3 * GIB]
+    assert describe_host_memory(listed) == "1GiB to 3GiB each"
+    large = replace(large, worker={"host_memory": "13GiB"})
+    with pytest.raises(CommandError, match=r"3 workers and their memory need 18.0 GiB"):
+        with_host_memory(options(workers=3, listed_models=(small, large)))
+
+
+def test_without_host_memory_there_is_nothing_to_describe() -> None:
+    assert describe_host_memory(options()) == ""
 
 
 def test_models_count_with_their_own_memory() -> None:
     small, large = ListedModel(model="a", workers=2), ListedModel(model="b", memory=7 * GIB)
     listed = options(workers=3, listed_models=(small, large), host_memory=2 * GIB)
     assert listed.memories == [GIB, GIB, 7 * GIB]
-    assert host_memory_of(listed) == 2 * GIB
+    assert host_memories(with_host_memory(listed)) == [2 * GIB] * 3
     with pytest.raises(CommandError, match=r"3 workers and their memory need 18.0 GiB"):
-        host_memory_of(replace(listed, host_memory=3 * GIB))
-    assert host_memory_of(replace(listed, host_memory=AUTO_BYTES)) == GIB
+        with_host_memory(replace(listed, host_memory=3 * GIB))
+    assert host_memories(with_host_memory(replace(listed, host_memory=AUTO_BYTES))) == [GIB] * 3
 
 
 def test_a_shortage_names_the_settings_to_lower(tmp_path: Path) -> None:

@@ -185,6 +185,18 @@ def test_interrupted_iterations_are_shown_once_there_were_some() -> None:
     assert row_of(lines, "w2")[-3:] == ["7", "(-4096", "tokens)"]
 
 
+def test_shared_blocks_are_shown_once_there_were_some() -> None:
+    row = STATUS["workers"][0] | {"batch_running": 1, "lost_tail_tokens_total": 0}
+    row["shared_tails_total"] = 0
+    assert "shared" not in str(batch_lines(row))
+    kept = row | {"shared_tails_total": 3, "id": "w1"}
+    lost = kept | {"lost_tail_tokens_total": 21, "id": "w2"}
+    lines = batch_lines(row, kept, lost, width=80)
+    assert row_of(lines, "worker-0")[-1] == "0"
+    assert row_of(lines, "w1")[-1] == "3"
+    assert row_of(lines, "w2")[-3:] == ["3", "(-21", "tokens)"]
+
+
 def test_bars_are_drawn() -> None:
     assert usage_bar(0, 100) == "░" * 10 + " 0/100"
     assert usage_bar(1, 100).startswith("█░")

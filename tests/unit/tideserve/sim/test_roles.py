@@ -97,6 +97,7 @@ def run(seed: int, roles: RoleSetting) -> tuple[_Roles, Outcomes]:
     return cluster, outcomes
 
 
+@pytest.mark.timeout(300 + 10 * len(SEEDS))
 def test_requests_complete_with_any_roles() -> None:
     """Hand-overs, moves, merges, splits, overloads and changes of roles under load."""
     moved = changes = 0

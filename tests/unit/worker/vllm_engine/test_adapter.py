@@ -60,11 +60,11 @@ def start(name: str = "r", **changes: Any) -> StartRequest:
 
 
 def tokens(adapter: AdapterOnTest) -> list[EmitToken]:
-    return [token for frame in adapter.told for token in frame.tokens]
+    return [token for frame in adapter.progress for token in frame.tokens]
 
 
 def refusals(adapter: AdapterOnTest) -> list[RefuseRequest]:
-    return [refusal for frame in adapter.told for refusal in frame.refusals]
+    return [refusal for frame in adapter.progress for refusal in frame.refusals]
 
 
 async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
@@ -76,10 +76,10 @@ async def test_a_request_runs_to_its_end(adapter: AdapterOnTest) -> None:
     assert prompt == {"type": "token", "prompt_token_ids": [1, 2, 3], "cache_salt": "of a"}
     assert parameters["max_tokens"] == 8
     adapter.stats.running = 1
-    adapter.llm.tell("r", output(5), output(6, ended="stop"))
+    adapter.llm.emit("r", output(5), output(6, ended="stop"))
     await eventually(lambda: len(tokens(adapter)) == 2)
     assert tokens(adapter)[-1] == EmitToken("r", 1, 6, FinishReason.STOP)
-    (last,) = [frame for frame in adapter.told if frame.times]
+    (last,) = [frame for frame in adapter.progress if frame.times]
     assert last.times == {"r": RequestTimes(2.0, 4.0, 8.0)}
     assert (last.report.load.running, last.report.load.kv_blocks_free) == (0, 40)
 
@@ -93,7 +93,7 @@ async def test_a_worker_that_shuts_down_returns_requests_that_fit_elsewhere(
     await adapter.until_received("plain", "grammar")
     adapter.stats.running = 2
     for name in ("plain", "grammar"):
-        adapter.llm.tell(name, output(5))
+        adapter.llm.emit(name, output(5))
     await eventually(lambda: len(tokens(adapter)) == 2)
     adapter.send(ReturnRequests(OtherRoom(100, (100,))))
     await eventually(lambda: refusals(adapter))
@@ -120,7 +120,7 @@ async def test_a_request_goes_on_after_the_output_of_another_worker(
     prompt, parameters = adapter.llm.given["r"]
     assert prompt["prompt_token_ids"] == [1, 2, 3, 7, 8]
     assert parameters["max_tokens"] == 6
-    adapter.llm.tell("r", output(5))
+    adapter.llm.emit("r", output(5))
     await eventually(lambda: tokens(adapter))
     assert tokens(adapter) == [EmitToken("r", 2, 5, None)]
 
@@ -132,9 +132,9 @@ async def test_tokens_of_a_step_are_sent_in_a_single_frame(adapter: AdapterOnTes
     for number in range(3):
         before = len(tokens(adapter))
         for name in ("a", "b"):
-            adapter.llm.tell(name, output(number))
+            adapter.llm.emit(name, output(number))
         await eventually(lambda count=before: len(tokens(adapter)) == count + 2)
-    assert all(len(frame.tokens) in (0, 2) for frame in adapter.told)
+    assert all(len(frame.tokens) in (0, 2) for frame in adapter.progress)
 
 
 async def test_an_abort_reaches_vllm_and_the_id_may_come_again(adapter: AdapterOnTest) -> None:
@@ -143,10 +143,10 @@ async def test_an_abort_reaches_vllm_and_the_id_may_come_again(adapter: AdapterO
     adapter.send(AbortRequest("r"))
     await eventually(lambda: adapter.llm.aborted == ["r"])
     assert (await adapter.settled()).report.load.waiting == 0
-    del adapter.socket.told[:]
+    del adapter.socket.received[:]
     adapter.send(start())
     await adapter.until_received("r")
-    adapter.llm.tell("r", output(9, ended="length"))
+    adapter.llm.emit("r", output(9, ended="length"))
     await eventually(lambda: tokens(adapter) == [EmitToken("r", 0, 9, FinishReason.LENGTH)])
 
 
@@ -162,7 +162,7 @@ async def test_a_validation_error_of_vllm_is_a_client_error(adapter: AdapterOnTe
     adapter.send(start("words", sampling=Sampling(bad_words=((4,),))))
     adapter.send(start("schema"))
     await adapter.until_received("words", "schema")
-    adapter.llm.tell("schema", Invalid("the grammar has no start"))
+    adapter.llm.emit("schema", Invalid("the grammar has no start"))
     await eventually(lambda: len(refusals(adapter)) == 2)
     message, schema = refusals(adapter)
     assert "logit_bias" in message.message and not message.retryable
@@ -175,8 +175,8 @@ async def test_an_internal_error_of_vllm_is_retryable(adapter: AdapterOnTest) ->
         adapter.send(start(name))
     await adapter.until_received("a", "b")
     # As `EngineGenerateError`, which has no text of its own.
-    adapter.llm.tell("a", output(5), Transient())
-    adapter.llm.tell("b", output(5, ended="error"))
+    adapter.llm.emit("a", output(5), Transient())
+    adapter.llm.emit("b", output(5, ended="error"))
     await eventually(lambda: len(refusals(adapter)) == 2)
     assert all(refusal.retryable and not refusal.returned for refusal in refusals(adapter))
     assert {refusal.request_id: refusal.message for refusal in refusals(adapter)} == {
@@ -200,14 +200,14 @@ async def test_an_unexpected_error_ends_a_single_request(
     adapter.send(start("a", logprobs=LogprobOptions(prompt=1)))
     adapter.send(start("b"))
     await adapter.until_received("a", "b")
-    adapter.llm.tell("a", outcomes[broken])
+    adapter.llm.emit("a", outcomes[broken])
     await eventually(lambda: refusals(adapter))
     (refusal,) = refusals(adapter)
     assert (refusal.request_id, refusal.retryable, refusal.returned) == ("a", True, False)
     assert adapter.llm.aborted == ([] if broken == "in vLLM" else ["a"])
     (logged,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert "request a " in logged.getMessage() and logged.exc_info is not None
-    adapter.llm.tell("b", output(7, ended="length"))
+    adapter.llm.emit("b", output(7, ended="length"))
     await eventually(lambda: tokens(adapter) == [EmitToken("b", 0, 7, FinishReason.LENGTH)])
     assert (await adapter.settled()).report.load.waiting == 0
 
@@ -215,7 +215,7 @@ async def test_an_unexpected_error_ends_a_single_request(
 async def test_a_failed_request_is_aborted_in_vllm(adapter: AdapterOnTest) -> None:
     adapter.send(start())
     await adapter.until_received("r")
-    adapter.llm.tell("r", output(5, ended="error"))
+    adapter.llm.emit("r", output(5, ended="error"))
     await eventually(lambda: adapter.llm.aborted == ["r"])
 
 
@@ -251,20 +251,20 @@ async def test_vllm_serves_the_newest_epoch_and_refuses_merges(adapter: AdapterO
     adapter.send(ApplyConfiguration([plan("w1", 9)]))
     adapter.send(Prepare("attempt", [plan("w0", 4)]))
     await eventually(
-        lambda: Prepared("attempt", CANNOT_MERGE.format(name="vLLM")) in adapter.socket.told
+        lambda: Prepared("attempt", CANNOT_MERGE.format(name="vLLM")) in adapter.socket.received
     )
     report = (await adapter.settled()).report
     assert (report.epoch, report.unsettled) == (3, False)
 
 
-async def test_the_adapter_is_silent_while_vllm_hangs(adapter: AdapterOnTest) -> None:
-    await eventually(lambda: adapter.told)
+async def test_it_says_nothing_while_vllm_does_not_answer(adapter: AdapterOnTest) -> None:
+    await eventually(lambda: adapter.progress)
     adapter.llm.answers.clear()
     await eventually(lambda: adapter.llm.asked > 1)
     adapter.now_s += SILENT_AFTER_S + 1
     adapter.send(start())
     await eventually(lambda: "r" in adapter.llm.given)
-    assert not any(frame.received for frame in adapter.told), "the servicer shall notice"
+    assert not any(frame.received for frame in adapter.progress), "the servicer shall notice"
     adapter.llm.answers.set()
     await adapter.until_received("r")
 
@@ -273,7 +273,7 @@ async def test_the_adapter_ends_with_vllm(adapter: AdapterOnTest) -> None:
     adapter.send(start())
     await adapter.until_received("r")
     adapter.llm.dead = True
-    adapter.llm.tell("r", Dead())
+    adapter.llm.emit("r", Dead())
     await asyncio.wait([adapter.running])
     failure = adapter.running.exception()
     assert isinstance(failure, ExceptionGroup) and failure.subgroup(Dead) is not None

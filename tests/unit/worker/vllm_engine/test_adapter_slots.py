@@ -55,18 +55,18 @@ async def started(on: AdapterOnTest, request_id: str, adapter: Adapter | None) -
 
 
 async def ended(on: AdapterOnTest, request_id: str) -> None:
-    on.llm.tell(request_id, output(5, ended="length"))
-    await eventually(lambda: request_id in {t.request_id for p in on.told for t in p.tokens})
+    on.llm.emit(request_id, output(5, ended="length"))
+    await eventually(lambda: request_id in {t.request_id for p in on.progress for t in p.tokens})
 
 
 def refusal_of(on: AdapterOnTest, request_id: str) -> str:
-    messages = [r for p in on.told for r in p.refusals if r.request_id == request_id]
+    messages = [r for p in on.progress for r in p.refusals if r.request_id == request_id]
     return messages[0].message if messages else ""
 
 
 def reported(on: AdapterOnTest) -> tuple[dict[int, tuple[bool, int]], int]:
     """Adapters by key with (loading, running), and free slots, of the last report."""
-    use = on.told[-1].report.load.adapter_use
+    use = on.progress[-1].report.load.adapter_use
     return {a.digest: (a.loading, a.running) for a in use.adapters}, use.adapter_slots_free
 
 
@@ -175,7 +175,7 @@ async def test_an_idle_adapter_makes_room_the_least_recently_used_first(
     await started(on, "r3", adapters[3])
     on.send(start("r4", adapters[0], returnable=True))
     await eventually(lambda: refusal_of(on, "r4"))
-    (refusal,) = [r for p in on.told for r in p.refusals]
+    (refusal,) = [r for p in on.progress for r in p.refusals]
     assert refusal.returned
 
 
@@ -183,14 +183,16 @@ async def test_an_abort_during_the_load_keeps_the_adapter(on: AdapterOnTest, mak
     first = make("first")
     on.llm.loads.clear()
     on.send(start("r0", first))
-    await eventually(lambda: bool(on.told) and reported(on) == ({first.key: (True, 1)}, SLOTS - 1))
+    await eventually(
+        lambda: bool(on.progress) and reported(on) == ({first.key: (True, 1)}, SLOTS - 1)
+    )
     on.send(AbortRequest("r0"))
     await eventually(lambda: reported(on) == ({first.key: (True, 0)}, SLOTS - 1))
     on.llm.loads.set()
     await eventually(lambda: reported(on) == ({first.key: (False, 0)}, SLOTS - 1))
 
     assert "r0" not in on.llm.given
-    use = on.told[-1].report.load.adapter_use
+    use = on.progress[-1].report.load.adapter_use
     assert (use.adapter_slots, use.adapters_loaded, use.adapter_loads_total) == (SLOTS, 1, 1)
     assert use.adapters == (LoadedAdapter(first.key, load_s=use.adapter_load_seconds_total),)
 
@@ -203,8 +205,8 @@ async def test_a_worker_that_shuts_down_finishes_requests_with_adapters(
     await eventually(lambda: len(on.llm.given) == 2)
     on.stats.running = 2
     for name in ("r0", "r1"):
-        on.llm.tell(name, output(5))
-    await eventually(lambda: sum(len(p.tokens) for p in on.told) == 2)
+        on.llm.emit(name, output(5))
+    await eventually(lambda: sum(len(p.tokens) for p in on.progress) == 2)
     on.send(ReturnRequests(OtherRoom(10_000, (10_000,))))
     await eventually(lambda: refusal_of(on, "r1"))
 
@@ -230,7 +232,7 @@ async def test_a_hanging_load_times_out(
     running.send(start("r0", make("first")))
     await eventually(lambda: refusal_of(running, "r0"))
 
-    (refusal,) = [r for p in running.told for r in p.refusals]
+    (refusal,) = [r for p in running.progress for r in p.refusals]
     assert refusal.retryable and "was not loaded within" in refusal.message
     running.llm.loads.set()
     await running.close()
@@ -250,7 +252,7 @@ async def test_a_full_disk_is_not_a_client_error(
         patched.setattr("services.worker.vllm_engine.adapter_slots.adapter_digest", full)
         on.send(start("r0", first))
         await eventually(lambda: refusal_of(on, "r0"))
-    (refusal,) = [r for p in on.told for r in p.refusals]
+    (refusal,) = [r for p in on.progress for r in p.refusals]
     assert refusal.retryable and "free space in the temporary folder" in refusal.message
     # The slot is free again, and the next request loads the adapter.
     await started(on, "r1", first)

@@ -15,8 +15,8 @@ FACTORS = {Paper.BUCKETSERVE: 0.05, Paper.KUNSERVE: 0.1, Paper.CONSERVE: 0.06, P
 """Parts of the simulated time: enough that something runs."""
 FIGURES = {
     Paper.KUNSERVE: ("Figure 2", "Figure 12", "Figure 13", "Figure 16", "Figure 17"),
-    Paper.CONSERVE: ("Figure 5", "Figure 6", "Figure 7"),
-    Paper.BROS: ("Figure 10", "Figure 11"),
+    Paper.CONSERVE: tuple(f"Figure {n}" for n in range(5, 9)),
+    Paper.BROS: tuple(f"Figure {n}" for n in range(10, 15)),
     Paper.BUCKETSERVE: tuple(f"Figure {n}" for n in ("2", "3a", "3b", "6a", "6b"))
     + tuple(f"Figure 5{letter}" for letter in "abcdef"),
 }

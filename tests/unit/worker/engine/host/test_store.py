@@ -2,6 +2,8 @@
 
 import errno
 import mmap
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -98,6 +100,25 @@ def test_the_store_is_unchanged_without_memory() -> None:
     with pytest.raises(HostMemoryError, match="host copies stay at 64 MiB of 'host_memory': only"):
         store.grow()
     assert store.slots == slots
+
+
+def test_an_allocation_that_the_system_refuses_is_an_error() -> None:
+    """In a process of its own, which may map 1 GiB more than it has."""
+    script = (
+        "import psutil, resource\n"
+        "from services.worker.engine.host.store import HostMemoryError, HostStore\n"
+        "limit = psutil.Process().memory_info().vms + (1 << 30)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "assert HostStore(3, 512, 1 << 29, lambda: 1 << 40).grow()\n"
+        "try:\n"
+        "    HostStore(3, 512, 1 << 31)\n"
+        "except HostMemoryError as error:\n"
+        "    print(error)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ran.stdout.startswith("the system refuses to map 2048 MiB for 'host_memory' ([Errno 12]")
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EFAULT])

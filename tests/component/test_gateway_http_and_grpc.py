@@ -1,4 +1,4 @@
-"""HTTP and gRPC give the same: texts, tokens, counts, endings and errors."""
+"""HTTP and gRPC return the same texts, tokens, counts, finish reasons and errors."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from services.gateway.vocabulary.errors import BadRequest
 from tests.support import fake_cluster
 from tests.support.bad_inputs import CHAT, COMPLETION, CONTEXT, VOCABULARY, bad_inputs
 from tests.support.gateway import TIMEOUT_S, Case, text_ids
-from tests.support.grpc_bodies import Request, said
+from tests.support.grpc_bodies import Request, to_message
 from tideserve.client.errors import error_of
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc
@@ -26,21 +26,21 @@ from tideserve.worker.v1 import worker_pb2
 REQUESTS = 200
 SEED = 17
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-# gRPC's own types know no asynchronous stub at run time.
+# gRPC's asynchronous stubs do not exist as types at run time.
 Stub = Any
 REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client learns, whichever door it came by.
+    """A response in a form common to HTTP and gRPC.
 
-    Of each choice: text, why it ended, at what, and the log probabilities of its tokens.
+    By choice: text, finish reason, stop match, and the log probabilities of its tokens.
     """
 
     choices: tuple[tuple[str, int, Any, tuple[float, ...]], ...] = ()
     usage: tuple[int, int, int] | None = None
-    # Parts of an error: HTTP's status, reason, field, sentence.
+    # Parts of an error: HTTP status, reason, field, message.
     error: tuple[int, str, str | None, str] | None = None
 
 
@@ -53,7 +53,7 @@ async def stub(
 
 
 async def over_http(case: Case, endpoint: str, body: dict[str, Any], stream: bool) -> Answer:
-    """The answer to a body."""
+    """Send a body over HTTP."""
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     content = json.dumps(body | more).encode()
     headers = {"content-type": "application/json"}
@@ -73,16 +73,16 @@ async def over_http(case: Case, endpoint: str, body: dict[str, Any], stream: boo
 def _http_answer(objects: list[dict[str, Any]]) -> Answer:
     texts: dict[int, str] = {}
     endings: dict[int, tuple[int, Any]] = {}
-    told: dict[int, list[float]] = {}
-    for choice in (choice for one in objects for choice in one["choices"]):
+    logprobs: dict[int, list[float]] = {}
+    for choice in (choice for item in objects for choice in item["choices"]):
         index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
         texts[index] = texts.get(index, "") + (message.get("content") or choice.get("text") or "")
         if choice["finish_reason"] is not None:
             endings[index] = REASONS[choice["finish_reason"]], choice["stop_reason"]
-        told.setdefault(index, []).extend(_http_logprobs(choice["logprobs"]))
+        logprobs.setdefault(index, []).extend(_http_logprobs(choice["logprobs"]))
     usage = objects[-1]["usage"]
     return Answer(
-        tuple((texts[k], *endings[k], tuple(told[k])) for k in sorted(texts)),
+        tuple((texts[k], *endings[k], tuple(logprobs[k])) for k in sorted(texts)),
         (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]),
     )
 
@@ -96,7 +96,7 @@ def _http_logprobs(logprobs: dict[str, Any] | None) -> list[float]:
 
 
 async def over_grpc(stub: Stub, request: Request, stream: bool) -> Answer:
-    """The answer to a message."""
+    """Send a message over gRPC."""
     try:
         if not stream:
             return _whole_answer(await _unary(stub, request))
@@ -123,9 +123,9 @@ def _whole_answer(answer: Any) -> Answer:
     choices = []
     for choice in answer.choices:
         text = choice.message.text if isinstance(choice, pb.ChatChoice) else choice.text
-        told = _echoed(choice) if isinstance(choice, pb.CompletionChoice) else []
-        told += [one.logprob for one in choice.logprobs]
-        choices.append((text, choice.finish_reason, _stop(choice), tuple(told)))
+        logprobs = _echoed(choice) if isinstance(choice, pb.CompletionChoice) else []
+        logprobs += [token.logprob for token in choice.logprobs]
+        choices.append((text, choice.finish_reason, _stop(choice), tuple(logprobs)))
     return Answer(tuple(choices), _usage(answer.usage))
 
 
@@ -133,14 +133,14 @@ def _stream_answer(pieces: list[Any]) -> Answer:
     choices = []
     for index in sorted({piece.index for piece in pieces}):
         mine = [piece for piece in pieces if piece.index == index]
-        told = _echoed(mine[0]) + [one.logprob for piece in mine for one in piece.logprobs]
+        logprobs = _echoed(mine[0]) + [token.logprob for piece in mine for token in piece.logprobs]
         text = "".join(piece.text for piece in mine)
-        choices.append((text, mine[-1].finish_reason, _stop(mine[-1]), tuple(told)))
+        choices.append((text, mine[-1].finish_reason, _stop(mine[-1]), tuple(logprobs)))
     return Answer(tuple(choices), _usage(pieces[-1].usage))
 
 
 def _echoed(choice: Any) -> list[float]:
-    return [one.logprob for one in choice.prompt_logprobs]
+    return [token.logprob for token in choice.prompt_logprobs]
 
 
 def _stop(choice: Any) -> Any:
@@ -152,10 +152,10 @@ def _usage(usage: pb.Usage) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
 
 
-async def test_bad_inputs_are_refused_in_the_same_words(case: Case, stub: Stub) -> None:
+async def test_bad_inputs_have_the_same_errors(case: Case, stub: Stub) -> None:
     count = 0
     for bad in bad_inputs():
-        request = said(bad.endpoint, bad.body)
+        request = to_message(bad.endpoint, bad.body)
         if request is None:
             continue
         count += 1
@@ -170,13 +170,13 @@ async def test_bad_inputs_are_refused_in_the_same_words(case: Case, stub: Stub) 
 
 
 def some_body(random: Random) -> tuple[str, dict[str, Any]]:
-    """Endpoint and body; most are good, and some ask for too much."""
+    """A random endpoint and body; most are valid, some exceed limits."""
 
     def maybe(**fields: Any) -> dict[str, Any]:
         return {name: value for name, value in fields.items() if random.random() < 0.25}
 
     endpoint = random.choice(["chat", "completion"])
-    words = [random.choice(["tide", "sea", "Ça va", "日本", "\0", "😀"]) for _ in range(5)]
+    texts = [random.choice(["tide", "sea", "Ça va", "日本", "\0", "😀"]) for _ in range(5)]
     body = maybe(
         temperature=random.choice([0.0, 0.5, 2.0, 2.5]),
         top_p=random.choice([0.1, 1.0, 1.5]),
@@ -192,32 +192,32 @@ def some_body(random: Random) -> tuple[str, dict[str, Any]]:
         n=random.choice([1, 2, 3, 129]),
         cache_salt="salt",
         priority=random.choice([-3, 0, 3]),
-        user="somebody",
+        user="someone",
         stop=random.sample([" comes", "goes", "日", "zzz", "!"], 2),
         stop_token_ids=[random.choice([*text_ids("!"), 3, VOCABULARY])],
     )
     body["max_tokens"] = random.choice([1, 8, 30, 60, 90, CONTEXT])
     if endpoint == "chat":
         roles = ["system", "user", "assistant", "developer"]
-        body["messages"] = [{"role": random.choice(roles), "content": word} for word in words]
+        body["messages"] = [{"role": random.choice(roles), "content": word} for word in texts]
         body |= maybe(logprobs=True)
         if body.get("logprobs"):
             body |= maybe(top_logprobs=2)
         return endpoint, CHAT | body
     ids = [random.randrange(VOCABULARY) for _ in range(4)]
-    body["prompt"] = random.choice([" ".join(words), ids, [words[0], ids], words[:3]])
+    body["prompt"] = random.choice([" ".join(texts), ids, [texts[0], ids], texts[:3]])
     body |= maybe(logprobs=random.choice([0, 3]), echo=True)
     return endpoint, COMPLETION | body
 
 
-async def test_both_doors_answer_alike(case: Case, stub: Stub) -> None:
+async def test_http_and_grpc_return_the_same(case: Case, stub: Stub) -> None:
     random, worker = Random(SEED), case.cluster.workers[0]
     worker.step_s = 0.0
     refused, answered = 0, 0
     for number in range(REQUESTS):
         worker.tokens_per_event = random.choice([1, 3, 16])
         endpoint, body = some_body(random)
-        request = said(endpoint, body)
+        request = to_message(endpoint, body)
         assert request is not None, body
         expected = await over_http(case, endpoint, body, stream=False)
         for stream in (False, True):
@@ -229,27 +229,27 @@ async def test_both_doors_answer_alike(case: Case, stub: Stub) -> None:
     assert refused > REQUESTS / 10 and answered > REQUESTS / 4
 
 
-async def test_of_a_prompt_as_many_are_told_as_each_field_asks_for(case: Case, stub: Stub) -> None:
+async def test_prompts_have_as_many_logprobs_as_each_field_requests(case: Case, stub: Stub) -> None:
     for beside, of_prompt in ((1, 5), (5, 1), (0, 3), (2, None)):
         fields: dict[str, Any] = {"prompt": "hello", "echo": True, "logprobs": beside}
         fields |= {} if of_prompt is None else {"prompt_logprobs": of_prompt}
         answer = await case.complete(**fields, max_tokens=2)
         (choice,) = answer.json()["choices"]
-        # The token itself is told as well, if it is none of these.
+        # The token itself is added unless it is among them.
         tops = choice["logprobs"]["top_logprobs"]
         assert tops[0] is None and len(tops) == 7
         assert {len(top) for top in tops[1:]} == {beside + 1}
         assert ("prompt_logprobs" in choice) is (of_prompt is not None)
         if of_prompt is not None:
             assert {len(rows) for rows in choice["prompt_logprobs"][1:]} == {of_prompt + 1}
-        request = said("completion", {"model": "m", "max_tokens": 2} | fields)
+        request = to_message("completion", {"model": "m", "max_tokens": 2} | fields)
         (over_grpc,) = (await stub.Complete(request, timeout=TIMEOUT_S)).choices
-        assert {len(one.top) for one in over_grpc.logprobs} == {beside}
+        assert {len(token.top) for token in over_grpc.logprobs} == {beside}
         wanted = beside if of_prompt is None else of_prompt
-        assert {len(one.top) for one in over_grpc.prompt_logprobs} == {wanted}
+        assert {len(token.top) for token in over_grpc.prompt_logprobs} == {wanted}
 
 
-async def test_minus_infinity_is_the_same_number_at_both_doors(
+async def test_minus_infinity_is_the_same_number_over_http_and_grpc(
     case: Case, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def impossible(token_id: int, top: int) -> worker_pb2.TokenLogprobs:
@@ -263,12 +263,12 @@ async def test_minus_infinity_is_the_same_number_at_both_doors(
     (choice,) = (await case.complete(**body)).json()["choices"]
     assert choice["logprobs"]["token_logprobs"] == [LOGPROB_MIN]
     assert set(choice["logprobs"]["top_logprobs"][0].values()) == {LOGPROB_MIN}
-    answer = await stub.Complete(said("completion", body), timeout=TIMEOUT_S)
-    (told,) = answer.choices[0].logprobs
-    assert (told.logprob, told.top[0].logprob) == (LOGPROB_MIN, LOGPROB_MIN)
+    answer = await stub.Complete(to_message("completion", body), timeout=TIMEOUT_S)
+    (token,) = answer.choices[0].logprobs
+    assert (token.logprob, token.top[0].logprob) == (LOGPROB_MIN, LOGPROB_MIN)
 
 
-async def test_no_likeliest_tokens_are_asked_for_without_log_probabilities(stub: Stub) -> None:
+async def test_top_logprobs_need_logprobs(stub: Stub) -> None:
     for sampling in (pb.Sampling(top_logprobs=0), pb.Sampling(logprobs=False, top_logprobs=0)):
         prompts = [pb.Prompt(text="hi")]
         request = pb.CompleteRequest(model="m", prompts=prompts, sampling=sampling)

@@ -1,4 +1,4 @@
-"""What a sampler knows of requests from what it is told, without logits."""
+"""A sampler without logits that checks the specs it receives."""
 
 import struct
 from collections.abc import Collection
@@ -17,7 +17,7 @@ from services.core.request import Request
 
 
 def row_of(token_id: int, position: int, top: int) -> LogprobRows:
-    """A row that names its token and position, where a real one has log probabilities."""
+    """A row that encodes its token and position in place of log probabilities."""
     ids = struct.pack(f"<{1 + top}i", position, *range(top))
     values = struct.pack(f"<{1 + top}f", -float(token_id), *([-1.0] * top))
     return LogprobRows(top, ids, values)
@@ -30,8 +30,8 @@ def rows_of(token_ids: Collection[int], start: int, top: int) -> LogprobRows:
 
 
 @dataclass
-class ToldSampler:
-    """Raises AssertionError if something is missing, or tells it twice."""
+class SpecSampler:
+    """Raises AssertionError if a spec lacks or repeats terms or output tokens."""
 
     terms: dict[str, SampleTerms] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -42,12 +42,12 @@ class ToldSampler:
             del self.terms[name], self.outputs[name]
 
     def take(self, request: Request, spec: SampleSpec) -> SampleTerms:
-        """Take a spec in: what is known then is the request's, and its whole output so far."""
+        """Apply a spec; the known terms and output must then equal those of the request."""
         name = request.request_id
         if spec.terms is not None:
             self.terms[name], self.outputs[name] = spec.terms, list(spec.terms.output_ids)
             assert not spec.output_ids
-        assert name in self.terms, f"the sampler was never told of {name}"
+        assert name in self.terms, f"the sampler has no terms of {name}"
         self.outputs[name] += spec.output_ids
         terms = self.terms[name]
         assert terms.sampling is request.sampling
@@ -64,7 +64,7 @@ class ToldSampler:
     def notes(
         self, batch: Batch, requests: dict[str, Request], sampled: dict[str, int]
     ) -> SampleNotes | None:
-        """What was asked for beside the tokens, as `rows_of` has it; None for nothing."""
+        """The requested log probabilities, as `rows_of` encodes them; None for none."""
         made = SampleNotes({}, {})
         for chunk in batch.chunks:
             request = requests[chunk.seq_id]
@@ -79,7 +79,7 @@ class ToldSampler:
 
 
 def score(chunk: Chunk, request: Request) -> PromptRows:
-    """The prompt rows that a chunk asks for, which have to be within it."""
+    """The prompt rows that a chunk requests, which must lie within it."""
     asked = chunk.score
     assert asked is not None
     start = chunk.start + asked.row + 1
