@@ -248,6 +248,7 @@ class HostTier:
         self._looked_s = now_s
         if not self.cache.slots or table.ledger.stages > 1:
             return []
+        self._unblock()
         commands = self._expire(now_s)
         lane_s = max(0.0, event.lane_free_s - now_s)  # time until the lane is free
         # The running iteration may still write to blocks that were freed since it was planned.
@@ -264,6 +265,16 @@ class HostTier:
             lane_s += self._link_s(len(blocks))
             commands.append(SaveBlocks(self._jobs, blocks))
         return commands
+
+    def _unblock(self) -> None:
+        """Release the pins if nothing runs and the first in the queue lacks their blocks."""
+        table = self.sequence_table
+        if not (self._pins and table.waiting) or table.running_count:
+            return
+        first = table.waiting[0]
+        if not first.pin and not table.may_start(first, self.config.max_running):
+            for name in self._pins:
+                table.release_pin(name)
 
     def _expire(self, now_s: float) -> list[HostCommand]:
         """Release the pins whose time is over, and cancel recalls that nothing waits for."""
@@ -286,10 +297,14 @@ class HostTier:
         table, prefetch = self.sequence_table, self.settings.prefetch
         if not prefetch and self._awaited:
             return
+        ahead = 0  # blocks that the sequences before this one lack
         for sequence in list(islice(table.waiting, SCAN_MAX if prefetch else 1)):
             if len(self._recalls) >= RECALLS_MAX:
                 return
-            if sequence.sample_due or sequence.pin or sequence.seq_id in self._late:
+            missing = sequence.blocks_to_admit(self.config.block_size)
+            missing -= len(table.table.block_ids(sequence.pin)) if sequence.pin else 0
+            fits, ahead = not ahead or table.ledger.free >= ahead + missing, ahead + missing
+            if not fits or sequence.sample_due or sequence.pin or sequence.seq_id in self._late:
                 continue
             hashes = tuple(table.prefixes.chain(sequence))
             have = len(list(self._device.find(hashes)))
@@ -301,6 +316,7 @@ class HostTier:
             if pays and self._may_start(sequence):
                 table.make_way(sequence)
                 command = self._recall(sequence, hashes[: have + len(slots)])
+                ahead -= have + len(slots)
                 lane_s += self._link_s(len(command.blocks))
                 self._pins[command.pin] = now_s + max(RECALL_S, RECALL_FACTOR * lane_s)
                 yield command

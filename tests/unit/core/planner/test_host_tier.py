@@ -270,6 +270,20 @@ def test_an_online_recall_takes_the_blocks_of_batch_work() -> None:
     world.end()
 
 
+def test_a_recall_takes_no_blocks_that_an_earlier_sequence_waits_for() -> None:
+    """Else a sequence that may not be overtaken any more would wait for ever."""
+    world = recallable(num_blocks=12)
+    world.ask((45, 46, 47), output=30)
+    while world.state.pool.taken_count < 4:
+        world.iterate()
+        world.copy_all()
+    world.ask(tuple(range(49, 11, -1)), output=2)
+    world.ask(PROMPT[:17])
+    world.look()
+    assert not any(isinstance(job.command, RecallBlocks) for job in world.jobs)
+    world.end()
+
+
 def test_evictions_are_reported_once_neither_level_has_the_block() -> None:
     world = recallable()
     evictions = world.state.pool.cache.evictions
