@@ -182,7 +182,10 @@ class Sequence:
 
     @property
     def is_saved(self) -> bool:
-        """Whether all its cached blocks have copies in host memory, or get them now."""
+        """Whether all its cached blocks have copies in host memory, or get them now.
+
+        Copies may have been evicted since: see `HostUse.note_lost`.
+        """
         return 0 < self.registered <= self.saved
 
     @property

@@ -213,6 +213,29 @@ def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
     world.end()
 
 
+def test_evicted_copies_count_no_more_when_a_victim_is_chosen() -> None:
+    """Saves of a sequence evict the copies of others that run, if the store is too small."""
+    settings = host_settings(save_from=0.0, lane_share=1.0)
+    world = HostWorld(slots=8, num_blocks=40, host=settings)
+    prompts = [tuple(range(first, first + 33)) for first in (1, 51, 101)]
+    names = [world.ask(prompt, output=30, online=False) for prompt in prompts]
+    batch = [world.state.sequences[name] for name in names]
+    use = world.state.sequence_table.host_use
+    assert use is not None
+    while not (batch[1].is_saved and not use.has_copies(batch[1]) and not batch[2].is_saved):
+        assert world.iterate(), "the copies of the second sequence stay"
+        world.copy_all()
+    free = world.state.pool.free_count
+    world.ask(tuple(range(200, 201 + BLOCK_SIZE * free)), output=2)
+    preempted = world.state.preemptions_total
+    while world.state.preemptions_total == preempted:
+        world.iterate()
+    assert batch[1].blocks and not batch[2].blocks, "not the newest was preempted"
+    assert not batch[1].is_saved
+    world.copy_all()
+    world.end()
+
+
 @pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS])
 @pytest.mark.parametrize("online", [False, True])
 def test_a_recall_of_batch_work_leaves_the_blocks_that_its_admission_leaves(
