@@ -16,12 +16,14 @@ class HostUse:
     """
 
     cache: HostCache
+    late: set[str] = field(default_factory=set)  # waiting sequences whose recall took too long
     _owed: dict[str, list[bytes]] = field(default_factory=dict)  # by sequence id
     _lost: int = 0  # `cache.lost_total` at the last `note_lost`
 
     def note_started(self, sequence: Sequence) -> None:
         """A sequence has started with its cached blocks."""
         self.note_left(sequence)
+        self.late.discard(sequence.seq_id)
         self._touch(sequence)
 
     def note_freed(self, sequence: Sequence) -> None:

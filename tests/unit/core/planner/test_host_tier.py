@@ -196,6 +196,31 @@ def test_preempted_batch_work_comes_back_from_the_host() -> None:
     world.end()
 
 
+def test_a_request_whose_recall_timed_out_is_recalled_after_its_next_preemption() -> None:
+    """It is preempted before others, since it has copies."""
+    world = HostWorld(num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
+    batch = world.ask(PROMPT, output=40, online=False)
+    sequence = world.state.sequences[batch]
+    for preemptions in (1, 2):
+        for _ in range(40):
+            if not sequence.is_saved:
+                world.iterate()
+                world.copy_all()
+        fillers(world, 8)
+        for _ in range(100):
+            if not sequence.pin:
+                world.iterate()
+            if not sequence.pin:
+                world.copy_all()
+        assert world.state.preemptions_total == preemptions
+        assert sequence.pin, "it is not recalled"
+        world.now_s += 2 * RECALL_S  # the copier hangs
+        world.look()
+        assert not sequence.pin, "its recall is tried again at once"
+        world.copy_all()
+    world.end()
+
+
 def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
     world = HostWorld(slots=12, num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
     world.ask(PROMPT, output=24, online=False)
