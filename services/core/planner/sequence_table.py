@@ -474,7 +474,7 @@ class SequenceTable:
         self.ledger.check_invariants()
         self.pins.check_invariants()
         if self.host_use is not None:
-            self.host_use.check_invariants(self.sequences.values())
+            self.host_use.check_invariants((*self.waiting, *self.held))
         self.tails.check_invariants()
         # Queues hold the right phases in the right order.
         for phase, members in (
