@@ -33,7 +33,7 @@ class HostUse:
 
     def note_preempted(self, sequence: Sequence, registered: int) -> None:
         """A sequence waits again, and has lost its `registered` first blocks."""
-        if registered:
+        if registered and not sequence.request.logprobs.runs_prompt:
             owed = sequence.block_hashes[registered - 1 :: -1]
             self.cache.owe(owed)
             self._owed[sequence.seq_id] = owed

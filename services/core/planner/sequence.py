@@ -184,9 +184,10 @@ class Sequence:
     def is_saved(self) -> bool:
         """Whether all its cached blocks have copies in host memory, or get them now.
 
-        Copies may have been evicted since: see `HostUse.note_lost`.
+        Copies may have been evicted since: see `HostUse.note_lost`. They do not help a sequence
+        whose whole prompt must run again.
         """
-        return 0 < self.registered <= self.saved
+        return 0 < self.registered <= self.saved and not self.request.logprobs.runs_prompt
 
     @property
     def has_unsent_hits(self) -> bool:
