@@ -300,6 +300,7 @@ class SequenceTable:
                 continue
             for batch in colliding:
                 if batch.blocks == 1:
+                    self.tails.lost_tokens_total += batch.computed
                     self.preempt(batch)  # its only block
                 else:
                     self.tails.lose(batch)
