@@ -88,7 +88,7 @@ class HostTier:
     _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
     _jobs: int = 0  # jobs so far
     _looked_s: float = 0.0
-    _queued: int = 0  # `queued_total` at the last look
+    _queue: tuple[int, int] = (0, 0)  # `_queue_now` at the last look
 
     def __post_init__(self) -> None:
         table = self.sequence_table
@@ -112,7 +112,7 @@ class HostTier:
         table = self.sequence_table
         if not self.cache.slots or table.ledger.stages > 1:
             return inf
-        if table.waiting and table.queued_total != self._queued:
+        if table.waiting and self._queue_now != self._queue:
             return self._looked_s
         if self._pins or table.waiting:
             return self._looked_s + LOOK_S
@@ -120,6 +120,12 @@ class HostTier:
             return inf
         # An idle worker looks no more often than it may save.
         return self._looked_s + (LOOK_S if table.sequences else max(LOOK_S, self._saver.idle_s))
+
+    @property
+    def _queue_now(self) -> tuple[int, int]:
+        """Changes if a sequence is queued, or ends: then another may start, or be recalled."""
+        table = self.sequence_table
+        return table.queued_total, len(table.sequences)
 
     @property
     def stalls(self) -> bool:
@@ -253,7 +259,7 @@ class HostTier:
         lane_s = max(0.0, event.lane_free_s - now_s)  # time until the lane is free
         # The running iteration may still write to blocks that were freed since it was planned.
         if not iteration_runs:
-            self._queued = table.queued_total
+            self._queue = self._queue_now
             for recall in self._due_recalls(now_s, lane_s):
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)

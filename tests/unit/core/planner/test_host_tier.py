@@ -95,6 +95,22 @@ def test_other_work_runs_during_a_recall() -> None:
     world.end()
 
 
+@pytest.mark.parametrize("output", range(2, 8))
+def test_a_request_is_recalled_once_another_has_freed_blocks(output: int) -> None:
+    """Not started without its recall, however long ago the last look was."""
+    world = recallable(num_blocks=12)
+    other = world.ask(tuple(range(60, 80)), output=output)
+    world.iterate()
+    waiting = world.ask(PROMPT)
+    while other not in world.over:
+        assert not world.state.sequences[waiting].blocks
+        world.iterate()
+        world.copy_all()
+    settle(world)
+    assert world.cached[waiting] == 32
+    world.end()
+
+
 def test_a_hanging_recall_times_out() -> None:
     world = recallable()
     name = world.ask(PROMPT)
