@@ -52,7 +52,7 @@ class EscalationOrder:
     name: str  # the worker's id
     _blocks: dict[str, int] = field(default_factory=dict)  # of each sequence, before the call
     _oldest: str = ""  # the oldest running sequence before the call, which always advances
-    _saved: frozenset[str] = frozenset()  # sequences with copies in host memory, before the call
+    _saved: frozenset[str] = frozenset()  # online sequences with copies, before the call
     _free: int = 0  # free blocks before the call
     _running_slots: int = 0  # sequences that could start running, before the call
 
@@ -61,7 +61,11 @@ class EscalationOrder:
         table = planner.sequence_table
         self._blocks = {name: seq.blocks for name, seq in planner.sequences.items()}
         self._oldest = planner.running[0].seq_id if planner.running else ""
-        self._saved = frozenset(seq.seq_id for seq in planner.running if seq.is_saved)
+        use = table.host_use
+        online = [seq for seq in planner.running if seq.online]
+        self._saved = frozenset(
+            seq.seq_id for seq in online if use is not None and use.has_copies(seq)
+        )
         # Admission may not use reserved blocks, but growth may: compare with the smaller limit.
         self._free = min(table.ledger.least_room, table.ledger.free)
         self._running_slots = planner.config.max_running * planner.stages - table.running_count

@@ -42,6 +42,7 @@ class HostCache:
 
     slots: int = 0
     filling: int = 0  # copies that are being written
+    lost_total: int = 0  # copies that are gone, so far
     _copies: dict[bytes, _Copy] = field(default_factory=dict)
     _empty: list[int] = field(default_factory=list)  # a heap: low slots are backed by memory first
     _debts: dict[bytes, int] = field(default_factory=dict)  # hash → sequences that need the copy
@@ -95,6 +96,7 @@ class HostCache:
         """Remove all slots and copies; returns the copies."""
         lost = [Lost(key, copy.reported) for key, copy in self._copies.items()]
         self.slots = self.filling = 0
+        self.lost_total += len(lost)
         for part in (self._copies, self._owed, self._spare, self._empty):
             part.clear()
         return lost
@@ -128,6 +130,7 @@ class HostCache:
             copy.condemned = True
             return None
         del self._copies[block_hash]
+        self.lost_total += 1
         self.filling -= copy.state is CopyState.FILLING
         self._owed.pop(block_hash, None)
         self._spare.pop(block_hash, None)

@@ -81,19 +81,19 @@ class HostTier:
     sequence_table: SequenceTable
     cache: HostCache = field(default_factory=HostCache)
     counts: HostCounts = field(default_factory=HostCounts)
+    _use: HostUse = field(init=False)
     _saver: HostSaver = field(init=False)
     _saves: dict[int, SaveJob] = field(default_factory=dict)
     _recalls: dict[int, _RecallJob] = field(default_factory=dict)
     _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
-    _late: set[str] = field(default_factory=set)  # sequences whose recall took too long
     _jobs: int = 0  # jobs so far
     _looked_s: float = 0.0
-    _queued: int = 0  # `queued_total` at the last look
+    _queue: tuple[int, int] = (0, 0)  # `_queue_now` at the last look
 
     def __post_init__(self) -> None:
         table = self.sequence_table
-        use = table.host_use = HostUse(self.cache)
-        self._saver = HostSaver(self.settings, table, self.cache, use, self._note_lost)
+        self._use = table.host_use = HostUse(self.cache)
+        self._saver = HostSaver(self.settings, table, self.cache, self._use, self._note_lost)
 
     # --- queries
 
@@ -112,7 +112,7 @@ class HostTier:
         table = self.sequence_table
         if not self.cache.slots or table.ledger.stages > 1:
             return inf
-        if table.waiting and table.queued_total != self._queued:
+        if table.waiting and self._queue_now != self._queue:
             return self._looked_s
         if self._pins or table.waiting:
             return self._looked_s + LOOK_S
@@ -120,6 +120,12 @@ class HostTier:
             return inf
         # An idle worker looks no more often than it may save.
         return self._looked_s + (LOOK_S if table.sequences else max(LOOK_S, self._saver.idle_s))
+
+    @property
+    def _queue_now(self) -> tuple[int, int]:
+        """Changes if a sequence is queued, or ends: then another may start, or be recalled."""
+        table = self.sequence_table
+        return table.queued_total, len(table.sequences)
 
     @property
     def stalls(self) -> bool:
@@ -253,7 +259,7 @@ class HostTier:
         lane_s = max(0.0, event.lane_free_s - now_s)  # time until the lane is free
         # The running iteration may still write to blocks that were freed since it was planned.
         if not iteration_runs:
-            self._queued = table.queued_total
+            self._queue = self._queue_now
             for recall in self._due_recalls(now_s, lane_s):
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)
@@ -286,8 +292,9 @@ class HostTier:
             elif until_s < now_s:
                 del self._pins[name]
                 table.release_pin(name)
-                self._late &= table.sequences.keys()
-                self._late.update([filling[name]] if name in filling else [])
+                late = self._use.late
+                late.intersection_update(table.sequences)
+                late.update([filling[name]] if name in filling else [])
         return self._cancel_unneeded()
 
     # --- recalls
@@ -304,7 +311,8 @@ class HostTier:
             missing = sequence.blocks_to_admit(self.config.block_size)
             missing -= len(table.table.block_ids(sequence.pin)) if sequence.pin else 0
             fits, ahead = not ahead or table.ledger.free >= ahead + missing, ahead + missing
-            if not fits or sequence.sample_due or sequence.pin or sequence.seq_id in self._late:
+            late = sequence.seq_id in self._use.late
+            if not fits or sequence.sample_due or sequence.pin or late:
                 continue
             hashes = tuple(table.prefixes.chain(sequence))
             have = len(list(self._device.find(hashes)))

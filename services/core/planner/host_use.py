@@ -16,11 +16,14 @@ class HostUse:
     """
 
     cache: HostCache
+    late: set[str] = field(default_factory=set)  # waiting sequences whose recall took too long
     _owed: dict[str, list[bytes]] = field(default_factory=dict)  # by sequence id
+    _lost: int = 0  # `cache.lost_total` at the last `note_lost`
 
     def note_started(self, sequence: Sequence) -> None:
         """A sequence has started with its cached blocks."""
         self.note_left(sequence)
+        self.late.discard(sequence.seq_id)
         self._touch(sequence)
 
     def note_freed(self, sequence: Sequence) -> None:
@@ -30,7 +33,7 @@ class HostUse:
 
     def note_preempted(self, sequence: Sequence, registered: int) -> None:
         """A sequence waits again, and has lost its `registered` first blocks."""
-        if registered:
+        if registered and not sequence.request.logprobs.runs_prompt:
             owed = sequence.block_hashes[registered - 1 :: -1]
             self.cache.owe(owed)
             self._owed[sequence.seq_id] = owed
@@ -41,6 +44,22 @@ class HostUse:
         if owed is not None:
             self.cache.settle(owed)
 
+    def note_lost(self, running: Iterable[Sequence]) -> None:
+        """Let running sequences be saved again whose copies are gone; call before a preemption.
+
+        Not at each loss: in a store that is too small, they would evict each other's all the time.
+        """
+        if self._lost == self.cache.lost_total:
+            return
+        self._lost = self.cache.lost_total
+        for sequence in running:
+            if sequence.saved:
+                sequence.saved = min(sequence.saved, self._copied(sequence))
+
+    def has_copies(self, sequence: Sequence) -> bool:
+        """Whether a running sequence `is_saved`, and no copy is gone."""
+        return sequence.is_saved and self._copied(sequence) == sequence.registered
+
     def is_owed(self, sequence: Sequence) -> bool:
         """Whether copies are kept for a waiting sequence."""
         return sequence.seq_id in self._owed
@@ -49,6 +68,12 @@ class HostUse:
         """Copies are owed to waiting sequences only."""
         assert self._owed.keys() <= {sequence.seq_id for sequence in waiting}
         self.cache.check_invariants()
+
+    def _copied(self, sequence: Sequence) -> int:
+        """How many of its first cached blocks have copies, or get them now."""
+        hashes = sequence.block_hashes[: sequence.registered]
+        missing = (place for place, key in enumerate(hashes) if key not in self.cache)
+        return next(missing, len(hashes))
 
     def _touch(self, sequence: Sequence) -> None:
         if sequence.registered:

@@ -182,8 +182,12 @@ class Sequence:
 
     @property
     def is_saved(self) -> bool:
-        """Whether all its cached blocks have copies in host memory, or get them now."""
-        return 0 < self.registered <= self.saved
+        """Whether all its cached blocks have copies in host memory, or get them now.
+
+        Copies may have been evicted since: see `HostUse.note_lost`. They do not help a sequence
+        whose whole prompt must run again.
+        """
+        return 0 < self.registered <= self.saved and not self.request.logprobs.runs_prompt
 
     @property
     def has_unsent_hits(self) -> bool:

@@ -213,6 +213,7 @@ class SequenceTable:
             self.discard_suspended()
         # The victim may be the sequence itself: then it stops running and the loop ends.
         while sequence.phase is Phase.RUNNING and self.ledger.least_room <= 0:
+            self._note_lost_copies()
             victims = self.precedence.victims
             victim = victims(self.running, self.held, self.ledger.full_stages)
             # The loss of a pin costs a computation at most, as a preemption does, but of a request
@@ -299,6 +300,7 @@ class SequenceTable:
                 continue
             for batch in colliding:
                 if batch.blocks == 1:
+                    self.tails.lost_tokens_total += batch.computed
                     self.preempt(batch)  # its only block
                 else:
                     self.tails.lose(batch)
@@ -326,7 +328,7 @@ class SequenceTable:
     def make_room(self, blocks: int) -> None:
         """Preempt batch sequences, newest first, until `blocks` are free for online KV."""
         while self.ledger.free < blocks and self._may_preempt_batch:
-            if (victim := newest_batch(self.running)) is None:
+            if (victim := self._newest_batch()) is None:
                 return
             self.preempt(victim)
 
@@ -335,7 +337,7 @@ class SequenceTable:
         if self.precedence.batch_yields:
             while self.ledger.used_at(stage) > blocks and self._release_batch_pin():
                 pass
-            while self.ledger.used_at(stage) > blocks and (victim := newest_batch(self.running)):
+            while self.ledger.used_at(stage) > blocks and (victim := self._newest_batch()):
                 self.preempt(victim)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -473,7 +475,7 @@ class SequenceTable:
         self.ledger.check_invariants()
         self.pins.check_invariants()
         if self.host_use is not None:
-            self.host_use.check_invariants(self.sequences.values())
+            self.host_use.check_invariants((*self.waiting, *self.held))
         self.tails.check_invariants()
         # Queues hold the right phases in the right order.
         for phase, members in (
@@ -555,9 +557,18 @@ class SequenceTable:
         if self.running_count >= running_max or lacks_blocks():
             self.discard_suspended()
         while len(self.running) >= running_max or lacks_blocks():
-            victim = newest_batch(self.running)
+            victim = self._newest_batch()
             assert victim is not None, f"{sequence.seq_id} does not fit"
             self.preempt(victim)
+
+    def _newest_batch(self) -> Sequence | None:
+        self._note_lost_copies()
+        return newest_batch(self.running)
+
+    def _note_lost_copies(self) -> None:
+        """Before the choice of a victim: it depends on copies."""
+        if self.host_use is not None:
+            self.host_use.note_lost(self.running)
 
     def _needs_fewer_blocks(self, sequence: Sequence, missing: int) -> bool:
         """Whether a waiting sequence can start although `missing` blocks are not free."""

@@ -95,6 +95,22 @@ def test_other_work_runs_during_a_recall() -> None:
     world.end()
 
 
+@pytest.mark.parametrize("output", range(2, 8))
+def test_a_request_is_recalled_once_another_has_freed_blocks(output: int) -> None:
+    """Not started without its recall, however long ago the last look was."""
+    world = recallable(num_blocks=12)
+    other = world.ask(tuple(range(60, 80)), output=output)
+    world.iterate()
+    waiting = world.ask(PROMPT)
+    while other not in world.over:
+        assert not world.state.sequences[waiting].blocks
+        world.iterate()
+        world.copy_all()
+    settle(world)
+    assert world.cached[waiting] == 32
+    world.end()
+
+
 def test_a_hanging_recall_times_out() -> None:
     world = recallable()
     name = world.ask(PROMPT)
@@ -196,6 +212,31 @@ def test_preempted_batch_work_comes_back_from_the_host() -> None:
     world.end()
 
 
+def test_a_request_whose_recall_timed_out_is_recalled_after_its_next_preemption() -> None:
+    """It is preempted before others, since it has copies."""
+    world = HostWorld(num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
+    batch = world.ask(PROMPT, output=40, online=False)
+    sequence = world.state.sequences[batch]
+    for preemptions in (1, 2):
+        for _ in range(40):
+            if not sequence.is_saved:
+                world.iterate()
+                world.copy_all()
+        fillers(world, 8)
+        for _ in range(100):
+            if not sequence.pin:
+                world.iterate()
+            if not sequence.pin:
+                world.copy_all()
+        assert world.state.preemptions_total == preemptions
+        assert sequence.pin, "it is not recalled"
+        world.now_s += 2 * RECALL_S  # the copier hangs
+        world.look()
+        assert not sequence.pin, "its recall is tried again at once"
+        world.copy_all()
+    world.end()
+
+
 def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
     world = HostWorld(slots=12, num_blocks=20, host=host_settings(save_from=0.0, lane_share=1.0))
     world.ask(PROMPT, output=24, online=False)
@@ -210,6 +251,29 @@ def test_copies_of_preempted_work_stay_while_others_are_evicted() -> None:
         if world.state.waiting and not world.state.waiting[-1].online:
             owed = hashes_of(world, PROMPT)
             assert len(list(world.host.cache.find(owed))) == len(owed)
+    world.end()
+
+
+def test_evicted_copies_count_no_more_when_a_victim_is_chosen() -> None:
+    """Saves of a sequence evict the copies of others that run, if the store is too small."""
+    settings = host_settings(save_from=0.0, lane_share=1.0)
+    world = HostWorld(slots=8, num_blocks=40, host=settings)
+    prompts = [tuple(range(first, first + 33)) for first in (1, 51, 101)]
+    names = [world.ask(prompt, output=30, online=False) for prompt in prompts]
+    batch = [world.state.sequences[name] for name in names]
+    use = world.state.sequence_table.host_use
+    assert use is not None
+    while not (batch[1].is_saved and not use.has_copies(batch[1]) and not batch[2].is_saved):
+        assert world.iterate(), "the copies of the second sequence stay"
+        world.copy_all()
+    free = world.state.pool.free_count
+    world.ask(tuple(range(200, 201 + BLOCK_SIZE * free)), output=2)
+    preempted = world.state.preemptions_total
+    while world.state.preemptions_total == preempted:
+        world.iterate()
+    assert batch[1].blocks and not batch[2].blocks, "not the newest was preempted"
+    assert not batch[1].is_saved
+    world.copy_all()
     world.end()
 
 

@@ -1,7 +1,9 @@
-"""The next chunk of a sequence: the fast path for decodes equals the general one."""
+"""Sequences: the fast path for the next chunk of decodes, and whether host copies help."""
 
 import pytest
 
+from services.core.host.host_cache import HostCache
+from services.core.planner.host_use import HostUse
 from services.core.planner.sequence import Sequence
 from services.core.request import Limits, LogprobOptions, Request, Sampling
 
@@ -30,3 +32,16 @@ def test_a_decode_is_the_chunk_of_the_last_token(
         assert first.sampler_outputs == second.sampler_outputs == first.output_count
         for sequence in (first, second):
             sequence.computed += 1
+
+
+@pytest.mark.parametrize("logprobs", [LogprobOptions(), LogprobOptions(prompt=0)])
+def test_host_copies_help_no_request_whose_whole_prompt_runs_again(
+    logprobs: LogprobOptions,
+) -> None:
+    request = Request("r", PROMPT, Sampling(temperature=0.0), Limits(9), 0.0, logprobs=logprobs)
+    sequence, use = Sequence(request, 1, 0.0), HostUse(HostCache())
+    sequence.block_hashes = [b"first"]
+    sequence.registered = sequence.saved = 1
+    assert sequence.is_saved is not logprobs.runs_prompt
+    use.note_preempted(sequence, 1)
+    assert use.is_owed(sequence) is not logprobs.runs_prompt

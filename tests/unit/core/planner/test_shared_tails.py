@@ -72,6 +72,17 @@ def test_a_tail_is_lost_when_the_fills_meet() -> None:
     assert device.state.preemptions_total == 0
 
 
+def test_the_tokens_of_a_tail_that_was_the_only_block_count_as_lost() -> None:
+    device = _device(num_blocks=3)
+    batch = _begin_batch(device, prompt=1, output=6)
+    device.arrive(DEFAULT_SERVICE, 8, 4)
+    tails, computed = device.state.sequence_table.tails, 0
+    while not device.state.preemptions_total:
+        computed = device.state.sequences[batch].computed
+        device.run()
+    assert tails.shared_total == 1 and tails.lost_tokens_total == computed > 0
+
+
 def test_a_batch_request_that_yields_its_slot_has_no_tail_to_share() -> None:
     """Its other blocks stay in use, so the online request waits instead."""
     device = _device(num_blocks=8, prefix_caching=True, max_running=2)
