@@ -304,13 +304,16 @@ class HostTier:
         table, prefetch = self.sequence_table, self.settings.prefetch
         if not prefetch and self._awaited:
             return
-        ahead = 0  # blocks that the sequences before this one lack
+        # Blocks that earlier sequences lack, from the first on that must not be overtaken.
+        ahead = 0
         for sequence in list(islice(table.waiting, SCAN_MAX if prefetch else 1)):
             if len(self._recalls) >= RECALLS_MAX:
                 return
             missing = sequence.blocks_to_admit(self.config.block_size)
             missing -= len(table.table.block_ids(sequence.pin)) if sequence.pin else 0
-            fits, ahead = not ahead or table.ledger.free >= ahead + missing, ahead + missing
+            fits = not ahead or table.ledger.free >= ahead + missing
+            if ahead or sequence.overtaken >= self.config.overtaken_max:
+                ahead += missing
             late = sequence.seq_id in self._use.late
             if not fits or sequence.sample_due or sequence.pin or late:
                 continue
@@ -324,7 +327,7 @@ class HostTier:
             if pays and self._may_start(sequence):
                 table.make_way(sequence)
                 command = self._recall(sequence, hashes[: have + len(slots)])
-                ahead -= have + len(slots)
+                ahead = max(0, ahead - have - len(slots))
                 lane_s += self._link_s(len(command.blocks))
                 self._pins[command.pin] = now_s + max(RECALL_S, RECALL_FACTOR * lane_s)
                 yield command

@@ -334,17 +334,19 @@ def test_an_online_recall_takes_the_blocks_of_batch_work() -> None:
     world.end()
 
 
-def test_a_recall_takes_no_blocks_that_an_earlier_sequence_waits_for() -> None:
-    """Else a sequence that may not be overtaken any more would wait for ever."""
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_recall_takes_no_blocks_from_a_sequence_that_must_not_be_overtaken(bound: bool) -> None:
     world = recallable(num_blocks=12)
     world.ask((45, 46, 47), output=30)
     while world.state.pool.taken_count < 4:
         world.iterate()
         world.copy_all()
     world.ask(tuple(range(49, 11, -1)), output=2)
+    if bound:
+        world.state.sequence_table.waiting[0].overtaken = world.state.config.overtaken_max
     world.ask(PROMPT[:17])
     world.look()
-    assert not any(isinstance(job.command, RecallBlocks) for job in world.jobs)
+    assert any(isinstance(job.command, RecallBlocks) for job in world.jobs) is not bound
     world.end()
 
 
