@@ -15,7 +15,6 @@ from services.common.membership import SERVICES, Registration
 from services.common.metrics_server import metrics_exposed
 from services.common.process_metrics import service_registry
 from services.common.transport import Transport, transport_of
-from services.core.scheduler.admission import WAITING_MODELS_MAX
 from services.core.scheduler.dispatch import PREFIX
 from services.core.scheduler.state_config import StateConfig
 from services.scheduler.config import UNKNOWN_WORKERS, SchedulerConfig
@@ -30,6 +29,8 @@ from tideserve.common.v1 import record_pb2
 from tideserve.scheduler.v1 import scheduler_pb2_grpc
 
 STOP_GRACE_S = 1.0
+FULL_MODELS_MAX = 16
+"""Models whose full queues a gateway stream can hold; a stream with more is closed and repeated."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ async def _serve(config: SchedulerConfig, store: Store, stop: asyncio.Event) -> 
     settings = state_config(config)
     state = settings.state()
     # A gateway that reconnects repeats its asks for all models, and gets a ticket for each.
-    outbox_limit = 2 * WAITING_MODELS_MAX * config.state.queue_limit + 1024
+    outbox_limit = 2 * FULL_MODELS_MAX * config.state.queue_limit + 1024
     event_log = open_event_log(config.event_log, NAME, settings)
     driver = SchedulerDriver(state, outbox_limit, config.gateway_grace_s, event_log)
     view = ServingGroups(

@@ -1,7 +1,7 @@
-"""Tokens are those of an undisturbed run with host copies, through changes, aborts and losses.
+"""Host copies change no token, despite group changes, aborts and losses.
 
-The model is one of integers (`fake_model`): a token depends on every value that every layer has
-stored for its request, so a block in the wrong place changes it.
+The integer model (`fake_model`) derives a token from all values that all layers have stored for its
+request, so a misplaced block changes it.
 """
 
 import os
@@ -34,7 +34,7 @@ REQUESTS = 12
 
 
 def requests() -> list[Request]:
-    """Prompts of which many begin alike."""
+    """Requests, many of which share prompt prefixes."""
     rng, made = random.Random(7), list[Request]()
     for number in range(REQUESTS):
         begin = rng.choice(made).prompt_ids if made and rng.random() < 0.8 else ()
@@ -45,7 +45,7 @@ def requests() -> list[Request]:
 
 
 class HostScenario(Scenario):
-    """Requests whose prompts come back, on engines that save and recall; copiers may fail."""
+    """Requests with repeated prompts on engines that save and recall; copiers may fail."""
 
     GROUP = HostGroup
     group: HostGroup
@@ -87,7 +87,7 @@ def scenario() -> Iterator[list[HostScenario]]:
 
 
 def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
-    """Run a scenario; returns what its engines have copied."""
+    """Run a scenario; returns the counters of its engines' copies."""
     scenario = HostScenario(seed, **options)
     made.append(scenario)
     scenario.run(EVENTS)
@@ -95,7 +95,7 @@ def ran(seed: int, made: list[HostScenario], **options: Any) -> Counter[str]:
     return scenario.group.seen
 
 
-def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) -> None:
+def test_host_copies_change_no_token(scenario: list[HostScenario]) -> None:
     counts: Counter[str] = Counter()
     for seed in SEEDS:
         counts += ran(seed, scenario)
@@ -105,7 +105,7 @@ def test_tokens_are_those_of_undisturbed_requests(scenario: list[HostScenario]) 
 
 
 def audited(made: HostScenario, folder: Path) -> Findings:
-    """Run a scenario with logs, without closer look at its tokens; replays decide the same."""
+    """Run a scenario with logs but without checking its tokens; check that the logs replay."""
     try:
         made.run(EVENTS)
     finally:
@@ -118,13 +118,13 @@ def audited(made: HostScenario, folder: Path) -> Findings:
     return findings
 
 
-def test_logs_are_decided_again_and_audited(tmp_path: Path) -> None:
+def test_logs_replay_and_pass_the_audit(tmp_path: Path) -> None:
     findings = audited(HostScenario(1, host_slots=200, event_logs=tmp_path), tmp_path)
     assert findings.checks["I12"] > 10 and findings.checks["I13"] > 10
     assert not findings.violations
 
 
-def test_the_audit_notices_a_swapped_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_detects_a_swapped_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swap_blocks(monkeypatch)
     monkeypatch.setattr(HostStore, "is_intact", lambda store, slot: True)
     made = HostScenario(1, host_slots=200, event_logs=tmp_path)
@@ -132,10 +132,10 @@ def test_the_audit_notices_a_swapped_block(tmp_path: Path, monkeypatch: pytest.M
     assert any(sentence.startswith("I12: ") for sentence in violations)
 
 
-def test_a_swapped_block_is_noticed(
+def test_a_swapped_block_is_detected(
     scenario: list[HostScenario], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two copies change places: without checksums requests read each other's KV."""
+    """Without checksums, two swapped copies make requests read each other's KV."""
     swap_blocks(monkeypatch)
     counts = ran(3, scenario, host_slots=200)
     assert counts["failures"] > 0
@@ -145,7 +145,7 @@ def test_a_swapped_block_is_noticed(
             ran(seed, scenario, host_slots=200)
 
 
-def test_a_second_owner_finds_nothing_of_the_first(scenario: list[HostScenario]) -> None:
+def test_owners_share_no_host_copies(scenario: list[HostScenario]) -> None:
     """The same prompts with another salt have no hits in host memory."""
     made = HostScenario(1, host_slots=200)
     scenario.append(made)

@@ -1,7 +1,7 @@
-"""Tokens of a real model with KV in host memory are those of an undisturbed run.
+"""KV in host memory changes no token of a real model.
 
-Batch work yields, groups merge and split, workers and copiers are lost, and copies stop anywhere:
-a block that is copied may move, and what waits for it may end.
+Batch requests yield, groups merge and split, workers and copiers are lost, and copies are
+interrupted anywhere: a block may move while it is copied, and its waiting request may end.
 """
 
 import os
@@ -37,25 +37,25 @@ SCENARIOS = int(os.environ.get("TIDESERVE_HOST_SCENARIOS", "5"))
 DIVISIONS = int(os.environ.get("TIDESERVE_HOST_DIVISIONS", "1"))
 EVENTS, DIVISION_EVENTS = 18, 4
 SLOTS = (8, 30, 200)
-"""A store of fewer blocks than the longest request has, one that is soon full, and a roomy one."""
+"""Store sizes: fewer blocks than the longest request has, a scarce store, and a roomy store."""
 SALTS = ("", "", "other")
 PROMPTS, PROMPT_MIN = 6, 20
 FIRST = 3
-"""Of these seeds, a few meet most of what can happen."""
+"""First seed: the next few scenarios include every kind of event."""
 LOGGED = 4
-"""One scenario in so many keeps event logs; its blocks are not relocated."""
+"""One of this many scenarios writes event logs, without relocating blocks."""
 SWAPPED, SHARED = 4, 3
-"""Seeds of scenarios in which blocks change places, and in which owners share them."""
+"""Seeds of scenarios with swapped blocks, and with blocks shared between owners."""
 
 
 def options(seed: int) -> dict[str, Any]:
-    """Host memory of some size, without prefetch for each fifth seed."""
+    """Options of host memory by seed; every fifth seed has no prefetch."""
     settings = host_settings(save=Save.BATCH if seed % 4 == 3 else Save.ALL, prefetch=seed % 5 != 4)
     return {"host_slots": SLOTS[seed % len(SLOTS)], "settings": settings}
 
 
 class HostClassScenario(ClassScenario):
-    """Few prompts, which come again and again, of two owners; copiers fail."""
+    """A few repeated prompts of two owners; copiers fail."""
 
     GROUP = HostGroup
     group: HostGroup
@@ -78,7 +78,7 @@ class HostClassScenario(ClassScenario):
                 self.group.relocate(self._chances)
 
     def abort(self) -> None:
-        """The client that hangs up is one whose request waits for its recall, if any does."""
+        """Abort a request that waits for its recall, if there is one."""
         pins = {
             request_id_of(sequence.seq_id)
             for engine in self.group.engines.values()
@@ -94,7 +94,7 @@ class HostClassScenario(ClassScenario):
 
 
 class HostDivisionScenario(DivisionScenario):
-    """Groups of four that divide, while a worker may die."""
+    """Groups of four that split; a worker may die."""
 
     GROUP = HostGroup
     group: HostGroup
@@ -102,15 +102,15 @@ class HostDivisionScenario(DivisionScenario):
 
 def some_owned(requests: list[Request], seed: int) -> list[Request]:
     """A few of the requests with longer prompts, for each owner."""
-    long = [one for one in requests if len(one.prompt_ids) > PROMPT_MIN]
+    long = [request for request in requests if len(request.prompt_ids) > PROMPT_MIN]
     few = random.Random(f"prompts {seed}").sample(long, PROMPTS)
-    return [replace(one, cache_salt=salt) for one in few for salt in SALTS]
+    return [replace(request, cache_salt=salt) for request in few for salt in SALTS]
 
 
 def ran(
     config: RunnerConfig, oracle: Oracle, seed: int, event_logs: Path | None = None
 ) -> HostClassScenario:
-    """A scenario that has ended; it has no engines any more."""
+    """Run a scenario to its end and close its engines."""
     requests = some_owned(oracle.requests, seed)
     scenario = HostClassScenario(config, requests, seed, event_logs=event_logs, **options(seed))
     scenario.relocates = event_logs is None
@@ -136,16 +136,14 @@ def oracle(config: RunnerConfig) -> Oracle:
 
 
 def audit(folder: Path, findings: Findings) -> None:
-    """Replays of the logs in `folder` decide the same."""
+    """Replay the logs in `folder`, and audit them."""
     for path in sorted(folder.iterdir()):
         entries = list(read_entries(path, WORKER_TYPES))
         assert replay(Changeover.of(read_config(path, MemberConfig)), entries).difference == ""
         EngineHistory(findings).read(entries)
 
 
-def test_tokens_are_those_of_undisturbed_requests(
-    config: RunnerConfig, oracle: Oracle, tmp_path: Path
-) -> None:
+def test_host_memory_changes_no_token(config: RunnerConfig, oracle: Oracle, tmp_path: Path) -> None:
     seen, findings = Counter[str](), Findings()
     for seed in range(FIRST, FIRST + SCENARIOS):
         logs = tmp_path if seed % LOGGED == LOGGED - 1 else None
@@ -163,7 +161,7 @@ def test_tokens_are_those_of_undisturbed_requests(
     assert not [one for one in findings.violations if one.startswith(("I12", "I13"))]
 
 
-def test_copies_outlive_divisions_of_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_copies_survive_splits_of_groups(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = tight_config(tmp_path_factory.mktemp("models") / "llama", division_scenario.LAYERS)
     oracle, seen = Oracle(config), Counter[str]()
     for seed in range(DIVISIONS):
@@ -180,23 +178,25 @@ def test_copies_outlive_divisions_of_groups(tmp_path_factory: pytest.TempPathFac
     assert seen["saved"] and seen["divided"], seen
 
 
-def test_a_swapped_block_is_noticed(
+def test_a_swapped_block_is_detected(
     config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two copies change places; without checksums, tokens are those of another request."""
+    """Without checksums, two swapped copies cause tokens of another request."""
     swap_blocks(monkeypatch)
     scenario = ran(config, oracle, SWAPPED)
     check(scenario, oracle)
     assert scenario.seen["failures"] > scenario.copiers_failed
     monkeypatch.setattr(HostStore, "is_intact", lambda store, slot: True)
     streams = ran(config, oracle, SWAPPED).group.streams.values()
-    assert any(one.tokens != oracle.tokens(one.request) for one in streams if not one.aborted)
+    assert any(
+        stream.tokens != oracle.tokens(stream.request) for stream in streams if not stream.aborted
+    )
 
 
-def test_hits_of_another_owner_are_noticed(
+def test_hits_of_another_owner_are_detected(
     config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the salt is left out of the hashes of blocks."""
+    """The salt is omitted from the hashes of blocks."""
     monkeypatch.setattr(prefix_cache, "prompt_root", lambda salt: prompt_root(""))
     with pytest.raises(AssertionError, match="hits of another owner"):
         check(ran(config, oracle, SHARED), oracle)

@@ -1,4 +1,4 @@
-"""Engines that share tail blocks (`block_sharing`) compute the tokens of an undisturbed run."""
+"""Sharing of tail blocks (`block_sharing`) changes no token."""
 
 import os
 from collections import Counter
@@ -39,7 +39,7 @@ def oracle(config: RunnerConfig) -> Oracle:
 
 
 def _run(config: RunnerConfig, oracle: Oracle, seeds: Iterable[int]) -> Counter[str]:
-    """Interruptions, aborts, merges, splits and losses of workers beside shared tails."""
+    """Run scenarios with shared tails, interruptions, aborts, merges, splits and lost workers."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         scheduling = SCHEDULINGS[seed % len(SCHEDULINGS)]
@@ -54,18 +54,16 @@ def _run(config: RunnerConfig, oracle: Oracle, seeds: Iterable[int]) -> Counter[
 
 
 @pytest.mark.timeout(300 + 5 * SCENARIOS)
-def test_shared_tails_give_the_tokens_of_an_undisturbed_run(
-    config: RunnerConfig, oracle: Oracle
-) -> None:
+def test_shared_tails_change_no_token(config: RunnerConfig, oracle: Oracle) -> None:
     seen = _run(config, oracle, range(SCENARIOS))
     wanted = ("shared", "lost tails", "suspended", "yielded", "killed")
     assert all(seen[kind] for kind in wanted), seen
 
 
-def test_an_entry_that_is_overwritten_too_early_is_noticed(
+def test_an_early_overwritten_entry_is_detected(
     config: RunnerConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the entries of the batch sequence stay where the online sequence writes its own."""
+    """The batch sequence's entries stay where the online sequence writes its own."""
     monkeypatch.setattr(StageMemory, "turn_tails", lambda *_: None)
     with pytest.raises(AssertionError):
         _run(config, oracle, range(SCENARIOS))

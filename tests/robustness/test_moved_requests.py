@@ -1,7 +1,7 @@
-"""Running requests are moved between real workers: their streams show nothing of it.
+"""Running requests move between real workers without changing their outputs.
 
-Streams of every kind of sampling, at several moments, with other parts of the cluster suspended or
-killed meanwhile.
+Streams use every kind of sampling; they move at several tokens, while other parts of the cluster
+are suspended or killed.
 """
 
 from collections.abc import Iterator
@@ -35,17 +35,17 @@ from tideserve.cli.move import move
 
 MOVES = 1000
 LONG_TOKENS = 800
-"""Of streams that move several times."""
+"""Output tokens of streams that move several times."""
 WARM_UP_MOVES = 1000
 """Moves before memory is measured: ended transfers are remembered for up to two minutes, and
 allocators reach their peaks. The second 500 moves still grow what the third do not.
 """
 GROWTH_BYTES = 1 << 10
-"""Of all processes of both workers, a move."""
+"""Growth of all processes of both workers per move."""
 REST_S = 25.0
-"""Before memory is measured: lanes free buffers that were not needed for 20 s."""
+"""Pause before memory is measured: lanes free buffers unused for 20 s."""
 PAUSE_S = 0.2
-"""Before requests move back."""
+"""Pause before requests move back."""
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,7 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 
 
 @pytest.mark.parametrize("at", [1, 40, 150])
-def test_no_answer_shows_that_requests_moved(
-    at: int, cluster: Cluster, undisturbed: list[Answer]
-) -> None:
+def test_moves_change_no_output(at: int, cluster: Cluster, undisturbed: list[Answer]) -> None:
     orders: list[dict[str, Any]] = []
     answers, moved = disturbed(
         cluster, at, lambda: orders.append(asked_to_move(cluster, "worker-0", "worker-1"))
@@ -76,7 +74,7 @@ def test_no_answer_shows_that_requests_moved(
     assert moved == orders[0]["moved"], orders
 
 
-def test_requests_move_both_ways_at_once(cluster: Cluster, undisturbed: list[Answer]) -> None:
+def test_requests_move_both_ways_concurrently(cluster: Cluster, undisturbed: list[Answer]) -> None:
     orders: list[dict[str, Any]] = []
     answers, moved = disturbed(
         cluster,
@@ -88,7 +86,7 @@ def test_requests_move_both_ways_at_once(cluster: Cluster, undisturbed: list[Ans
     assert moved == sum(row["moved"] for row in orders), orders
 
 
-def test_the_command_says_why_nothing_moves(cluster: Cluster) -> None:
+def test_the_command_reports_why_no_request_moves(cluster: Cluster) -> None:
     both_serve(cluster)
     with pytest.raises(Exception, match="no further request can move now"):
         move(cluster.admin_url, None, "worker-0", None, None)
@@ -162,7 +160,7 @@ def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> Non
 
 
 def test_the_gateway_may_die_meanwhile(cluster: Cluster, undisturbed: list[Answer]) -> None:
-    """Its streams are cut off; both workers free all blocks, and later streams are undisturbed."""
+    """Its streams break; both workers free all blocks, and later streams are unaffected."""
     pid = cluster.pids()["gateway"]
 
     def move_all() -> None:
@@ -195,7 +193,7 @@ def test_a_thousand_moves_between_two_workers(cluster: Cluster) -> None:
             asked_to_move(cluster, "worker-1", "worker-0")
 
     def move_streams(moves: int) -> float:
-        """Repeat the streams until at least as many have moved; returns how many."""
+        """Repeat the streams until at least `moves` have moved; returns their number."""
         begun = metric(cluster, MOVED)
         while (moved := metric(cluster, MOVED) - begun) < moves:
             ended = Event()

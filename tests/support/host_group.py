@@ -82,7 +82,11 @@ class HostGroup(EngineGroup):
         """
         alone = [stages[0].worker_id for stages in self.groups if len(stages) == 1]
         engines = [self.engines[name] for name in sorted(alone)]
-        settled = [one for one in engines if one.member.settled and not one.member.state.in_flight]
+        settled = [
+            engine
+            for engine in engines
+            if engine.member.settled and not engine.member.state.in_flight
+        ]
         if not settled:
             return
         engine = rng.choice(settled)
@@ -149,7 +153,7 @@ class HostGroup(EngineGroup):
         return super()._at_rest(engine) and not copies
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _common(first: tuple[int, ...], other: tuple[int, ...]) -> int:
     """The number of tokens with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))

@@ -32,7 +32,7 @@ from services.gateway.batches.rows import (
     ReturnedLine,
 )
 from services.gateway.batches.store import BatchStore
-from services.gateway.vocabulary.errors import GatewayError, ModelUnserved
+from services.gateway.vocabulary.errors import GatewayError, ServiceUnavailable
 
 ADVANCE_S = 1.0
 CLAIM_S = 0.05
@@ -273,7 +273,8 @@ class BatchLeader:
             return running.run.failed(error)
         now_s = monotonic_s()
         # The window is that of all models.
-        if error.code in (RATE_LIMITED, NO_MODEL) or isinstance(error, ModelUnserved):
+        unserved = isinstance(error, ServiceUnavailable) and error.unserved
+        if unserved or error.code in (RATE_LIMITED, NO_MODEL):
             self._paused_s[batch.owner] = now_s + again.delay_s
         elif error.status in REFUSED and not again.failure:
             self._window.note_refused(now_s, again.delay_s)

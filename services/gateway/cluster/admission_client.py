@@ -27,7 +27,6 @@ from services.gateway.vocabulary.errors import (
     ContextExceeded,
     Expired,
     GatewayError,
-    ModelUnserved,
     QueueFull,
     ServiceUnavailable,
     TooLate,
@@ -314,10 +313,7 @@ class AdmissionClient:
             self._outbox.put(frame)
 
 
-_KINDS: dict[RefusalReason, type[ServiceUnavailable] | type[Expired]] = {
-    # The gateway serves the model, so its workers may start: only names that it does not serve are
-    # not found.
-    RefusalReason.UNKNOWN_MODEL: ModelUnserved,
+_OVERLOAD: dict[RefusalReason, type[ServiceUnavailable] | type[Expired]] = {
     RefusalReason.QUEUE_FULL: QueueFull,
     RefusalReason.TOO_LATE: TooLate,
     RefusalReason.EXPIRED: Expired,
@@ -332,7 +328,12 @@ def refusal_error(refusal: Refusal) -> GatewayError:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
             return BadRequest(message)
+    # Also for a model that the scheduler does not know: this gateway serves it, so its workers
+    # may start, and only names that it does not serve are not found.
     kind: type[ServiceUnavailable] | type[Expired] = ServiceUnavailable
     if refusal.reason is not None:
-        kind = _KINDS.get(refusal.reason, kind)
-    return kind(message, retry_after_s=refusal.retry_after_s or 1.0, booked=refusal.booked)
+        kind = _OVERLOAD.get(refusal.reason, kind)
+    error = kind(message, retry_after_s=refusal.retry_after_s or 1.0, booked=refusal.booked)
+    if isinstance(error, ServiceUnavailable):
+        error.unserved = refusal.reason is RefusalReason.UNKNOWN_MODEL
+    return error

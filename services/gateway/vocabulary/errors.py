@@ -223,18 +223,18 @@ class ServerLost(GatewayError):
 
 
 class ServiceUnavailable(GatewayError):
-    """The request cannot be served now; the client should retry."""
+    """The request cannot be served now; the client should retry.
+
+    `unserved`: because no worker serves the model, or none can load the adapter.
+    """
 
     status = 503
     kind = "service_unavailable"
     code = "unavailable"
+    unserved = False
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, booked: bool = False) -> None:
         super().__init__(message, retry_after_s=retry_after_s, booked=booked)
-
-
-class ModelUnserved(ServiceUnavailable):
-    """No worker serves the model, or none can load the adapter."""
 
 
 class QueueFull(ServiceUnavailable):

@@ -109,7 +109,7 @@ def test_messages_of_request_exceptions_are_not_logged(
             assert "it failed" in shown and "mine" in shown
             for kind in ("KeyError", "OSError", "ValueError", "ExceptionGroup"):
                 assert f"builtins.{kind}" in shown
-            assert "test_of_an_exception_in_a_request" in shown, "where it was"
+            assert "test_messages_of_request_exceptions" in shown, "where it was"
             assert secret not in shown
     finally:
         logging.basicConfig(handlers=before[0], level=before[1], force=True)

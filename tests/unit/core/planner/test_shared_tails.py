@@ -64,7 +64,7 @@ def test_a_tail_is_lost_when_the_fills_meet() -> None:
         device.run()
     sequence = device.state.sequences[batch]
     assert (sequence.blocks, sequence.computed) == (2, 8) and tails.shared_total == 1
-    load = device.state.load
+    load = device.state.load()
     assert load.shared_tails_total == 1 and load.lost_tail_tokens_total == tails.lost_tokens_total
     while device.state.sequences:
         device.run()
