@@ -41,7 +41,7 @@ SLOTS = (8, 30, 200)
 SALTS = ("", "", "other")
 PROMPTS, PROMPT_MIN = 6, 20
 FIRST = 3
-"""Of these seeds, a few meet most of what can happen."""
+"""First seed: the next few scenarios include every kind of event."""
 LOGGED = 4
 """One of this many scenarios writes event logs, without relocating blocks."""
 SWAPPED, SHARED = 4, 3
