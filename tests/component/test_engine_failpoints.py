@@ -67,7 +67,9 @@ def points(phases: str) -> list[str]:
 
 
 ONLINE_PHASES = " ".join(
-    name for name, phase in PHASES.items() if not phase.batch and phase.change != MOVE
+    name
+    for name, phase in PHASES.items()
+    if not phase.batch and not phase.crowded and phase.change != MOVE
 )
 
 
