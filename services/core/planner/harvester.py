@@ -33,7 +33,7 @@ STARVED_EVERY = 16
 GROWTH_RESERVE = 0.04
 """Share of the blocks that admission of batch sequences leaves free for growing online ones."""
 RESERVING = frozenset({Scheduling.SLO, Scheduling.CONSERVE})
-"""The schedulings whose admissions do."""
+"""Schedulings whose admission keeps `GROWTH_RESERVE` free."""
 
 
 @dataclass(slots=True)

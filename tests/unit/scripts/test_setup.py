@@ -242,7 +242,7 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     folder.mkdir()
     write_program(
-        folder / "apt-get", f'echo "$@" >> {calls}; case "$*" in *download*) > x.deb;; esac'
+        folder / "apt-get", f'echo "$@" >> {calls}; case "$*" in *" download "*) > x.deb;; esac'
     )
     write_program(folder / "dpkg", "mkdir -p $3/usr/bin; echo 3.5.16 > $3/usr/bin/etcd")
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -272,7 +272,7 @@ def test_only_etcd_is_unpacked_into_the_cache(apt: Path, tmp_path: Path) -> None
     [
         ("exit 100", "the lists of Debian packages cannot be fetched"),
         ("exec sleep 60", "timed out"),
-        ('case "$*" in *download*) > x.deb;; esac', "no etcd in the package"),
+        ('case "$*" in *" download "*) > x.deb;; esac', "no etcd in the package"),
     ],
 )
 def test_a_failed_etcd_download_leaves_no_files(

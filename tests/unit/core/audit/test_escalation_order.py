@@ -116,7 +116,7 @@ def test_planners_preempt_requests_with_host_copies_first(
     assert audited(made_with, log).violations == []
 
 
-def test_a_planner_that_computes_again_what_it_could_swap_is_found(
+def test_recomputation_before_a_possible_swap_is_a_violation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     by_age = Precedence(
@@ -124,8 +124,9 @@ def test_a_planner_that_computes_again_what_it_could_swap_is_found(
     )
     monkeypatch.setitem(PRECEDENCES, Scheduling.FCFS, by_age)
     made_with = config(Scheduling.FCFS, host=SAVING)
-    found = audited(made_with, flood(made_with)).violations
-    assert found and all("(RECOMPUTE), though others have copies" in one for one in found)
+    violations = audited(made_with, flood(made_with)).violations
+    assert violations
+    assert all("(RECOMPUTE), though others have copies" in text for text in violations)
 
 
 @pytest.mark.parametrize(
