@@ -23,7 +23,6 @@ from services.core.planner.plan import Plan
 from services.core.planner.preemption import Preempt, PreemptedWork
 from services.core.planner.sequence import Phase, Sequence
 from services.core.planner.sequence_table import SequenceTable
-from services.core.planner.shared_tails import lacks_tail
 from services.core.queue_order import Scheduling
 
 BATCH_CHUNK_MIN_TOKENS = 16
@@ -76,14 +75,13 @@ class Harvester:
         ready = Ready()
         decodes, prefix_tokens, online = ready.decodes, 0, 0  # local: the loop runs per iteration
         bound: list[Sequence] = []  # decodes, ready or in flight, that may bound the iteration
-        sharing = self.config.block_sharing
         for sequence in self.sequence_table.running:
             computed = sequence.computed
             remaining = len(sequence.token_ids) - computed
             if not sequence.online:
                 if remaining == 1:
                     ready.batch_decodes.append(sequence)
-                elif remaining and not (sharing and self._lacks_tail(sequence)):
+                elif remaining:
                     ready.batch_prefills.append(sequence)
                 continue
             online += 1
@@ -98,28 +96,7 @@ class Harvester:
         ready.online, ready.prefix_tokens = online, prefix_tokens
         if bound:
             ready.least_residual_s = self._least_residual_s(bound, now_s)
-        if sharing and not (online or ready.batch_decodes or ready.batch_prefills):
-            self._restart_batch(ready)
         return ready
-
-    def _lacks_tail(self, sequence: Sequence) -> bool:
-        """Whether a batch sequence that lost its tail block finds no other."""
-        table = self.sequence_table
-        if not lacks_tail(sequence, self.config.block_size):
-            return False
-        if table.ledger.least_room <= 0:
-            return True
-        table.add_block(sequence)
-        return False
-
-    def _restart_batch(self, ready: Ready) -> None:
-        """Let the oldest running sequence, if any, continue, since no other can run."""
-        # All lost their tails: the oldest preempts the newest for a block.
-        running = self.sequence_table.running
-        if running and running[0].remaining:
-            self.sequence_table.grow(running[0])
-            if running and running[0].remaining:
-                ready.batch_prefills.append(running[0])
 
     def _least_residual_s(self, bound: list[Sequence], now_s: float) -> float:
         """Least residual time of online decodes, ready or in flight, that can still be met."""
@@ -201,7 +178,8 @@ class Harvester:
         oldest = ready.batch_prefills[0]
         least = min(BATCH_CHUNK_MIN_TOKENS, oldest.remaining, spent.tokens_left)
         by_share = spent.tokens_within(oldest.computed, target_s, least)
-        if by_share < least == spent.tokens_within(oldest.computed, limit_s, least):
+        fits = by_share < least == spent.tokens_within(oldest.computed, limit_s, least)
+        if fits and self._take_block(plan, oldest, alone=False):
             spent.add(oldest.computed, least)
             plan.add(oldest, least)
             ready.batch_prefills.remove(oldest)
@@ -287,7 +265,6 @@ class Harvester:
     def _add_batch_decodes(
         self, plan: Plan, ready: Ready, spent: Spent, target_s: float, alone: bool
     ) -> None:
-        table, block_size = self.sequence_table, self.config.block_size
         decodes = ready.batch_decodes
         prefix_tokens = sum([decode.computed for decode in decodes])
         # Fast path: if all fit together, skip the check of each decode.
@@ -303,14 +280,8 @@ class Harvester:
                     fits = self._replace_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
-            if len(sequence.token_ids) > sequence.blocks * block_size:
-                # Beside online work a batch decode takes free blocks only, and preempts nothing.
-                if not alone and table.ledger.least_room <= 0:
-                    continue
-                if table.grow(sequence):
-                    plan.drop_preempted()
-                if sequence.phase is not Phase.RUNNING:
-                    continue
+            if not self._take_block(plan, sequence, alone):
+                continue
             spent.add_decodes(1, sequence.computed)
             plan.decodes.append(sequence)
 
@@ -357,9 +328,25 @@ class Harvester:
                 return False
             # An otherwise empty batch-only iteration must make progress.
             tokens = least
+        if not self._take_block(plan, sequence, alone):
+            return False
         spent.add(sequence.computed, tokens)
         plan.add(sequence, tokens)
         return True
+
+    def _take_block(self, plan: Plan, sequence: Sequence, alone: bool) -> bool:
+        """Allocate the block that a batch decode needs, or a prompt that lost its shared tail.
+
+        False without a block: beside online work a batch sequence preempts nothing.
+        """
+        table = self.sequence_table
+        if len(sequence.token_ids) <= sequence.blocks * self.config.block_size:
+            return True
+        if not alone and table.ledger.least_room <= 0:
+            return False
+        if table.grow(sequence):
+            plan.drop_preempted()
+        return sequence.phase is Phase.RUNNING
 
     def _is_crowded(self, online: int) -> bool:
         """Whether online sequences hold most of the slots or of the blocks."""

@@ -83,6 +83,22 @@ def test_the_tokens_of_a_tail_that_was_the_only_block_count_as_lost() -> None:
     assert tails.shared_total == 1 and tails.lost_tokens_total == computed > 0
 
 
+@pytest.mark.parametrize("scheduling", SCHEDULINGS)
+def test_a_free_block_goes_to_online_requests_before_a_lost_tail(scheduling: Scheduling) -> None:
+    device = _device(num_blocks=8, scheduling=scheduling)
+    batch = _begin_batch(device)
+    device.arrive(DEFAULT_SERVICE, 8, 9)  # takes half of the tail, then the tail
+    growing = device.arrive(DEFAULT_SERVICE, 6, 9)
+    device.arrive(DEFAULT_SERVICE, 1, 3)
+    state = device.state
+    for _ in range(3):  # the third request ends, and frees the only block when `growing` needs it
+        device.run()
+    assert state.sequence_table.tails.lost_tokens_total and state.sequence_table.ledger.free == 1
+    device.run()
+    assert state.sequences[growing].blocks == 3
+    assert state.sequences[batch].blocks == 2 and not state.preemptions_total
+
+
 def test_a_batch_request_that_yields_its_slot_has_no_tail_to_share() -> None:
     """Its other blocks stay in use, so the online request waits instead."""
     device = _device(num_blocks=8, prefix_caching=True, max_running=2)
@@ -179,7 +195,7 @@ def test_random_mixed_loads_preserve_tokens(
 def test_mixed_loads_share_and_lose_tails() -> None:
     tails = [
         _mixed_load(seed, Scheduling.SLO, PreemptedWork.RESUME).state.sequence_table.tails
-        for seed in range(6)
+        for seed in range(8)
     ]
     assert sum(each.shared_total for each in tails) > 20
     assert sum(each.lost_tokens_total for each in tails) > 20
