@@ -12,6 +12,7 @@ import pytest
 from benchmarks.audit_logs import audit_logs
 from tests.support.cluster import Cluster
 from tests.support.disturbed_streams import (
+    ATTEMPTS,
     MOVED,
     OUTPUT_TOKENS,
     Answer,
@@ -25,8 +26,8 @@ from tests.support.disturbed_streams import (
 
 MIN_TOKENS = 20
 """Prompts have 24 tokens."""
-STREAMS_MIN = 6
-"""Of eleven: some may start before the workers are connected, or when the target is full."""
+STREAMS_MIN = 11
+"""Each run has eleven. Some decode where they start: without room or a free offer at the target."""
 salts = count()
 
 
@@ -69,8 +70,13 @@ def handed(cluster: Cluster, at: int, *actions: Callable[[], object]) -> tuple[l
 
 
 def test_hand_overs_change_no_output(cluster: Cluster, undisturbed: list[Answer]) -> None:
-    answers, moved = handed(cluster, OUTPUT_TOKENS)
-    check_answers(answers, undisturbed)
+    moved = 0.0
+    for _ in range(ATTEMPTS):
+        answers, more = handed(cluster, OUTPUT_TOKENS)
+        check_answers(answers, undisturbed)
+        moved += more
+        if moved >= STREAMS_MIN:
+            break
     assert moved >= STREAMS_MIN
     counts = {row["role"]: row["handed_over_total"] for row in cluster.workers()}
     assert counts["prefill"] >= moved and counts["decode"] == 0
