@@ -140,7 +140,10 @@ class CellRun:
         self._say("auditing the event logs")
         audited = cluster.audit(self._killed, self._stopped_until_s())
         seen.broken, seen.violations = audited.problems, audited.violations
-        if phase.checks and not audited.findings.checks[phase.checks]:
+        # With their gateway, requests end at once: none arrives at another worker to be checked.
+        if phase.checks and not (
+            self._fault.kills_gateway or audited.findings.checks[phase.checks]
+        ):
             seen.broken = [*seen.broken, f"no log entry checks {phase.checks}"]
         return seen
 

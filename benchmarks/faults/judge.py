@@ -89,7 +89,7 @@ class CellVerdict:
 
 def judge_cell(seen: CellSeen) -> CellVerdict:
     """The verdict on the observations; `problems` has one sentence per problem."""
-    gateway_lost = FAULTS[seen.cell.fault].by_hand == "gateway-kill"
+    gateway_lost = FAULTS[seen.cell.fault].kills_gateway
     hit_s = seen.hit_s
     left = [
         outcome for outcome in seen.outcomes if hit_s is not None and outcome.has_tokens_left(hit_s)

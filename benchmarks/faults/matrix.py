@@ -186,6 +186,11 @@ class Fault:
     any_role: bool = False
     by_hand: str = ""
 
+    @property
+    def kills_gateway(self) -> bool:
+        """Whether all requests end with their gateway."""
+        return self.by_hand == "gateway-kill"
+
 
 def _by_hand(description: str, kind: str, lasts_s: float = 0.0) -> Fault:
     return Fault(description, HOLD, lasts_s, any_role=True, by_hand=kind)
