@@ -366,8 +366,8 @@ PHASES = Rules(
         Rule("recomputed share of tokens", "bros", RECOMPUTED, 0.01, load=True, optional=True),
     ),
     paced=tuple(
-        Rule(metric, f"{name}-host", value, most=most, over=name, optional=True)
-        for name in ("conserve", "bros")
+        Rule(metric, name, value, most=most, over=base, optional=True)
+        for name, base in (("conserve-host", "conserve"), ("bros-host-all", "bros"))
         for metric, value, most in (
             ("recomputed share / that without host memory", RECOMPUTED, 0.1),
             ("P99 TTFT / that without", TTFT_P99, 1.1),
@@ -375,7 +375,7 @@ PHASES = Rules(
         )
     ),
 )
-"""Host memory saves the recomputation of batch requests, at no cost for online requests."""
+"""Host memory saves recomputation at no cost for online requests."""
 REALTIME = Rules(
     base="fcfs",
     load=(

@@ -6,7 +6,7 @@ need most of the KV cache, so batch requests lose their KV. The steps add: itera
 deadlines (`budget`), batch work in their slack (`fill`), interruption of batch iterations
 (`preempt`), copies of KV in host memory (`save`), and their return while other requests run
 (`prefetch`). `conserve` and `bros`, as their papers describe them, run with and without host
-memory.
+memory. `bros` preempts online requests, too, so their KV is copied as well.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ STEPS = {
     "+ save": "slo-save",
     "+ prefetch": "slo-host",
 }
-PAPERS = ("conserve", "conserve-host", "bros", "bros-host")
+PAPERS = ("conserve", "conserve-host", "bros", "bros-host-all")
 PHASE_S = 10.0
 """Duration of a phase at the pace of the device, half of it with online requests."""
 PHASES_QUICK, PHASES_FULL = 3, 6
