@@ -33,7 +33,7 @@ from services.scheduler.config import SchedulerConfig
 from services.worker.config import WorkerConfig
 from tideserve.cli.default import DEFAULT_WORKERS
 from tideserve.cli.model_list import ListedModel, read_model_list
-from tideserve.cli.option_checks import check_device, check_roles
+from tideserve.cli.option_checks import check_device, check_roles, check_swap
 from tideserve.cli.option_types import (
     API_KEY_HELP,
     API_KEYS_HELP,
@@ -291,11 +291,10 @@ def read_options(
         or [(options.workers, options.worker)],
         options.scheduler,
     )
-    if options.swaps and not options.worker.get("host_memory", options.host_memory):
-        raise ConfigError(
-            f"'overload_policy' is {OverloadPolicy.SWAP}, which copies KV to host memory, but"
-            " 'host_memory' is 0; set it, for example to auto"
-        )
+    if options.swaps:
+        common = {**options.services, **options.worker}
+        models = [{**common, **model.worker} for model in options.listed_models]
+        check_swap(models or [common], options.host_memory)
     return options
 
 

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from services.common.config import SourcedValue, read_values
 from services.common.host_memory import available_bytes, limit_bytes
 from services.common.size import format_size
 from services.core.setting import AUTO_BYTES
-from services.worker.config import WorkerConfig
 from services.worker.host_config import AUTO_PART
 from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
-
-KEY = "host_memory"
+from tideserve.cli.option_checks import HOST_MEMORY, host_memory_in
 
 
 def host_memories(options: ClusterOptions) -> list[int]:
@@ -62,7 +59,7 @@ def _check_limit(options: ClusterOptions) -> None:
     needed = sum(sizes) + own_bytes
     if needed <= limit:
         return
-    flag = "--host-memory" if set(sizes) == {options.host_memory} else f"'{KEY}'"
+    flag = "--host-memory" if set(sizes) == {options.host_memory} else f"'{HOST_MEMORY}'"
     memory = "memory" if options.listed_models else f"--memory {format_size(options.memory)}"
     raise CommandError(
         f"{flag} {describe_host_memory(options).removesuffix(' each')} of {len(sizes)} workers"
@@ -76,15 +73,10 @@ def _check_limit(options: ClusterOptions) -> None:
 def _chosen(options: ClusterOptions, own: Mapping[str, Any]) -> int:
     """Bytes of a worker with the section `own` of its model."""
     section = {**options.services, **options.worker, **own}
-    return _parsed(section[KEY]) if KEY in section else options.host_memory or 0
-
-
-def _parsed(value: Any) -> int:
-    parsed: int = read_values(WorkerConfig, {KEY: SourcedValue(value, "section 'worker'")})[KEY]
-    return parsed
+    return host_memory_in(section, options.host_memory)
 
 
 def _fixed(section: Mapping[str, Any], share: int) -> dict[str, Any]:
     """The section with `share` instead of `auto`."""
-    automatic = KEY in section and _parsed(section[KEY]) == AUTO_BYTES
-    return {**section, KEY: share} if automatic else dict(section)
+    automatic = host_memory_in(section, 0) == AUTO_BYTES
+    return {**section, HOST_MEMORY: share} if automatic else dict(section)

@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from services.common.config import SourcedValue, read_values
 from services.common.errors import ConfigError
 from services.core.engine_kind import EngineKind
+from services.core.overload.events import OverloadPolicy
 from services.core.overload.roles import RoleSetting
 from services.core.scheduler.dispatch import PREFIX
+from services.worker.config import WorkerConfig
 from services.worker.errors import cpu_only_torch_error
+
+HOST_MEMORY = "host_memory"
 
 
 def check_device(device: str, engine: str) -> None:
@@ -52,4 +57,32 @@ def check_roles(
     if reason:
         raise ConfigError(
             f"'roles' is {roles}, but {reason}; correct that, or set 'roles' to mixed"
+        )
+
+
+def host_memory_in(section: Mapping[str, Any], default: int | None) -> int:
+    """Bytes of the `host_memory` of workers with this section; `AUTO_BYTES` for `auto`.
+
+    Raises:
+        ConfigError: if it is invalid.
+    """
+    if HOST_MEMORY not in section:
+        return default or 0
+    given = SourcedValue(section[HOST_MEMORY], "section 'worker'")
+    parsed: int = read_values(WorkerConfig, {HOST_MEMORY: given})[HOST_MEMORY]
+    return parsed
+
+
+def check_swap(sections: Sequence[Mapping[str, Any]], default: int | None) -> None:
+    """Reject `overload_policy: swap` if no model's workers have host memory.
+
+    `sections` has the keys of each model's workers, and `default` is the option `host_memory`.
+
+    Raises:
+        ConfigError: if all have none.
+    """
+    if not any(host_memory_in(section, default) for section in sections):
+        raise ConfigError(
+            f"'overload_policy' is {OverloadPolicy.SWAP}, which copies KV to host memory, but"
+            f" '{HOST_MEMORY}' is 0; set it, for example to auto"
         )

@@ -131,3 +131,28 @@ def test_swap_copies_the_kv_of_all_requests() -> None:
 def test_swap_without_host_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="'host_memory' is 0; set it, for example to auto"):
         read_options(None, {"overload_policy": "swap"})
+
+
+@pytest.mark.parametrize("size", ["0", "1GiB"])
+def test_swap_needs_the_host_memory_of_any_model(tmp_path: Path, size: str) -> None:
+    """That of a model's section counts, as does a section that sets it to zero."""
+    listed = tmp_path / "models.yaml"
+    listed.write_text(
+        "models:\n"
+        "  - {model: a}\n"
+        f"  - {{model: b, workers: 2, worker: {{host_memory: {size}}}}}\n"
+    )
+    flags = {"models": str(listed), "overload_policy": "swap"}
+    if size == "0":
+        with pytest.raises(ConfigError, match="'host_memory' is 0; set it, for example to auto"):
+            read_options(None, flags)
+    else:
+        assert host_memories(read_options(None, flags)) == [0, GIB, GIB]
+    # The option reaches the first model only.
+    assert read_options(None, flags | {"host_memory": "2GiB"}).swaps
+
+
+def test_a_section_without_host_memory_overrides_the_option() -> None:
+    flags = {"overload_policy": "swap", "host_memory": "1GiB", "worker": {"host_memory": "0"}}
+    with pytest.raises(ConfigError, match="'host_memory' is 0"):
+        read_options(None, flags)
