@@ -90,7 +90,11 @@ class BlocksSaved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRecalled:
-    """The end of a recall; `intact[i]`: block i was copied completely, with its checksum."""
+    """The end of a recall; `intact[i]`: block i was copied completely, with its checksum.
+
+    It is False for a damaged copy, or if the pin was released. The last blocks have no entries if
+    they could not be copied, for another reason than damage.
+    """
 
     now_s: float
     job: int

@@ -231,8 +231,11 @@ class HostTier:
             return []
         table, hashes = self.sequence_table, job.hashes
         if table.pins.get(job.pin) is not None:
-            intact = next((i for i, whole in enumerate(event.intact) if not whole), len(hashes))
-            damaged = [key for key, whole in zip(hashes, event.intact, strict=True) if not whole]
+            ends = event.intact  # of the first blocks
+            intact = next((i for i, whole in enumerate(ends) if not whole), len(ends))
+            damaged = [key for key, whole in zip(hashes, ends, strict=False) if not whole]
+            if len(ends) < len(hashes):
+                self._note_late([job.seq_id])  # another attempt would fail, too
             for block_hash in damaged:
                 self.cache.drop(block_hash)
             self.counts.failures_total += len(damaged)
@@ -292,9 +295,7 @@ class HostTier:
             elif until_s < now_s:
                 del self._pins[name]
                 table.release_pin(name)
-                late = self._use.late
-                late.intersection_update(table.sequences)
-                late.update([filling[name]] if name in filling else [])
+                self._note_late([filling[name]] if name in filling else [])
         return self._cancel_unneeded()
 
     # --- recalls
@@ -361,6 +362,12 @@ class HostTier:
         return RecallBlocks(self._jobs, name, tuple(blocks))
 
     # --- helpers
+
+    def _note_late(self, seq_ids: Iterable[str]) -> None:
+        """Begin no more recalls of these sequences before they have started."""
+        late = self._use.late
+        late.update(seq_ids)
+        late.intersection_update(self.sequence_table.sequences)
 
     @property
     def _device(self) -> CachedBlocks:

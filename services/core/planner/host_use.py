@@ -16,7 +16,9 @@ class HostUse:
     """
 
     cache: HostCache
-    late: set[str] = field(default_factory=set)  # waiting sequences whose recall took too long
+    late: set[str] = field(
+        default_factory=set
+    )  # waiting sequences whose recall failed or took too long
     _owed: dict[str, list[bytes]] = field(default_factory=dict)  # by sequence id
     _lost: int = 0  # `cache.lost_total` at the last `note_lost`
 

@@ -59,7 +59,8 @@ class BlocksGone(WorkerError):
 class JobEnd:
     """The result of a job: `intact[i]`: block i was copied completely.
 
-    `sums`: checksums of the blocks, if the copier keeps them.
+    A recall has no entries for blocks from the first piece on that was refused: their copies may be
+    intact. `sums`: checksums of the blocks, if the copier keeps them.
     """
 
     command: SaveBlocks | RecallBlocks
@@ -80,6 +81,7 @@ class _Job:
     command: SaveBlocks | RecallBlocks
     due_s: float  # it ends no earlier, unless it is cancelled
     cancelled: bool = False
+    refused: int | None = None  # first block of the first piece that was refused
     intact: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +218,9 @@ class HostCopier:
         with self._wake:
             while (rest_s := job.due_s - monotonic_s()) > 0 and not self._may_end(job):
                 self._wake.wait(min(rest_s, REST_S))
-        return JobEnd(job.command, tuple(job.intact), self._sums(job))
+        recalls = isinstance(job.command, RecallBlocks)
+        intact = job.intact[: job.refused] if recalls else job.intact
+        return JobEnd(job.command, tuple(intact), self._sums(job))
 
     def _sums(self, job: _Job) -> tuple[int, ...]:
         """The checksums of a save's blocks at their ends, or of a recall's blocks as they are."""
@@ -284,6 +288,8 @@ class HostCopier:
                 continue  # without them
             except WorkerError as error:
                 log.warning("KV is not copied to or from host memory: %s", error)
+                if job.refused is None:
+                    job.refused = span[0]
                 for place in places:
                     job.intact[place] = False
         for place in span:

@@ -64,7 +64,8 @@ class HostDriver:
             due_s = self._lane.occupy(len(command.blocks), now_s)
             if self._copier.submit(command, due_s):
                 return None
-        return _ended(JobEnd(command, (False,) * len(command.blocks)), now_s)
+        saves = isinstance(command, SaveBlocks)
+        return _ended(JobEnd(command, (False,) * len(command.blocks) if saves else ()), now_s)
 
     def cancel(self, command: CancelHostJob) -> None:
         """End a job early."""

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from services.core.cost.model import CostModel
-from services.core.host.vocabulary import CancelHostJob, HostGrown, RecallBlocks, SaveBlocks
+from services.core.host.vocabulary import (
+    BlocksRecalled,
+    CancelHostJob,
+    HostGrown,
+    RecallBlocks,
+    SaveBlocks,
+)
 from services.core.planner.configuration_events import (
     BlocksRelocated,
     ConfigurationEnded,
@@ -24,6 +30,7 @@ from services.core.queue_order import Scheduling
 from tests.support.host_world import (
     BLOCK_BYTES,
     BLOCK_SIZE,
+    LAYERS,
     LINK,
     SLOW,
     TURN_S,
@@ -141,6 +148,28 @@ def test_a_damaged_copy_is_recomputed_and_forgotten() -> None:
     name = world.ask(PROMPT)
     settle(world)
     assert world.cached[name] == 3 * BLOCK_SIZE and world.host.counts.failures_total == 1
+    world.end()
+
+
+@pytest.mark.parametrize("copied", [0, 3])
+def test_a_refused_recall_keeps_the_copies_and_is_not_tried_again(copied: int) -> None:
+    """Nothing is known of the blocks that were not copied."""
+    world = recallable()
+    held = world.host.cache.held
+    name = world.ask(PROMPT)
+    world.look()
+    command = recall_of(world)
+    world.copy(LAYERS * copied)
+    world.jobs.clear()
+    world.handle(BlocksRecalled(world.now_s, command.job, (True,) * copied))
+    counts = world.host.counts
+    assert (counts.failures_total, counts.recalls_total) == (0, 1)
+    assert world.host.cache.held == held
+    world.now_s += 1.0
+    world.look()
+    assert not world.jobs, "it is tried again, maybe for ever"
+    settle(world)
+    assert world.cached[name] == copied * BLOCK_SIZE and counts.recalls_total == 1
     world.end()
 
 

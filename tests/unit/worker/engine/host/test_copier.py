@@ -277,3 +277,31 @@ def test_a_refused_piece_does_not_end_the_thread(
     place.save(1, [4])
     assert place.intact() == (False,)
     assert place.copier.is_alive
+
+
+def test_a_refused_recall_leaves_open_whether_copies_are_damaged(
+    monkeypatch: pytest.MonkeyPatch, place: Place
+) -> None:
+    """Intact copies must not be dropped as damaged ones."""
+    place.copier.start()
+    place.save(1, [4, 9, 2])
+    assert place.intact() == (True, True, True)
+    monkeypatch.setattr(place.copier, "_piece_blocks", 2)
+    memory = type(place.stage.runner.stage_memory)
+    unpack = memory.unpack_kv
+
+    def refuse(own: object, layer: int, ids: list[int], payload: torch.Tensor) -> None:
+        if 7 in ids:
+            raise InvalidBlocks("unmapped")
+        unpack(own, layer, ids, payload)
+
+    monkeypatch.setattr(memory, "unpack_kv", refuse)
+    place.recall(2, 1, [5, 6, 7])
+    assert place.intact() == (True, True)
+    place.store._blocks[10, 1, 0] ^= 1
+    place.recall(3, 1, [5, 6, 7])
+    assert place.intact() == (False, True)
+    place.store._blocks[10, 1, 0] ^= 1
+    place.recall(4, 1, [7, 6, 5])
+    assert place.intact() == ()
+    assert place.copier.is_alive

@@ -151,7 +151,7 @@ def test_a_copier_that_fails_loses_all_copies_once(caplog: pytest.LogCaptureFixt
     assert place.driver.events(2.0) == [BlocksSaved(2.0, 1, (True, True)), HostGrown(2.0, 0)]
     assert caplog.text.count("host copies of KV are lost") == 1
     assert place.driver.events(3.0) == []
-    assert place.driver.copy(RECALL, 3.0) == BlocksRecalled(3.0, 2, (False,))
+    assert place.driver.copy(RECALL, 3.0) == BlocksRecalled(3.0, 2, ())
     assert place.copier.calls == []
 
 
