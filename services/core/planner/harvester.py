@@ -169,13 +169,14 @@ class Harvester:
         """Add the smallest chunk of the oldest batch prompt if it fits into the whole slack."""
         # A chunk's cost grows with its prefix, so the rest of a long prompt might never fit into
         # the harvest share: every STARVED_EVERY iterations it may use all of the slack.
-        if (
-            plan.number % STARVED_EVERY
-            or not ready.batch_prefills
-            or not self.feedback.harvest.maximum
-        ):
+        if plan.number % STARVED_EVERY or not self.feedback.harvest.maximum:
             return
-        oldest = ready.batch_prefills[0]
+        room = self.sequence_table.ledger.least_room > 0
+        # A prompt that lost its tail and finds no block does not block the prompts behind it.
+        can_run = (seq for seq in ready.batch_prefills if room or self._has_blocks(seq))
+        oldest = next(can_run, None)
+        if oldest is None:
+            return
         least = min(BATCH_CHUNK_MIN_TOKENS, oldest.remaining, spent.tokens_left)
         by_share = spent.tokens_within(oldest.computed, target_s, least)
         fits = by_share < least == spent.tokens_within(oldest.computed, limit_s, least)
@@ -340,13 +341,16 @@ class Harvester:
         False without a block: beside online work a batch sequence preempts nothing.
         """
         table = self.sequence_table
-        if len(sequence.token_ids) <= sequence.blocks * self.config.block_size:
+        if self._has_blocks(sequence):
             return True
         if not alone and table.ledger.least_room <= 0:
             return False
         if table.grow(sequence):
             plan.drop_preempted()
         return sequence.phase is Phase.RUNNING
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        return len(sequence.token_ids) <= sequence.blocks * self.config.block_size
 
     def _is_crowded(self, online: int) -> bool:
         """Whether online sequences hold most of the slots or of the blocks."""

@@ -1,14 +1,16 @@
-"""Online decodes that run if not all fit, compared with a greedy reference rule."""
+"""Online decodes that run if not all fit, compared with a greedy reference rule; starved prompts."""
 
 import random
 from math import inf
 
-from services.core.cost.model import CostModel
+from services.core.cost.model import TOKEN_COSTS, CostModel
 from services.core.planner import deadline
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
+from services.core.planner.events import RequestArrived
 from services.core.planner.feedback import Feedback, feedback_of
-from services.core.planner.harvester import Harvester
+from services.core.planner.harvester import STARVED_EVERY, Harvester
+from services.core.planner.plan import Plan
 from services.core.planner.sequence import Sequence
 from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
@@ -96,3 +98,38 @@ def test_the_most_urgent_fitting_and_all_overdue_decodes_run() -> None:
         )
         skipped += chosen != [decode_ for decode_ in decodes if decode_ in order[: len(chosen)]]
     assert left_out > SEEDS / 2 and skipped > 3, "the cases are not those that this is for"
+
+
+def test_a_prompt_that_finds_no_block_does_not_starve_those_behind_it() -> None:
+    """The oldest has lost its shared tail, and the next fits into the whole slack only."""
+    bounds = IterationConfig(
+        block_size=4,
+        num_blocks=12,
+        max_batch_tokens=64,
+        max_running=8,
+        max_waiting=10,
+        scheduling=Scheduling.SLO,
+        block_sharing=True,
+        harvest=0.01,
+        cost_model=CostModel(alpha=0.0, beta=1e-4, gamma=0.011, lam=0.01),
+    )
+    state = PlannerState(bounds)
+    table, feedback = state.sequence_table, feedback_of(bounds.scheduling, bounds.harvest)
+    assert feedback is not None
+    for number, tokens in enumerate((8, 32)):
+        prompt = tuple(range(1, tokens + 1))
+        service = Service(ServiceClass.BATCH)
+        request = Request(f"r{number}", prompt, Sampling(), Limits(8), 0.0, service=service)
+        state.handle(RequestArrived(0.0, request))
+        table.admit(state.sequences[f"r{number}"], bounds.max_running)
+    lost, behind = state.running
+    table.table.truncate(lost.seq_id, 1)
+    lost.blocks, lost.computed = 1, 4
+    harvester = Harvester(bounds, table, feedback)
+    for free, chosen in ((0, behind), (1, lost)):
+        table.table.adopt("others", table.ledger.free - free)
+        plan = Plan(STARVED_EVERY)
+        spent = Spent(harvester.config.cost_model or TOKEN_COSTS, bounds.max_batch_tokens)
+        harvester.harvest_slack(plan, harvester.scan(0.0), spent, limit_s=0.02)
+        assert [chunk.sequence.seq_id for chunk in plan.prefills] == [chosen.seq_id]
+        table.table.release("others")
