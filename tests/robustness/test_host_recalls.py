@@ -69,6 +69,7 @@ def test_a_worker_may_be_stopped_or_die_in_a_recall(tmp_path: Path) -> None:
             if len(hits) == len(ARMED) and recalled_tokens(cluster):
                 break
         assert {hit["name"] for hit in hits} == {STOPPED, KILLED}
+        assert recalled_tokens(cluster), "no worker recalls KV after the losses"
     findings = Findings()
     for path in logs.glob("worker-*"):
         EngineHistory(findings).read(read_entries(path, WORKER_TYPES))

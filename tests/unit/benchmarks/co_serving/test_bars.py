@@ -1,4 +1,4 @@
-"""Verdicts on the bars of coserve, realtime and flood."""
+"""Verdicts on the bars of coserve, its phases, realtime and flood."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ import pytest
 from benchmarks.co_serving.bars import (
     BATCH_API,
     COSERVE,
+    EACH,
     FLOOD,
+    PHASES,
     REALTIME,
     Judgement,
     Rules,
@@ -15,6 +17,7 @@ from benchmarks.co_serving.bars import (
     judge,
 )
 from benchmarks.co_serving.online_load import OnlineTargets
+from benchmarks.scenarios.coserve_phases import SCENARIO
 
 TARGETS = OnlineTargets(ttft_s=1.0, tpot_s=0.4)
 Systems = dict[str, dict[str, Any]]
@@ -118,6 +121,15 @@ GOOD: dict[str, tuple[Rules, Systems]] = {
         },
     ),
     "flood": (FLOOD, {"online-only": system(**p99(0.5)), "slo": system(**p99(0.65))}),
+    "phases": (
+        PHASES,
+        {
+            "conserve": system(recomputed_share=0.13),
+            "conserve-host": system(recomputed_share=0.012, **p99(1.09), **gaps(0.1, 0.43)),
+            "bros": system(recomputed_share=0.02),
+            "bros-host-all": system(recomputed_share=0.0009, **p99(1.09), **gaps(0.1, 0.43)),
+        },
+    ),
 }
 
 
@@ -180,6 +192,16 @@ def test_all_bars_hold(name: str) -> None:
         ("flood", "slo", {"problems": ["I11: a dearer step"]}, "problems in the logs"),
         ("flood", "slo", batch(completed=0), "batch requests completed"),
         ("flood", "slo", online(sent=199), "online requests in the windows"),
+        ("phases", "bros", {"recomputed_share": 0.0095}, "recomputed share of tokens"),
+        *(
+            ("phases", system, change, figure)
+            for system, more in (("conserve-host", 0.014), ("bros-host-all", 0.0021))
+            for change, figure in (
+                ({"recomputed_share": more}, "recomputed share / that without host memory"),
+                (p99(1.11), "P99 TTFT / that without"),
+                (gaps(0.1, 0.45), "P99 gap between tokens / that without"),
+            )
+        ),
     ],
 )
 def test_each_bar_fails_independently(
@@ -254,7 +276,7 @@ def test_ten_times_as_many_first_tokens_are_wanted() -> None:
     assert ratio["verdict"] == Judgement.NOT_MEASURED
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", [name for name in GOOD if name != "phases"])
 def test_bars_of_absent_runs_are_not_measured(name: str) -> None:
     rules, systems = GOOD[name]
     label = "slo-api" if name == "batch" else "slo"
@@ -266,6 +288,21 @@ def test_bars_of_absent_runs_are_not_measured(name: str) -> None:
     nothing = judge(rules, {}, TARGETS, paced=True)
     assert {bar["verdict"] for bar in nothing["bars"]} == {Judgement.NOT_MEASURED}
     assert nothing["notes"] == []
+
+
+def test_only_papers_that_ran_are_judged_in_phases() -> None:
+    rules, systems = GOOD["phases"]
+    ran = {name: systems[name] for name in ("conserve", "conserve-host")}
+    bars = judge(rules, ran, TARGETS, paced=True)["bars"]
+    assert {bar["system"] for bar in bars if not bar["load"]} == {"conserve-host"}
+    assert {bar["verdict"] for bar in bars} == {Judgement.HOLDS}
+    assert {bar["system"] for bar in judged("phases")["bars"]} == systems.keys() - {"conserve"}
+
+
+def test_the_bars_of_phases_are_those_of_its_systems() -> None:
+    """Bars of absent systems are left out, so a wrong name would never fail."""
+    named = {name for rule in (*PHASES.load, *PHASES.paced) for name in (rule.system, rule.over)}
+    assert named - {EACH, ""} <= {*SCENARIO.systems} == {*SCENARIO.paced_systems}
 
 
 def test_only_measured_files_are_judged() -> None:
