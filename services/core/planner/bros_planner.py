@@ -211,8 +211,10 @@ class BrosPlanner:
         for sequence in ready.batch_decodes + ready.batch_prefills:
             if sequence.phase is not Phase.RUNNING:
                 continue
-            # Batch work never takes the last blocks while online work is in the iteration.
-            if not self._has_blocks(sequence) and table.ledger.least_room <= 0 and packed.online:
+            # Batch work preempts nothing while online work is in the iteration, and for a shared
+            # tail that was lost, nothing while any other work is.
+            keeps = packed.online or (packed.batch and sequence.remaining > 1)
+            if keeps and not self._has_blocks(sequence) and table.ledger.least_room <= 0:
                 continue
             if not packed.make_room(sequence):
                 return

@@ -180,7 +180,7 @@ class Harvester:
         least = min(BATCH_CHUNK_MIN_TOKENS, oldest.remaining, spent.tokens_left)
         by_share = spent.tokens_within(oldest.computed, target_s, least)
         fits = by_share < least == spent.tokens_within(oldest.computed, limit_s, least)
-        if fits and self._take_block(plan, oldest, alone=False):
+        if fits and self._take_block(plan, oldest, spent, alone=False):
             spent.add(oldest.computed, least)
             plan.add(oldest, least)
             ready.batch_prefills.remove(oldest)
@@ -281,7 +281,7 @@ class Harvester:
                     fits = self._replace_online(plan, sequence, spent, target_s, replaceable)
                 if not fits:
                     return
-            if not self._take_block(plan, sequence, alone):
+            if not self._take_block(plan, sequence, spent, alone):
                 continue
             spent.add_decodes(1, sequence.computed)
             plan.decodes.append(sequence)
@@ -329,16 +329,17 @@ class Harvester:
                 return False
             # An otherwise empty batch-only iteration must make progress.
             tokens = least
-        if not self._take_block(plan, sequence, alone):
+        # It takes blocks of others only if nothing else can run.
+        if not self._take_block(plan, sequence, spent, alone and not plan):
             return False
         spent.add(sequence.computed, tokens)
         plan.add(sequence, tokens)
         return True
 
-    def _take_block(self, plan: Plan, sequence: Sequence, alone: bool) -> bool:
+    def _take_block(self, plan: Plan, sequence: Sequence, spent: Spent, alone: bool) -> bool:
         """Allocate the block that a batch decode needs, or a prompt that lost its shared tail.
 
-        False without a block: beside online work a batch sequence preempts nothing.
+        False without a block; only if `alone`, others are preempted for it.
         """
         table = self.sequence_table
         if self._has_blocks(sequence):
@@ -346,7 +347,8 @@ class Harvester:
         if not alone and table.ledger.least_room <= 0:
             return False
         if table.grow(sequence):
-            plan.drop_preempted()
+            for prefix, tokens in plan.drop_preempted():
+                spent.remove(prefix, tokens)
         return sequence.phase is Phase.RUNNING
 
     def _has_blocks(self, sequence: Sequence) -> bool:

@@ -65,10 +65,25 @@ class Plan:
         samples = start + tokens == len(sequence.token_ids)
         self.prefills.append(Prefill(sequence, start, tokens, samples))
 
-    def drop_preempted(self) -> None:
-        """Remove sequences that were preempted since they were added."""
+    def drop_preempted(self) -> list[tuple[int, int]]:
+        """Remove sequences that were preempted since they were added.
+
+        Returns the prefix and the tokens of each chunk that is removed.
+        """
+        # A preempted decode has no cached tokens any more; before, only its last one was missing.
+        lost = [
+            (len(decode.token_ids) - 1, 1)
+            for decode in self.decodes
+            if decode.phase is not Phase.RUNNING
+        ]
+        lost += [
+            (start, tokens)
+            for sequence, start, tokens, _ in self.prefills
+            if sequence.phase is not Phase.RUNNING
+        ]
         self.decodes = [decode for decode in self.decodes if decode.phase is Phase.RUNNING]
         self.prefills = [chunk for chunk in self.prefills if chunk.sequence.phase is Phase.RUNNING]
+        return lost
 
     def batch(self, table: StageTable) -> Batch:
         """Create the batch for the model runner; call before `launch`."""

@@ -1,17 +1,25 @@
-"""Online decodes that run if not all fit, compared with a greedy reference rule; starved prompts."""
+"""Online decodes that run if not all fit, compared with a greedy reference rule.
+
+Blocks and cost of batch work.
+"""
 
 import random
+from collections import deque
 from math import inf
 
-from services.core.cost.model import TOKEN_COSTS, CostModel
+import pytest
+
+from services.core.cost.model import CostModel
 from services.core.planner import deadline
+from services.core.planner.bros_planner import BrosPlanner
 from services.core.planner.budget import Spent
 from services.core.planner.config import IterationConfig
 from services.core.planner.events import RequestArrived
 from services.core.planner.feedback import Feedback, feedback_of
 from services.core.planner.harvester import STARVED_EVERY, Harvester
 from services.core.planner.plan import Plan
-from services.core.planner.sequence import Sequence
+from services.core.planner.sequence import Phase, Sequence
+from services.core.planner.slo import SloPlanner
 from services.core.planner.state import PlannerState
 from services.core.queue_order import Scheduling
 from services.core.request import Limits, Request, Sampling
@@ -19,6 +27,7 @@ from services.core.service import Service, ServiceClass
 
 SEEDS = 300
 NOW_S = 10.0
+COSTS = CostModel(alpha=0.0, beta=1e-4, gamma=0.011, lam=0.01)
 
 
 def config(random_: random.Random) -> IterationConfig:
@@ -100,36 +109,81 @@ def test_the_most_urgent_fitting_and_all_overdue_decodes_run() -> None:
     assert left_out > SEEDS / 2 and skipped > 3, "the cases are not those that this is for"
 
 
-def test_a_prompt_that_finds_no_block_does_not_starve_those_behind_it() -> None:
-    """The oldest has lost its shared tail, and the next fits into the whole slack only."""
+def batch_world(
+    *prompts: int, scheduling: Scheduling = Scheduling.SLO
+) -> tuple[SloPlanner | BrosPlanner, list[Sequence]]:
+    """A planner with running batch sequences with prompts of so many tokens, oldest first."""
     bounds = IterationConfig(
         block_size=4,
-        num_blocks=12,
+        num_blocks=16,
         max_batch_tokens=64,
         max_running=8,
         max_waiting=10,
-        scheduling=Scheduling.SLO,
+        scheduling=scheduling,
         block_sharing=True,
         harvest=0.01,
-        cost_model=CostModel(alpha=0.0, beta=1e-4, gamma=0.011, lam=0.01),
+        cost_model=COSTS,
     )
     state = PlannerState(bounds)
-    table, feedback = state.sequence_table, feedback_of(bounds.scheduling, bounds.harvest)
-    assert feedback is not None
-    for number, tokens in enumerate((8, 32)):
-        prompt = tuple(range(1, tokens + 1))
-        service = Service(ServiceClass.BATCH)
+    for number, tokens in enumerate(prompts):
+        prompt, service = tuple(range(1, tokens + 1)), Service(ServiceClass.BATCH)
         request = Request(f"r{number}", prompt, Sampling(), Limits(8), 0.0, service=service)
         state.handle(RequestArrived(0.0, request))
-        table.admit(state.sequences[f"r{number}"], bounds.max_running)
-    lost, behind = state.running
-    table.table.truncate(lost.seq_id, 1)
-    lost.blocks, lost.computed = 1, 4
-    harvester = Harvester(bounds, table, feedback)
-    for free, chosen in ((0, behind), (1, lost)):
-        table.table.adopt("others", table.ledger.free - free)
-        plan = Plan(STARVED_EVERY)
-        spent = Spent(harvester.config.cost_model or TOKEN_COSTS, bounds.max_batch_tokens)
-        harvester.harvest_slack(plan, harvester.scan(0.0), spent, limit_s=0.02)
-        assert [chunk.sequence.seq_id for chunk in plan.prefills] == [chosen.seq_id]
-        table.table.release("others")
+        state.sequence_table.admit(state.sequences[f"r{number}"], bounds.max_running)
+    planner = state._planner
+    assert isinstance(planner, SloPlanner | BrosPlanner)
+    return planner, list(state.running)
+
+
+def shrink(planner: SloPlanner | BrosPlanner, sequence: Sequence, blocks: int) -> None:
+    """Take the last blocks of a sequence, as from a batch sequence that loses its tail."""
+    planner.sequence_table.table.truncate(sequence.seq_id, blocks)
+    sequence.blocks, sequence.computed = blocks, blocks * planner.config.block_size
+
+
+def take_free_blocks(planner: SloPlanner | BrosPlanner, but: int = 0) -> None:
+    """Fill the KV cache except for `but` blocks; not twice."""
+    table = planner.sequence_table
+    table.table.adopt("others", table.ledger.free - but)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_a_prompt_that_finds_no_block_does_not_starve_those_behind_it(free: int) -> None:
+    """The oldest has lost its shared tail, and the next fits into the whole slack only."""
+    planner, (oldest, behind) = batch_world(8, 32)
+    shrink(planner, oldest, 1)
+    take_free_blocks(planner, but=free)
+    plan, spent, harvester = Plan(STARVED_EVERY), Spent(COSTS, 64), planner.harvester
+    harvester.harvest_slack(plan, harvester.scan(0.0), spent, limit_s=0.02)
+    assert [chunk.sequence for chunk in plan.prefills] == [oldest if free else behind]
+
+
+@pytest.mark.parametrize("scheduling", [Scheduling.SLO, Scheduling.CONSERVE, Scheduling.BROS])
+def test_a_lost_tail_takes_no_blocks_of_others_that_can_run(scheduling: Scheduling) -> None:
+    planner, (oldest, newest) = batch_world(8, 8, scheduling=scheduling)
+    shrink(planner, oldest, 1)
+    newest.computed = 7
+    take_free_blocks(planner)
+    for expected in ([newest], [oldest]):
+        plan = Plan(1)
+        planner.schedule(plan, deque())
+        assert plan.sequences() == expected
+        newest.computed = 8  # it waits for the sampled token
+    assert newest.phase is Phase.WAITING
+
+
+def test_preempted_work_leaves_the_cost_of_the_iteration() -> None:
+    """The sequence with host copies is preempted for the block of a newer one."""
+    planner, sequences = batch_world(8, 8, 9)
+    for sequence in sequences:
+        sequence.computed = sequence.prompt_tokens - 1
+    first, saved, growing = sequences
+    saved.registered = saved.saved = 1
+    shrink(planner, growing, 2)
+    take_free_blocks(planner)
+    plan = Plan(1)
+    planner.schedule(plan, deque())
+    assert plan.decodes == [first, growing] and saved.phase is Phase.WAITING
+    alone = Spent(COSTS, 64)
+    alone.add_decodes(2, first.computed + growing.computed)
+    assert plan.cost_s == pytest.approx(alone.seconds)
