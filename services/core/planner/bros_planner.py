@@ -2,16 +2,17 @@
 
 *Residual time* is the time until the deadline of a request's next token. Online requests, running
 and waiting, are packed by residual time while the iteration ends within the least residual time.
-Batch requests follow, oldest first (BROS sorts them by swapped KV, which does not exist here). A
-batch request that does not fit replaces the online request with the most residual time. Prompts are
-not chunked to fit in time, only at `max_batch_tokens`.
+Batch requests follow, oldest first (BROS: by swapped KV, of which running requests have none here).
+A batch request that does not fit replaces the online request with the most residual time. Prompts
+are not chunked to fit in time, only at `max_batch_tokens`.
 
 Deviations, since the published algorithm starves some requests: residual times that cannot be met
 do not bound an iteration; the most urgent request runs even if its cost exceeds the bound; a
 waiting request without free KV blocks does not end the packing; the first batch request of an
 otherwise empty iteration always fits; and residual time reserves at most `tpot_s` for each later
-token of a token group. Two requests never write to the same KV block; batch requests yield theirs
-to online ones. Pipelines of merged workers are planned as with `conserve`.
+token of a token group. Two requests write to the same KV block only with `block_sharing`
+(`shared_tails.py`); batch requests yield theirs to online ones. Pipelines of merged workers are
+planned as with `conserve`.
 """
 
 from collections import deque

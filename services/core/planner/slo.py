@@ -14,7 +14,7 @@ With `scheduling: conserve` predictions are not corrected, batch work gets all o
 online decodes run, as in ConServe §4.2; `preempt: deadline` and `preempted_work: discard` add its
 Algorithm 2. Unlike there, the residual time bounds an iteration instead of the TPOT target, online
 prefills have a floor of tokens, iterations without online decodes have no TTFT bound, batch-only
-iterations keep their limits, and lost KV is recomputed.
+iterations keep their limits, and lost KV without a host copy is recomputed.
 
 A batch sequence that does not fit skips the iteration and keeps its blocks. Without a cost model
 there is no time bound: batch work uses the token budget that online work leaves.
