@@ -158,7 +158,7 @@ def test_host_memory_changes_no_token(config: RunnerConfig, oracle: Oracle, tmp_
     assert all(seen[kind] for kind in wanted), seen
     assert findings.checks["I12"] and findings.checks["I13"]
     # A request that is asked for again at its worker has its first tokens twice in the log (I5).
-    assert not [one for one in findings.violations if one.startswith(("I12", "I13"))]
+    assert not [text for text in findings.violations if text.startswith(("I12", "I13"))]
 
 
 def test_copies_survive_splits_of_groups(tmp_path_factory: pytest.TempPathFactory) -> None:

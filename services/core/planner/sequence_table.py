@@ -197,6 +197,7 @@ class SequenceTable:
         if self.tails.enabled and missing > self.ledger.free:
             sequence.blocks -= 1
             self.table.adopt(sequence.seq_id, sequence.blocks)
+            self._count_taken(sequence, sequence.blocks - sequence.registered)
             shared = self.tails.share(sequence, self.running)
             assert shared, f"{sequence.seq_id} does not fit"
             return sequence

@@ -1,7 +1,7 @@
 """Drives the host copies of a planner: passes its commands to the copier, and results back.
 
 Without memory the store stays at its size. If the copier's thread has failed, all copies are lost:
-the planner is told once, and serving goes on without them.
+the planner notes it once, and serving goes on without them.
 """
 
 import logging

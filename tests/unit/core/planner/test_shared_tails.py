@@ -46,6 +46,17 @@ def test_an_online_request_without_a_free_block_takes_half_of_a_tail() -> None:
     assert turn.block == state.table.block_ids(other)[-1]
 
 
+def test_the_blocks_beside_a_shared_tail_count_as_taken() -> None:
+    """The rate of saves to host memory follows them."""
+    device = _device(num_blocks=5)
+    _begin_batch(device)
+    other = device.arrive(DEFAULT_SERVICE, 9, 3)
+    device.run()
+    table = device.state.sequence_table
+    assert device.state.sequences[other].blocks == 3 and table.tails.shared_total == 1
+    assert (table.blocks_taken_total, table.online_blocks_taken_total) == (5, 2)
+
+
 def test_without_the_switch_the_batch_request_loses_all_blocks() -> None:
     device = _device(num_blocks=5, block_sharing=False)
     _begin_batch(device)
