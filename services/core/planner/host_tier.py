@@ -310,8 +310,7 @@ class HostTier:
         for sequence in list(islice(table.waiting, SCAN_MAX if prefetch else 1)):
             if len(self._recalls) >= RECALLS_MAX:
                 return
-            missing = sequence.blocks_to_admit(self.config.block_size)
-            missing -= len(table.table.block_ids(sequence.pin)) if sequence.pin else 0
+            missing = table.blocks_wanted(sequence)
             fits = not ahead or table.ledger.free >= ahead + missing
             if ahead or sequence.overtaken >= self.config.overtaken_max:
                 ahead += missing

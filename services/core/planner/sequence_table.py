@@ -265,6 +265,11 @@ class SequenceTable:
         pin.seq_id, sequence.pin, sequence.awaits_kv = sequence.seq_id, name, True
         return have
 
+    def blocks_wanted(self, sequence: Sequence) -> int:
+        """Blocks that a waiting sequence needs besides those that are pinned for it."""
+        pinned = len(self.table.block_ids(sequence.pin)) if sequence.pin else 0
+        return max(0, sequence.blocks_to_admit(self.block_size) - pinned)
+
     def may_start(self, sequence: Sequence, running_max: int) -> bool:
         """Whether a waiting sequence could start now, with the blocks that batch work yields.
 

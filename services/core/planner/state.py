@@ -208,7 +208,7 @@ class PlannerState:
 
     def load(self) -> Load:
         """Load report of the worker."""
-        block_size, batch = self.config.block_size, self.sequence_table.batch.values()
+        batch = self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
         # Batch work that yields waits for free blocks: the memory manager makes no room for it.
@@ -218,7 +218,7 @@ class PlannerState:
             waiting=len(self.waiting),
             kv_blocks_free=max(0, self.sequence_table.ledger.free),
             kv_blocks_wanted=sum(
-                seq.blocks_to_admit(block_size)
+                self.sequence_table.blocks_wanted(seq)
                 for seq in self.waiting
                 if seq.request.service.online or not yields
             ),

@@ -200,6 +200,20 @@ def test_no_recall_begins_while_an_iteration_writes() -> None:
     world.end()
 
 
+def test_blocks_that_are_being_recalled_are_not_wanted_twice() -> None:
+    """They are in use already; the memory manager would take them for a shortage."""
+    world = recallable()
+    waiting = world.state.sequences[world.ask(PROMPT)]
+    needed = waiting.blocks_to_admit(BLOCK_SIZE)
+    free = world.state.load().kv_blocks_free
+    assert world.state.load().kv_blocks_wanted == needed
+    world.look()
+    load = world.state.load()
+    pinned = len(recall_of(world).blocks)
+    assert (load.kv_blocks_free, load.kv_blocks_wanted) == (free - pinned, needed - pinned)
+    world.end()
+
+
 def test_an_aborted_request_frees_its_recalled_blocks() -> None:
     world = recallable()
     name = world.ask(PROMPT)
