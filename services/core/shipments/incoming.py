@@ -193,7 +193,9 @@ class Incoming:
         config = planner.config
         if frame.kv_layout != self.kv_layout or not config.prefix_caching:
             return "it runs another model, or without prefix_caching"
-        if len(self._landings) >= LANDINGS_MAX or frame.shipment_id in self._landings:
+        if frame.shipment_id in self._landings:
+            return f"shipment {frame.shipment_id} is on its way already"
+        if len(self._landings) >= LANDINGS_MAX:
             return f"{LANDINGS_MAX} requests are on their way to it"
         fits = frame.tokens_max <= config.num_blocks * config.block_size
         if not fits or not len(frame.token_ids) <= frame.blocks * config.block_size > 0:
