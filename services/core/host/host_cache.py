@@ -2,8 +2,9 @@
 
     absent → FILLING → HELD → absent
 
-A copy is *owed* while a sequence that was preempted needs it, else *spare*: only spare copies are
-evicted, in LRU order. A copy that a recall reads is never evicted.
+A copy is *owed* while a preempted sequence needs it, else *spare*. `evict` removes only spare
+copies, in LRU order; to evict owed copies, the caller settles their debt first (`settle`). A copy
+that a recall reads stays until the recall has ended.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +22,7 @@ class CopyState(Enum):
 
 
 class Lost(NamedTuple):
-    """A copy that is gone; `reported`: the scheduler may count on the block."""
+    """A copy that is gone; `reported`: the scheduler may count its block as cached."""
 
     block_hash: bytes
     reported: bool
@@ -32,8 +33,8 @@ class _Copy:
     slot: int
     reported: bool
     state: CopyState = CopyState.FILLING
-    readers: int = 0  # recalls that read it
-    condemned: bool = False  # damaged: absent as soon as nothing reads it
+    readers: int = 0  # number of recalls that read it
+    condemned: bool = False  # damaged: removed once no recall reads it
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class HostCache:
     filling: int = 0  # copies that are being written
     lost_total: int = 0  # copies that are gone, so far
     _copies: dict[bytes, _Copy] = field(default_factory=dict)
-    _empty: list[int] = field(default_factory=list)  # a heap: low slots are backed by memory first
+    _empty: list[int] = field(default_factory=list)  # a heap: low slots get memory first
     _debts: dict[bytes, int] = field(default_factory=dict)  # hash → sequences that need the copy
     # Copies that no recall reads, least recently used first.
     _owed: dict[bytes, None] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class HostCache:
 
     @property
     def owed(self) -> int:
-        """Number of complete copies that preempted sequences need, without those being read."""
+        """Number of complete copies that are owed, without those that recalls read."""
         return len(self._owed)
 
     @property
@@ -102,7 +103,7 @@ class HostCache:
         return lost
 
     def reserve(self, block_hash: bytes, reported: bool) -> int:
-        """Begin a copy in an empty slot, which is returned; the block must have none.
+        """Begin the copy of a block without a copy; returns the empty slot that it gets.
 
         Raises:
             IndexError: if no slot is empty.
@@ -122,7 +123,7 @@ class HostCache:
         self._insert(block_hash)
 
     def drop(self, block_hash: bytes) -> Lost | None:
-        """Remove a copy; None if recalls read it, and it is removed later, or if there is none."""
+        """Remove a copy; None if there is none, or if recalls read it: `end_read` removes it."""
         copy = self._copies.get(block_hash)
         if copy is None:
             return None
@@ -143,7 +144,7 @@ class HostCache:
         return None if oldest is None else self.drop(oldest)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """Mark the spare copies of these blocks as used, the last one most recently."""
+        """Mark the spare copies of these blocks as used, the last block most recently."""
         for block_hash in hashes:
             if block_hash in self._spare:
                 del self._spare[block_hash]
@@ -176,7 +177,7 @@ class HostCache:
         return lost
 
     def owe(self, hashes: Iterable[bytes]) -> None:
-        """Keep the copies of these blocks, present and future ones, for a sequence."""
+        """Note that a sequence needs the copies of these blocks, also those made later."""
         for block_hash in hashes:
             self._debts[block_hash] = self._debts.get(block_hash, 0) + 1
             if block_hash in self._spare:
@@ -184,7 +185,7 @@ class HostCache:
                 self._owed[block_hash] = None
 
     def settle(self, hashes: Iterable[bytes]) -> None:
-        """Undo `owe`; copies that no other sequence needs become spare, the last most recently."""
+        """Undo `owe`: copies that no sequence needs become spare, the last used most recently."""
         for block_hash in hashes:
             debts = self._debts[block_hash] - 1
             if debts:

@@ -1,10 +1,10 @@
-"""Whether it is faster to recall the KV of a prefix from host memory than to compute it."""
+"""Decides whether recalling the KV of a prefix from host memory is faster than computing it."""
 
 from services.core.cost.model import CostModel
 from services.core.host.vocabulary import HostSettings
 
 RECALL_MIN = 2
-"""Fewest blocks of a recall: each delays a start until its end."""
+"""Least blocks of a recall: a sequence does not start before the end of its recall."""
 RECALL_MIN_UNMEASURED = 4
 """The same without a cost model."""
 
@@ -17,9 +17,9 @@ def recall_pays(
     more: int,
     wait_s: float,
 ) -> bool:
-    """Whether to recall `more` blocks after the `have` blocks that the device has.
+    """Whether to recall `more` blocks, which follow `have` blocks on the device.
 
-    `wait_s`: time until the lane to the host is free.
+    `wait_s`: seconds until the lane to the host is free.
     """
     if more < RECALL_MIN:
         return False

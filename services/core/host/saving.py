@@ -1,9 +1,10 @@
-"""How fast blocks are saved to host memory: random early detection, and a trickle while idle.
+"""The rate at which KV blocks are saved to host memory.
 
-The rate of saves grows with the share of KV blocks in use, from `save_from` on (RED, ConServe
-§4.4), and is at least that at which online requests take blocks, so that saves keep up with the
-pressure. Blocks that only the prefix cache holds are lost when their memory is allocated: they are
-saved at a low rate at any time, and faster when the empty blocks will soon be used up.
+Blocks of running sequences are saved from a share `save_from` of used KV blocks on, at a rate that
+grows with the share, as in random early detection (RED, ConServe §4.4). From there on the rate is
+at least that at which online requests take blocks, so that saves keep up. Blocks that only the
+prefix cache holds are lost when their memory is allocated: they are saved at a low rate always,
+and at a higher rate when the empty blocks will soon be used up.
 """
 
 from dataclasses import dataclass
@@ -13,23 +14,24 @@ from services.core.host.vocabulary import HostSettings
 FULL = 0.9
 """Share of KV blocks in use from which saves run at the full `lane_share`."""
 KEEP_UP = 1.2
-"""Least rate of saves under pressure, relative to that at which online requests take blocks."""
+"""Least rate of saves under pressure, over the rate at which online requests take blocks."""
 TRICKLE = 0.1
-"""Share of `lane_share` for cached blocks while empty blocks last."""
+"""Part of `lane_share` for cached blocks while empty blocks last."""
 HURRY = 0.5
-"""Share of `lane_share` for cached blocks that will soon be evicted."""
+"""Part of `lane_share` for cached blocks that will be evicted within `HORIZON_S`."""
 HORIZON_S = 2.0
-"""Time constant of the rates at which blocks are taken, and what counts as soon."""
+"""Time constant of the measured rates, and how far ahead evictions are predicted, in seconds."""
 WINDOW_S = 0.1
-"""Saves that were not used are kept for this time."""
+"""Seconds for which unused budget of saves accumulates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """The KV blocks of a worker: `used` is the share in use, idle cached blocks are not.
+    """Use of the KV blocks of a worker.
 
-    `empty`: blocks without cached KV. `taken` and `taken_online` count the blocks that sequences
-    have taken so far. `cached_waits`: cached blocks without a host copy exist.
+    `used`: share of the blocks that sequences use, 0 to 1. `empty`: free blocks without cached KV.
+    `taken`, `taken_online`: blocks that sequences, and online sequences, have taken so far.
+    `cached_waits`: cached blocks without a host copy exist.
     """
 
     used: float
@@ -41,7 +43,7 @@ class Pressure:
 
 @dataclass(slots=True)
 class SaveRate:
-    """The budget of saves, in bytes; `spend` what is saved."""
+    """The budget of saves; the caller passes the saved blocks to `spend`."""
 
     settings: HostSettings
     _credit_bytes: float = 0.0
@@ -68,7 +70,7 @@ class SaveRate:
         self._credit_bytes -= blocks * self.settings.block_bytes
 
     def ramp(self, used: float) -> float:
-        """The share of pressure between `save_from` and `FULL`: 0 to 1."""
+        """The pressure of a share of used blocks: 0 up to `save_from`, 1 from `FULL` on."""
         start = min(self.settings.save_from, FULL)
         if used <= start:
             return 0.0
@@ -80,7 +82,7 @@ class SaveRate:
         self._measure(elapsed_s, pressure)
         self._last_s = now_s
         rate = self.share(pressure) * self.settings.link_bytes_per_s
-        # Even a slow link saves a block at a time.
+        # The budget holds at least a block, so that saves advance over a slow link.
         most = max(rate * WINDOW_S, float(self.settings.block_bytes) if rate else 0.0)
         self._credit_bytes = min(self._credit_bytes + rate * elapsed_s, most)
 

@@ -6,8 +6,8 @@ block's hash (`core/prefix/block_hash.py`). A *save* copies a block from the dev
 the planner decides what is copied. A job always ends with `BlocksSaved` or `BlocksRecalled`,
 whether it was cancelled or not: until then its slots stay reserved.
 
-The engine may plan while a job runs, so the device block of a hash changes: before each piece the
-driver asks `HostTier.block_of` under the lock that it plans under, and copies before it lets go.
+The engine may plan while a job runs, and planning may give the device blocks of a job to others. So
+the driver copies each piece under the lock of the planner, and asks `HostTier.block_of` before.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Save(StrEnum):
-    """Which blocks are saved."""
+    """The setting `save`: which blocks are saved."""
 
     OFF = "off"
     BATCH = "batch"  # blocks that only the prefix cache holds, and those of batch requests
@@ -30,8 +30,9 @@ class HostSettings:
     """Settings of a planner with host copies.
 
     `block_bytes`: KV of a block in all layers. `link_bytes_per_s`: bandwidth between device and
-    host. Batch requests are saved once more than `save_from` of the KV blocks are in use, at up to
-    `lane_share` of the bandwidth. Without `prefetch` nothing else runs during a recall.
+    host. Running sequences are saved while more than the share `save_from` of the KV blocks is in
+    use. Saves take at most the share `lane_share` of the bandwidth. Without `prefetch` nothing else
+    runs during a recall.
     """
 
     block_bytes: int
@@ -44,10 +45,10 @@ class HostSettings:
 
 @dataclass(slots=True)
 class HostCounts:
-    """What host copies have done since the engine's start.
+    """Totals since the engine's start.
 
-    `recalled_tokens_total` were recalled, `hit_tokens_total` of these for prompts that had not run
-    here before. `failures_total` counts damaged copies and losses of the store.
+    `hit_tokens_total`: recalled tokens of prompts that had not run here before. `failures_total`:
+    damaged copies, and losses of the whole store.
     """
 
     saved_blocks_total: int = 0
@@ -62,7 +63,7 @@ class HostCounts:
 
 @dataclass(frozen=True, slots=True)
 class HostGrown:
-    """The host store has `slots` slots now; 0: it is lost, with all copies and jobs."""
+    """The host store has `slots` slots now; 0: the store is lost, with all copies and jobs."""
 
     now_s: float
     slots: int
@@ -70,9 +71,9 @@ class HostGrown:
 
 @dataclass(frozen=True, slots=True)
 class HostLooked:
-    """Start the saves and recalls that are due, see `HostTier.wants_a_look`.
+    """Begin the saves and recalls that are due, see `HostTier.wants_a_look`.
 
-    The jobs so far will have left the lane to the host at `lane_free_s`; `now_s` if it is free.
+    `lane_free_s`: when the lane to the host will have done all jobs so far; `now_s` if it has.
     """
 
     now_s: float
@@ -81,7 +82,7 @@ class HostLooked:
 
 @dataclass(frozen=True, slots=True)
 class BlocksSaved:
-    """The end of a save; `intact[i]`: block i was copied completely."""
+    """A save has ended; `intact[i]`: block i of the job was copied completely."""
 
     now_s: float
     job: int
@@ -90,7 +91,7 @@ class BlocksSaved:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRecalled:
-    """The end of a recall; `intact[i]`: block i was copied completely, with its checksum.
+    """A recall has ended; `intact[i]`: block i was copied completely and has its checksum.
 
     It is False for a damaged copy, or if the pin was released. The last blocks have no entries if
     they could not be copied, for another reason than damage.
@@ -140,7 +141,7 @@ class RecallBlocks:
 
 @dataclass(frozen=True, slots=True)
 class CancelHostJob:
-    """Nothing needs this job any more; the driver may end it early."""
+    """The result of this job is not needed any more; the driver may end the job early."""
 
     job: int
 

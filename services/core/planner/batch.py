@@ -39,7 +39,7 @@ class SampleSpec(NamedTuple):
     `index` is the output index of that token (0 for the first). `terms` replace the sampler's state
     of the sequence. Without `terms`, the sampler keeps its state, and `output_ids` are the output
     tokens since the last spec, if the sampling needs them. So the specs of a sequence, in
-    order, contain its whole output, and another sampler makes the same choices from them.
+    order, contain its whole output, and another sampler that gets them chooses the same tokens.
     """
 
     terms: SampleTerms | None

@@ -3,7 +3,7 @@
 A single worker is the only stage of its group; otherwise the *leader* plans for all stages. Block
 ids are local to a stage; the stages of a group agree on numbers of blocks only. Stages apply
 microbatches in order, so their numbers equal those that the leader had when it planned them. The
-tables outlive configurations: a worker that leads after a change of the group uses them further.
+tables outlive configurations: a worker that leads after a change of the group keeps using them.
 
 Sequences may share full blocks at the beginning of their tables. Leaders count a block at another
 stage once per sequence that uses it.

@@ -2,9 +2,9 @@
 
 *Residual time* is the time until the deadline of a request's next token. Online requests, running
 and waiting, are packed by residual time while the iteration ends within the least residual time.
-Batch requests follow, oldest first (BROS: by swapped KV, of which running requests have none here).
-A batch request that does not fit replaces the online request with the most residual time. Prompts
-are not chunked to fit in time, only at `max_batch_tokens`.
+Batch requests follow, oldest first (BROS sorts them by the amount of swapped KV). A batch request
+that does not fit replaces the online request with the most residual time. Prompts are not chunked
+to fit in time, only at `max_batch_tokens`.
 
 Deviations, since the published algorithm starves some requests: residual times that cannot be met
 do not bound an iteration; the most urgent request runs even if its cost exceeds the bound; a
@@ -88,7 +88,7 @@ class _Packed:
                 self.spent.remove(lost.prefix, lost.tokens)
 
     def make_room(self, sequence: Sequence) -> bool:
-        """Make room for a batch sequence, if need be by replacing an online one; False if none."""
+        """Make room for a batch sequence, replacing an online sequence if needed; False if none."""
         if self.empty or self.fits(sequence):
             return True
         # Algorithm 1, lines 22 to 32: replace the online request with the most residual time.
@@ -152,7 +152,7 @@ class BrosPlanner:
         return least_s
 
     def _add_online(self, packed: _Packed, ready: Ready, now_s: float) -> bool:
-        """Pack online sequences by residual time; returns whether the time bound excluded one."""
+        """Pack online sequences by residual time; returns whether the time bound excluded any."""
         pending = deque(
             sorted(ready.decodes + ready.prefills, key=lambda seq: self._residual_s(seq, now_s))
         )
@@ -167,7 +167,7 @@ class BrosPlanner:
                 sequence = self._next_that_fits()
                 has_room = sequence is not None
                 if sequence is None:
-                    continue  # no waiting request finds blocks: pack only running ones
+                    continue  # no waiting request fits: pack only running requests
             if not (packed.fits(sequence) or packed.empty):
                 return packed.is_late_with(sequence)
             if sequence in pending:  # also a preempted sequence that starts again
@@ -207,7 +207,7 @@ class BrosPlanner:
         return deadline.residual_or_implied_s(sequence, now_s, self.feedback.budget.iteration_s)
 
     def _add_batch(self, packed: _Packed, ready: Ready) -> None:
-        """Pack batch sequences, oldest first; they may replace online ones."""
+        """Pack batch sequences, oldest first; they may replace online sequences."""
         table, config = self.sequence_table, self.config
         for sequence in ready.batch_decodes + ready.batch_prefills:
             if sequence.phase is not Phase.RUNNING:

@@ -15,13 +15,13 @@ from services.core.queue_order import Scheduling, scheduling_setting
 from services.core.setting import choice, computed, number, option
 
 GPU_LIMITS: Mapping[str, Any] = {"max_batch_tokens": 2048, "max_running": 256}
-"""Defaults on a GPU, which small iterations (the defaults on CPUs) would leave mostly idle."""
+"""Defaults on a GPU: the small iterations of the CPU defaults would leave it mostly idle."""
 
 MICROBATCH_TOKENS = 64
 """`min_microbatch_tokens` without a cost model."""
 PROMPT_TOKENS_MIN = 16
-"""Least measured `min_microbatch_tokens`, since a cost model may have no fixed cost, and least mean
-number of prompt tokens beside decodes, however many decodes there are."""
+"""Least value of `min_microbatch_tokens` that is derived from a cost model, which may have no fixed
+cost. Also the least mean number of prompt tokens in a microbatch beside decodes."""
 
 
 class BatchFormation(StrEnum):
@@ -187,7 +187,7 @@ class IterationConfig:
 
     @property
     def microbatch_tokens_min(self) -> int:
-        """`min_microbatch_tokens`, measured if it is not set: MIN of KunServe Fig. 11."""
+        """`min_microbatch_tokens`; by default from the cost model (MIN of KunServe Fig. 11)."""
         if self.min_microbatch_tokens is not None:
             return self.min_microbatch_tokens
         if self.cost_model is None:
@@ -197,9 +197,9 @@ class IterationConfig:
 
     @property
     def preemption(self) -> Preempt:
-        """`preempt`, or if it is not set the default of the scheduling policy."""
+        """`preempt`; by default that of the scheduling policy."""
         if self.execution is Execution.STATIC:
-            return Preempt.OFF  # nothing starts within a batch
+            return Preempt.OFF  # no request starts before the batch ends
         if self.preempt is not None:
             return self.preempt
         return Preempt.ALWAYS if self.scheduling is Scheduling.SLO else Preempt.OFF

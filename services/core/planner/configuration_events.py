@@ -68,7 +68,7 @@ class BlocksCredited:
 
 @dataclass(frozen=True, slots=True)
 class ReleasedTaken:
-    """Return the released sequences as `BlocksFreed` now, instead of in the next microbatch."""
+    """Answer with the released sequences (`BlocksFreed`) now, not with the next microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class SequencePreempted:
 class SequenceReset:
     """Hold the sequence without its KV, which the stages that store it free by themselves.
 
-    Its blocks stay in use until these stages report them free. Unlike `SequencePreempted`, the
-    stages need not be those of this planner.
+    Its blocks count as used until these stages report them free. Unlike with `SequencePreempted`,
+    the stages need not be those of this planner.
     """
 
     seq_id: str

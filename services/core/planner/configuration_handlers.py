@@ -31,7 +31,7 @@ def excess_lost_sequences(
     returns these sequences to the scheduler. It keeps the oldest sequences, including the last
     that its share does not cover completely.
     """
-    # Batch work that yields stays: it is recomputed here while no online request waits.
+    # Batch sequences that yield stay: they are recomputed here while no online request waits.
     lost = [seq for seq in sequences if not seq.blocks and (seq.online or not batch_yields)]
     tokens = sum(len(seq.token_ids) for seq in lost)
     # Sequences that cannot resume on another worker stay, so count them first.
@@ -212,7 +212,8 @@ class ConfigurationHandlers:
 
     def _change_blocks(self, event: changes.BlockEvent) -> list[Command]:
         table = self._table
-        # Only microbatches carry cache updates: a stage that moves blocks outside of them diverges.
+        # Only microbatches carry cache updates: if a stage moved cached blocks outside of them, its
+        # cache would differ from the leader's.
         if self._stages > 1 and isinstance(event, changes.MovingBlockEvent):
             self.sequence_table.clear_prefixes()
         match event:

@@ -53,13 +53,13 @@ def note_token(sequence: Sequence, now_s: float) -> bool:
 def residual_s(sequence: Sequence, now_s: float, iteration_s: float) -> float:
     """Residual time (BROS §4.2): how long the next iteration may take; negative if late.
 
-    For each token of its group after the next one, it subtracts `iteration_s` (the mean iteration
-    time), but at most `tpot_s`.
+    It leaves `iteration_s` (the mean iteration time), but at most `tpot_s`, for each later token of
+    the sequence's token group.
     """
     if sequence.group_left == 1:
         return sequence.due_s - now_s
     # Without the cap, long iterations would make residual times negative. Deadlines that cannot be
-    # met do not bound iterations, so these would stay long.
+    # met do not bound iterations, so iterations would stay long.
     tpot_s = sequence.request.service.tpot_s
     later_s = iteration_s if tpot_s is None else min(iteration_s, tpot_s)
     return sequence.due_s - now_s - (sequence.group_left - 1) * later_s

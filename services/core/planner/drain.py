@@ -1,9 +1,9 @@
 """Decides which requests a worker that shuts down returns to the scheduler, and when.
 
-Their gateways resume them at other workers, which compute the KV again. So requests without KV and
-batch requests return at once. Running requests run on until they return, newest first, at a pace
-that bounds the recomputation of the other groups. A request for which no other group has room stays
-and runs to its end.
+Their gateways resume them at other workers, which compute the KV again. (Requests whose KV is
+shipped are no candidates.) Requests without KV and batch requests return at once. Running requests
+run on until they return, newest first, at a pace that bounds the recomputation in other groups. A
+request for which no other group has room stays and runs to its end.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,22 @@ from services.core.report import OtherRoom
 from services.core.request import Request
 
 ITERATIONS_PER_S = 2
-"""Iterations of prefill per second that returned requests may cost each other group."""
+"""Full iterations per second that other groups, each, may spend on prompts of returned requests."""
 RETURNS_S = 5.0
-"""Time within which all running requests return if there is room: the pace rises accordingly."""
+"""Seconds within which all running requests return if other groups have room; a slower pace is
+raised."""
 CREDIT_S = 0.5
-"""Longest time for which unused pace counts."""
+"""Seconds for which an unused pace accumulates."""
 MOVE_INTERVAL_S = 2.0
-"""Time for which a request stays that has run at another worker before, so that it progresses."""
+"""Seconds for which a request that has run at another worker stays here, so that it progresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A request of the worker that shuts down; `seq_id` as in `sequence_ids.py`.
 
-    `tokens` are its tokens so far, prompt and output. `holds_kv`: it runs. `arrived_s` is the time
-    of its arrival at this worker.
+    `tokens`: number of tokens so far, prompt and output. `holds_kv`: whether it runs. `arrived_s`:
+    time of its arrival at this worker.
     """
 
     seq_id: str
@@ -61,11 +62,11 @@ class Candidate:
 
     @property
     def is_paced(self) -> bool:
-        """Whether it returns at the pace, instead of at once."""
+        """Whether it returns at the limited pace, not at once."""
         return self.holds_kv and self.request.service.online
 
     def may_return(self, now_s: float) -> bool:
-        """Whether the request's gateway resumes it elsewhere, and it has not just moved here."""
+        """Whether the request's gateway can resume it, and it has not just moved here."""
         request = self.request
         if not (request.resumable or (request.returnable and not self.has_output)):
             return False
@@ -106,7 +107,10 @@ class DrainPace:
         return chosen
 
     def _add_credit(self, tokens: int, groups: int, now_s: float) -> None:
-        """Add the credit since the last call: `tokens` run here, and `groups` have room."""
+        """Add the credit since the last call.
+
+        `tokens`: number of tokens of the running requests. `groups`: number of groups with room.
+        """
         passed_s = min(now_s - self._last_s, CREDIT_S)
         self._last_s = now_s
         if groups:

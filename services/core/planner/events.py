@@ -53,7 +53,7 @@ class IterationFinished:
 
 @dataclass(frozen=True, slots=True)
 class IterationDropped:
-    """The running iteration of a single worker was interrupted for good; its tokens run again."""
+    """The iteration of a single worker was interrupted and discarded: its tokens run again."""
 
     now_s: float
 
@@ -67,7 +67,7 @@ class IterationSuspended:
 
 @dataclass(frozen=True, slots=True)
 class RequeueChecked:
-    """Return the requests to the scheduler that have waited here too long, see `requeue.py`.
+    """Return requests that have waited here for too long to the scheduler, see `requeue.py`.
 
     `may_start` is False while this worker plans nothing because it leads no group.
     """
@@ -90,16 +90,16 @@ class DrainContinued:
 
 @dataclass(frozen=True, slots=True)
 class CostModelLearned:
-    """Plan with this cost model from now on, instead of the present one."""
+    """Plan with this cost model from now on."""
 
     model: CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksBorrowed:
-    """Free blocks are overwritten by a measurement, and free again before the next event.
+    """A measurement overwrites free blocks, which are free again before the next event.
 
-    `counts`: number of blocks of each of its chunks. Answered by `LendBlocks`.
+    `counts`: number of blocks of each chunk of the measurement. Answered by `LendBlocks`.
     """
 
     counts: tuple[int, ...]
@@ -131,12 +131,12 @@ class EmitToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Refuse a request, or end it while it runs; `message` names cause and remedy.
+    """Refuse a request, end it while it runs, or return it; `message` names cause and remedy.
 
     `retryable`: a later attempt may succeed. `returned`: the request has not started here, or
     continues elsewhere; the gateway asks the scheduler again under the same id. `kv_lost`: the
     worker's group lost a member, and with it the KV of the request. `leaving`: the worker shuts
-    down. `go_to`: the worker that has the KV of the returned request, or gets it.
+    down. `go_to`: the worker to which the KV of the returned request was shipped.
     `server_losses`: losses of upstream servers under the request so far.
     """
 

@@ -17,13 +17,13 @@ SHARE_CUT = 0.9
 SHARE_RISE = 0.01
 """Increment of the share after an iteration without contention."""
 CROWDED = 0.6
-"""Online sequences that hold more than this share of all blocks or slots count as contention."""
+"""Share of all blocks or slots from which their use by online sequences counts as contention."""
 TARGET_KEPT_S = 120.0
-"""Seconds for which the TTFT target of an online request is expected of further arrivals."""
+"""Seconds for which the TTFT target of an online request is assumed for further arrivals."""
 GAP_WEIGHT = 0.1
 """Weight of the newest inter-arrival gap in the moving average."""
 LONE_DECODES = 4
-"""Least limit of a batch-only iteration, in lone decodes, so that batch work makes progress."""
+"""Least limit of a batch-only iteration, in durations of a lone decode, so that it progresses."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class HarvestShare:
 
 @dataclass(slots=True)
 class OnlineArrivals:
-    """Predicts online arrivals, which may arrive during a batch-only iteration."""
+    """Predicts the online requests that may arrive during a batch-only iteration."""
 
     # (arrival, TTFT target) of recent requests, ascending in both: a sliding-window minimum.
     _targets: deque[tuple[float, float]] = field(default_factory=deque)

@@ -28,7 +28,7 @@ from services.core.queue_order import Scheduling
 BATCH_CHUNK_MIN_TOKENS = 16
 """Least tokens of a chunk of a batch prompt, except its last, since each chunk has a fixed cost."""
 STARVED_EVERY = 16
-"""Interval, in iterations, at which the oldest batch prompt may exceed the harvest share."""
+"""Every so many iterations, the oldest batch prompt may exceed the harvest share."""
 GROWTH_RESERVE = 0.04
 """Share of the blocks that admission of batch sequences leaves free for growing online ones."""
 RESERVING = frozenset({Scheduling.SLO, Scheduling.CONSERVE})
@@ -119,9 +119,9 @@ class Harvester:
     def most_urgent(
         self, decodes: list[Sequence], spent: Spent, limit_s: float, now_s: float
     ) -> list[Sequence]:
-        """Select online decodes by residual time within `limit_s`; returns them in the order given.
+        """Select online decodes by residual time within `limit_s`; the result keeps their order.
 
-        At least one, and all that would miss their deadline in the next iteration.
+        Includes at least a decode, and all that would miss their deadline in the next iteration.
         """
         if not decodes:
             return []
@@ -217,14 +217,14 @@ class Harvester:
     def _tolerated_wait_s(self, now_s: float) -> float:
         """Twice the limit of a batch-only iteration, in seconds.
 
-        If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
-        If they interrupt and discard it, its work is lost: the expected time until an arrival.
-        If it is suspended instead, there is no limit.
+        * If arrivals cannot interrupt the iteration, they wait for its end: the least TTFT target.
+        * If an arrival discards the iteration, its work is lost: the expected time to an arrival.
+        * If an arrival suspends the iteration, nothing is lost: `inf`.
         """
         config, arrivals = self.config, self.feedback.arrivals
-        stays = config.preemption is Preempt.OFF or self.sequence_table.ledger.stages > 1
+        uninterrupted = config.preemption is Preempt.OFF or self.sequence_table.ledger.stages > 1
         # At most one iteration is suspended: while there is one, the next cannot be interrupted.
-        if stays or self.sequence_table.suspended is not None:
+        if uninterrupted or self.sequence_table.suspended is not None:
             return arrivals.least_target_s(now_s)
         if config.preempted_work is PreemptedWork.DISCARD:
             return arrivals.expected_gap_s(now_s)

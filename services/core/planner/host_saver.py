@@ -15,16 +15,21 @@ from services.core.prefix.cached_blocks import CachedBlocks
 JOB_BLOCKS = 32
 """Maximum number of blocks of a save."""
 LANE_AHEAD_S = 0.05
-"""Saves are given to a lane that is busy for less than this time, so that recalls wait little."""
+"""A save begins only if earlier jobs keep the lane busy for less than this many seconds, so that
+recalls wait little."""
 IDLE_MAX_S = 0.5
-"""Maximum time between two looks of an idle worker that has blocks to save."""
+"""Maximum seconds between two looks of an idle worker that has blocks to save."""
 ONLINE_FROM = 0.5
-"""Pressure from which blocks of online sequences are saved with `save: all`."""
+"""Pressure (`SaveRate.ramp`, 0 to 1) from which `save: all` saves blocks of online sequences."""
 
 
 @dataclass(slots=True)
 class SaveJob:
-    """`hashes` in the order of the copies; the first `idle` are cached blocks, oldest first."""
+    """Hashes of the blocks to copy, in this order.
+
+    The first `idle` blocks are those that only the prefix cache holds, least recently used first;
+    the others are of the running sequences `seq_ids`.
+    """
 
     hashes: tuple[bytes, ...]
     idle: int
@@ -34,9 +39,9 @@ class SaveJob:
 
 @dataclass(slots=True)
 class HostSaver:
-    """Reserves slots for blocks in the order in which they would be lost.
+    """Chooses blocks in the order in which the device would lose them, and reserves host slots.
 
-    `note_lost` is called for copies that are evicted for them.
+    `note_lost` is called with the copies that are evicted to empty slots.
     """
 
     settings: HostSettings
@@ -62,7 +67,7 @@ class HostSaver:
 
     @property
     def idle_s(self) -> float:
-        """Interval of saves of an idle worker: the most blocks at a time, but no rate is lost."""
+        """Seconds between looks of an idle worker: few looks, but no budget of saves is lost."""
         block_s = self._rate.trickle_block_s
         return min(IDLE_MAX_S, max(block_s, min(JOB_BLOCKS * block_s, WINDOW_S / 2)))
 
@@ -79,7 +84,7 @@ class HostSaver:
         self._rate.advance(now_s, pressure)
 
     def take(self, lane_s: float) -> tuple[SaveJob, tuple[SavedBlock, ...]] | None:
-        """The next save, if any is due; the lane to the host is free in `lane_s` seconds."""
+        """The next save, None if none is due; the lane to the host is busy for `lane_s` seconds."""
         if self.settings.save is Save.OFF or lane_s >= LANE_AHEAD_S:
             return None
         block_s = self.settings.block_bytes / self.settings.link_bytes_per_s
@@ -138,12 +143,16 @@ class HostSaver:
             sequence.saved += 1
 
     def _has_slot(self, sequence: Sequence | None = None) -> bool:
-        """Empty a slot if none is; for a running `sequence` also one of a preempted sequence."""
+        """Empty a slot if all are full; returns whether a slot is empty.
+
+        For a running `sequence`, copies of a preempted sequence may be evicted, too.
+        """
         cache, use = self.cache, self.use
         if not (cache.empty or cache.evictable) and sequence is not None:
             waiting = (seq for seq in reversed(self.sequence_table.waiting) if use.is_owed(seq))
             last = next(waiting, None)
-            # The sequence that runs again last; if that is the one that is saved, save nothing.
+            # Give up the copies of the sequence that will run last, unless `sequence` itself would
+            # run after it once preempted.
             if last is not None and (last.online, last.age) > (sequence.online, sequence.age):
                 use.note_left(last)
         if not cache.empty:

@@ -1,13 +1,14 @@
 """Host copies of a planner: which KV blocks are saved to host memory, and which are recalled.
 
-A second level of the prefix cache. Blocks are *saved* before they are lost: those that only the
-prefix cache holds, in the order in which they would be evicted, then those of running batch
-sequences, newest first, since these are preempted first. A waiting sequence whose prefix the host
-has and the device has not is *recalled*, if that is faster than to compute it: a pin gets its
-blocks, and the sequence starts once they are filled, with ordinary hits of the prefix cache.
+Host memory is a second level of the prefix cache. Blocks are *saved* before the device loses them:
+first those that only the prefix cache holds, in the order of their eviction, then those of running
+sequences in the order of their preemption. A waiting sequence is *recalled* if the host has blocks
+of its prefix that the device lacks, and copying them is faster than computing them: a pin gets the
+blocks, and once they are filled the sequence starts with hits of the prefix cache.
 
-Only single workers copy, since a block has all layers. Copies outlive changes of groups. The driver
-passes `HostLooked` between iterations while `wants_a_look`; see `core/host/vocabulary.py`.
+Only single workers copy, since a copy has all layers of a block. Copies outlive changes of groups.
+While `wants_a_look`, the driver passes `HostLooked` between iterations (a *look*), in which saves
+and recalls begin; see `core/host/vocabulary.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,20 +46,24 @@ SAVES_MAX = 4
 RECALLS_MAX = 4
 """Maximum number of recalls under way."""
 LOOK_S = 0.01
-"""Interval of looks while nothing has arrived."""
+"""Least seconds between two looks, unless the queue has changed."""
 RECALL_S = 2.0
-"""Time for which a sequence waits for its recall, or longer:"""
+"""Least time limit of a recall, in seconds; then its sequence starts without it."""
 RECALL_FACTOR = 4.0
-"""times as long as the recall should take, with the jobs before it."""
+"""Time limit of a recall over its predicted time, including the jobs before it."""
 CLAIM_S = 2.0
-"""Time for which recalled blocks are pinned for a sequence that does not start."""
+"""Seconds for which recalled blocks stay pinned for a sequence that does not start."""
 SCAN_MAX = 8
 """Number of waiting sequences that a look considers for recalls."""
 
 
 @dataclass(slots=True)
 class _RecallJob:
-    """`chain` are all blocks of the pin; those from the index `have` on are copied."""
+    """A recall under way.
+
+    `chain` has the hashes of all blocks of the pin. The device has the first `have` blocks; the
+    others are copied.
+    """
 
     pin: str
     seq_id: str
@@ -68,7 +73,7 @@ class _RecallJob:
 
     @property
     def hashes(self) -> tuple[bytes, ...]:
-        """The blocks that are copied."""
+        """Hashes of the blocks that are copied."""
         return self.chain[self.have :]
 
 
@@ -85,8 +90,8 @@ class HostTier:
     _saver: HostSaver = field(init=False)
     _saves: dict[int, SaveJob] = field(default_factory=dict)
     _recalls: dict[int, _RecallJob] = field(default_factory=dict)
-    _pins: dict[str, float] = field(default_factory=dict)  # pin → time limit
-    _jobs: int = 0  # jobs so far
+    _pins: dict[str, float] = field(default_factory=dict)  # pin → time until which it is held
+    _jobs: int = 0  # number of the newest job
     _looked_s: float = 0.0
     _queue: tuple[int, int] = (0, 0)  # `_queue_now` at the last look
 
@@ -123,29 +128,30 @@ class HostTier:
 
     @property
     def _queue_now(self) -> tuple[int, int]:
-        """Changes if a sequence is queued, or ends: then another may start, or be recalled."""
+        """Changes when a sequence is queued or ends, after which another may be recalled."""
         table = self.sequence_table
         return table.queued_total, len(table.sequences)
 
     @property
     def stalls(self) -> bool:
-        """Whether nothing may be planned before a recall has ended: without `prefetch`."""
+        """Whether nothing may be planned before the current recall ends (`prefetch` is off)."""
         return not self.settings.prefetch and bool(self._awaited)
 
     @property
     def _awaited(self) -> list[_RecallJob]:
-        """Recalls that a sequence waits for."""
+        """Recalls for which a sequence waits."""
         pins = self.sequence_table.pins
         return [job for job in self._recalls.values() if pins.get(job.pin) is not None]
 
     def block_of(self, job: int, index: int) -> int | None:
-        """The device block of the `index`-th block of a job; None if it must not be copied now.
+        """Device block of the `index`-th block of a job; None if it must not be copied now.
 
-        Valid until the planner's next event or plan: ask for each piece, under the lock.
+        Valid until the planner's next event or plan, so the driver asks for each piece, under the
+        planner's lock.
         """
         save = self._saves.get(job)
         if save is not None:
-            # After a change of layers, a block with the same hash has some of the layers only.
+            # After a change of layers, a device block with this hash may lack some layers.
             return None if save.cancelled else self._device.block_of(save.hashes[index])
         recall = self._recalls.get(job)
         pin = None if recall is None else self.sequence_table.pins.get(recall.pin)
@@ -169,13 +175,13 @@ class HostTier:
     # --- events
 
     def handle(self, event: HostEvent, iteration_runs: bool) -> list[HostCommand]:
-        """Apply an event. `iteration_runs`: it still writes to blocks that may have been freed."""
+        """Apply an event. `iteration_runs`: an iteration in flight may write to freed blocks."""
         if isinstance(event, HostLooked):
             return self._look(event, iteration_runs)
         return _HANDLERS[type(event)](self, event)
 
     def end_configuration(self) -> list[HostCommand]:
-        """Release all pins and cancel all jobs: the layers of this worker change."""
+        """Release all pins and cancel all jobs, because the layers of this worker change."""
         for name in tuple(self._pins):
             self.sequence_table.release_pin(name)
         self._pins.clear()
@@ -213,7 +219,8 @@ class HostTier:
         if job is None:
             return []
         intact = list(zip(job.hashes, event.intact, strict=True))
-        # The end of a chain is evicted first. Cached blocks come in that order, others do not.
+        # Hold the last block of a prefix first, so that it is evicted first. Cached blocks are in
+        # that order already, blocks of running sequences are not.
         for block_hash, whole in (*intact[: job.idle], *reversed(intact[job.idle :])):
             if whole:
                 self.cache.hold(block_hash)
@@ -267,7 +274,7 @@ class HostTier:
                 lane_s += self._link_s(len(recall.blocks))
                 commands.append(recall)
         self._saver.advance(now_s)
-        # Iterations may be long, so a look takes all that is due.
+        # The next look may be a long iteration away: take all saves that are due.
         while len(self._saves) < SAVES_MAX and (save := self._saver.take(lane_s)) is not None:
             self._jobs += 1
             self._saves[self._jobs], blocks = save
@@ -276,7 +283,7 @@ class HostTier:
         return commands
 
     def _unblock(self) -> None:
-        """Release the pins if nothing runs and the first in the queue lacks their blocks."""
+        """Release the pins if nothing runs and the first waiting sequence needs their blocks."""
         table = self.sequence_table
         if not (self._pins and table.waiting) or table.running_count:
             return
@@ -286,7 +293,7 @@ class HostTier:
                 table.release_pin(name)
 
     def _expire(self, now_s: float) -> list[HostCommand]:
-        """Release the pins whose time is over, and cancel recalls that nothing waits for."""
+        """Release the pins whose time is over, and cancel the recalls that no sequence awaits."""
         table = self.sequence_table
         filling = {job.pin: job.seq_id for job in self._recalls.values()}
         for name, until_s in tuple(self._pins.items()):
@@ -301,11 +308,12 @@ class HostTier:
     # --- recalls
 
     def _due_recalls(self, now_s: float, lane_s: float) -> Iterator[RecallBlocks]:
-        """Begin recalls of waiting sequences, in queue order."""
+        """Begin recalls of waiting sequences, in queue order, after `lane_s` of earlier jobs."""
         table, prefetch = self.sequence_table, self.settings.prefetch
         if not prefetch and self._awaited:
             return
-        # Blocks that earlier sequences lack, from the first on that must not be overtaken.
+        # Blocks to leave free: those that earlier sequences need, from the first on that may not be
+        # overtaken.
         ahead = 0
         for sequence in list(islice(table.waiting, SCAN_MAX if prefetch else 1)):
             if len(self._recalls) >= RECALLS_MAX:
@@ -338,7 +346,8 @@ class HostTier:
         if not sequence.online and table.precedence.batch_yields:
             if table.waiting[0].online:
                 return False
-            # The reserve of admission: with a larger one, sequences start without their recalls.
+            # The same reserve as at admission: with a larger one, a sequence could start before its
+            # recall begins.
             reserves = config.scheduling in RESERVING and table.online_running
             reserve = int(GROWTH_RESERVE * table.ledger.least_capacity) if reserves else 0
             if table.ledger.free - sequence.blocks_to_admit(config.block_size) < reserve:
@@ -376,7 +385,7 @@ class HostTier:
         return blocks * self.settings.block_bytes / self.settings.link_bytes_per_s
 
     def _note_lost(self, lost: Iterable[Lost | None]) -> None:
-        """List copies that are gone, unless the device has the block, as evicted prefixes."""
+        """Report lost copies to the scheduler as evicted prefixes, unless the device has them."""
         for copy in lost:
             if copy is not None and copy.reported:
                 self._device.note_absent(copy.block_hash)

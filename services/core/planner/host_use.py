@@ -9,16 +9,14 @@ from services.core.planner.sequence import Sequence
 
 @dataclass(slots=True)
 class HostUse:
-    """Copies are owed to preempted sequences; those of a prefix that was used are kept longest.
+    """Keeps the copies that preempted sequences need, and marks copies as used.
 
-    The copies of a prefix are used together. Its end is marked first, and thus evicted first: a
-    copy is useless without its predecessors.
+    The blocks of a prefix are marked from its end on, so that its end is evicted first: a copy is
+    useless without those of the blocks before it.
     """
 
     cache: HostCache
-    late: set[str] = field(
-        default_factory=set
-    )  # waiting sequences whose recall failed or took too long
+    late: set[str] = field(default_factory=set)  # recall failed or timed out: not repeated
     _owed: dict[str, list[bytes]] = field(default_factory=dict)  # by sequence id
     _lost: int = 0  # `cache.lost_total` at the last `note_lost`
 
@@ -34,22 +32,23 @@ class HostUse:
         sequence.saved = 0
 
     def note_preempted(self, sequence: Sequence, registered: int) -> None:
-        """A sequence waits again, and has lost its `registered` first blocks."""
+        """A sequence waits again, without its first `registered` blocks: owe it their copies."""
         if registered and not sequence.request.logprobs.runs_prompt:
             owed = sequence.block_hashes[registered - 1 :: -1]
             self.cache.owe(owed)
             self._owed[sequence.seq_id] = owed
 
     def note_left(self, sequence: Sequence) -> None:
-        """A sequence no longer waits for its lost blocks."""
+        """A sequence no longer needs copies of the blocks that it lost."""
         owed = self._owed.pop(sequence.seq_id, None)
         if owed is not None:
             self.cache.settle(owed)
 
     def note_lost(self, running: Iterable[Sequence]) -> None:
-        """Let running sequences be saved again whose copies are gone; call before a preemption.
+        """Let running sequences whose copies are gone be saved again; call before a preemption.
 
-        Not at each loss: in a store that is too small, they would evict each other's all the time.
+        At each loss it would be too often: in a small store, the sequences would evict the copies
+        of each other all the time.
         """
         if self._lost == self.cache.lost_total:
             return
@@ -59,7 +58,7 @@ class HostUse:
                 sequence.saved = min(sequence.saved, self._copied(sequence))
 
     def has_copies(self, sequence: Sequence) -> bool:
-        """Whether a running sequence `is_saved`, and no copy is gone."""
+        """Whether a running sequence `is_saved` and no copy of its blocks is gone."""
         return sequence.is_saved and self._copied(sequence) == sequence.registered
 
     def is_owed(self, sequence: Sequence) -> bool:
@@ -72,7 +71,7 @@ class HostUse:
         self.cache.check_invariants()
 
     def _copied(self, sequence: Sequence) -> int:
-        """How many of its first cached blocks have copies, or get them now."""
+        """Number of its first cached blocks that have copies, complete or being filled."""
         hashes = sequence.block_hashes[: sequence.registered]
         missing = (place for place, key in enumerate(hashes) if key not in self.cache)
         return next(missing, len(hashes))

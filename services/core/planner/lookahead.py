@@ -2,12 +2,12 @@
 
 A *round* is the prefill work that the leader of a pipeline of several stages plans at once; each
 part becomes a microbatch. It is cut into consecutive parts such that the largest cost of a part is
-minimal. A prompt may be cut into chunks; an earlier chunk is then part of the prefix of a later one
-(KunServe Figures 10-11). KunServe halves recursively until a part has few tokens. This module also
-tries numbers of parts other than powers of two, and balances within the token budget. On modelled
-pipelines its bubbles (idle time of stages) were three quarters of those of halving; with a small
-token budget, halving the parts that exceeded it left three times the bubbles of microbatches formed
-by token count. Costs are seconds predicted by the cost model.
+minimal. A prompt may be cut into chunks; an earlier chunk is then part of the prefix of a later
+chunk (KunServe Figures 10-11). KunServe halves recursively until a part has few tokens. This module
+also tries numbers of parts other than powers of two, and balances within the token budget: on
+modelled pipelines this left three quarters of the bubbles (idle time of stages) of halving. With a
+small token budget, halving left three times the bubbles of microbatches formed by token count.
+Costs are seconds predicted by the cost model.
 """
 
 from bisect import bisect_right
@@ -110,13 +110,14 @@ def form_round(
 
 
 def decodes_to_run(ready: Row[float], in_flight: Iterable[float], stages: int) -> int:
-    """Number of the `ready` decodes (given by cost) that the next microbatch runs, to balance
-    costs.
+    """Number of the `ready` decodes that the next microbatch runs, so that microbatches cost alike.
 
-    `in_flight` holds the cost of the next decodes of the sequences of each microbatch in flight.
+    `ready` has the cost of each decode, `in_flight` for each microbatch in flight the cost of the
+    next decodes of its sequences.
     """
-    # Leave a decode to the cheapest other microbatch only if that stays cheaper with it than this
-    # one. So the first microbatches share the ready decodes, and a balanced distribution persists.
+    # Leave a decode to the cheapest other microbatch only if that microbatch stays cheaper with it
+    # than this microbatch. So the first microbatches share the ready decodes, and a balanced
+    # distribution persists.
     others = list(in_flight)
     others += [0.0] * (stages - 1 - len(others))
     heapify(others)

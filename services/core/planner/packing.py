@@ -4,8 +4,8 @@ The number of sequences in an iteration is limited to a number of *slots*. Like 
 window, it doubles after each iteration, but falls to its base if deadlines exclude online work from
 an iteration. A batch request that finds no time or slot may replace an online decode (Algorithm 1,
 lines 24 to 33). BROS replaces the request with the most *residual time*, the time until its
-deadline. This module also requires that the replaced decode meets its deadline without this
-iteration, if the next one has average length.
+deadline. This module also requires that the replaced decode can meet its deadline in the
+next iteration, if that has average length.
 """
 
 from dataclasses import dataclass, field

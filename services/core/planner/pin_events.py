@@ -1,6 +1,6 @@
-"""Planner events of shipments: KV that moves between single workers, see `pins.py`.
+"""Planner events of shipments: KV that moves between single workers.
 
-None of them frees blocks of a suspended microbatch. A *pin* is named by `pin`.
+`pin` is the name of a pin, see `pins.py`. No event frees blocks of a suspended microbatch.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.core.destination import Destination
 
 @dataclass(frozen=True, slots=True)
 class BlocksShared:
-    """Pin the registered blocks of a running sequence, also those registered since."""
+    """Pin the registered blocks of a running sequence; repeated, extend the pin by new blocks."""
 
     pin: str
     seq_id: str
@@ -18,10 +18,10 @@ class BlocksShared:
 
 @dataclass(frozen=True, slots=True)
 class BlocksAllocated:
-    """Pin `blocks` blocks for the KV of a request: cached ones with these hashes, else empty ones.
+    """Pin `blocks` blocks for the KV of a request: cached blocks with `hashes`, then empty blocks.
 
-    The caller has checked that enough are free; for an online request, batch sequences may have to
-    be preempted for it. `hashes` are those of its first blocks.
+    `hashes`: those of the first blocks. The caller has checked that enough blocks are free, or for
+    an online request, that preempting batch sequences frees enough.
     """
 
     pin: str

@@ -13,7 +13,7 @@ from services.core.planner.sequence_table import SequenceTable
 
 @dataclass(slots=True)
 class PinHandlers:
-    """Applies events of shipments to the sequences and pins of a planner."""
+    """Applies the events of shipments to the sequences and pins of a planner."""
 
     sequence_table: SequenceTable
 

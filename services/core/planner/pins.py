@@ -1,8 +1,9 @@
 """Pins: holds on KV blocks that belong to no sequence.
 
-While KV is shipped from one worker to another (`core/shipments`), its blocks are pinned at both: at
-the source so that they stay after their sequence has ended, at the target while they are filled. A
-pin is an entry of the block table under a name that no sequence has. Only single workers use pins.
+A shipment of KV between workers (`core/shipments`) pins its blocks at both: at the source, so that
+they stay after their sequence has ended, and at the target while they are filled. A recall of KV
+from host memory (`host_tier.py`) pins blocks while they are filled. A pin is an entry of the block
+table under a name that no sequence has. Only single workers use pins.
 """
 
 from dataclasses import dataclass, field
@@ -16,9 +17,9 @@ from services.core.prefix.block_hash import THIN_STRIDE
 class Pin:
     """Blocks held under `name`; block i has the KV of block i of a sequence, or will have it.
 
-    The first `registered` blocks are in the prefix cache. `online`: as `Sequence.online`, of the
-    sequence that needs the KV. A pin that is being filled has the `request_id` of the
-    request that starts with its KV; `seq_id` is that request's sequence, once it has arrived.
+    The first `registered` blocks are in the prefix cache. `online`: whether the sequence that needs
+    the KV is online. For a pin that is being filled, `request_id` is the request that will start
+    with its KV, and `seq_id` the sequence of that request once it has arrived.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Pins:
         return self._pins.get(name)
 
     def fill_for(self, request_id: str) -> Pin | None:
-        """The pin that is filled for a request; None without."""
-        # Few pins exist at a time, and only arrivals with output look for one.
+        """The pin that is filled for a request; None without such a pin."""
+        # A search is fast enough: few pins exist, and only arriving requests with output search.
         return next((pin for pin in self._pins.values() if pin.request_id == request_id), None)
 
     @property
@@ -91,7 +92,7 @@ class Pins:
         for place in range(pin.registered, len(hashes)):
             block = self.table.block_ids(name)[place]
             if not cache.register(block, hashes[place], (place + 1) % THIN_STRIDE == 0):
-                # Computed here meanwhile: use that block.
+                # The block was computed here meanwhile: use it instead.
                 same = cache.block_of(hashes[place])
                 assert same is not None
                 self.table.replace(name, place, same)
@@ -109,7 +110,7 @@ class Pins:
         return pin.seq_id
 
     def least(self, online: bool) -> str:
-        """The pin to release so that a sequence of this class gets blocks; "" if none helps.
+        """Name of the pin whose release gets blocks for a sequence of this class; "" if none helps.
 
         Batch pins first; pins of online sequences only for online sequences, newest first.
         """

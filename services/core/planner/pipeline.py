@@ -18,8 +18,8 @@ from services.core.planner.sequence_table import SequenceTable
 from services.core.request import blocks_for
 
 ROUND_BATCHES = 2
-"""Tokens of a round, in full microbatches per stage. With more than one, microbatches can have
-similar costs while most use their token budget."""
+"""Tokens of a round, in full microbatches per stage. With several, microbatches can have similar
+costs while most use their token budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class PipelinePlanner:
     def _to_prefill(
         self, begun: list[Sequence], admit: bool, online_alone: bool
     ) -> Iterator[Sequence]:
-        """Yield running prefills, then waiting sequences, which are admitted one by one."""
+        """Yield running prefills, then waiting sequences, each admitted when it is yielded."""
         yield from begun
         config, sequence_table = self.config, self.sequence_table
         running_max = config.max_running * self.stages

@@ -34,15 +34,15 @@ class Plan:
     prefills: list[Prefill] = field(default_factory=list)
     resumes: int | None = None  # number of the suspended microbatch that this plan resumes
     kept_batch: Batch | None = None  # its batch, set at the launch if it may be suspended
-    decode_cost: float = 0.0  # cost of the next decodes of its sequences; under `slo`: online only
-    batch_decode_cost: float = 0.0  # under `slo`: the same of its batch sequences
+    decode_cost: float = 0.0  # cost of its sequences' next decodes; under `slo` only online ones
+    batch_decode_cost: float = 0.0  # under `slo`: the same for its batch sequences
     planned_s: float = 0.0  # time of the launch, or of the resumption
     predicted_s: float = 0.0  # predicted time from launch to result, model seconds
     cost_s: float = 0.0  # predicted cost at a stage, model seconds
     allowed_s: float = inf  # least residual time, if it was planned to end within it
     harvested: bool = False  # batch work was allowed beside online work: adapt the harvest share
     contended: bool = False  # online work lacked blocks or slots: lower the harvest share
-    deadline_bound: bool = False  # online decodes did not all fit: lower the adaptive slots
+    deadline_bound: bool = False  # not all online decodes fitted: lower the adaptive slots
     ran_s: float = 0.0  # run time before the latest suspension
     suspended_s: float = 0.0  # time of the latest suspension
 
@@ -111,7 +111,7 @@ class Plan:
             sequence.computed += tokens
 
     def discard(self) -> None:
-        """Undo `launch`, so that the tokens run again. Discard later plans before."""
+        """Undo `launch`, so that the tokens run again. Later plans must be discarded before."""
         for sequence in self.decodes:
             _rewind(sequence, len(sequence.token_ids) - 1)
         for sequence, start, _, _ in self.prefills:

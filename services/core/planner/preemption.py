@@ -1,8 +1,8 @@
 """Decides whether arriving online requests interrupt a batch-only iteration (ConServe Algorithm 2).
 
-The engine checks between layers. The early-exit condition is published inverted; here an iteration
-continues if its rest and then all waiting prompts are predicted to end within the least slack, the
-time until the first of their deadlines. Online requests are those of all classes except `batch`.
+The engine checks between layers. An iteration continues if its rest, and then all waiting prompts,
+are predicted to end within the least slack, the time until the first of their deadlines (the
+published condition is inverted). Online requests are those of all classes except `batch`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from services.core.request import Request
 
 
 class Preempt(StrEnum):
-    """When online requests interrupt a batch-only iteration; `DEADLINE`: if one would be late."""
+    """When online requests interrupt a batch-only iteration; `DEADLINE`: if any would be late."""
 
     OFF = "off"
     DEADLINE = "deadline"
@@ -32,10 +32,10 @@ class PreemptedWork(StrEnum):
 
 
 SUSPENDED_WAIT_FACTOR = 4.0
-"""A suspended iteration is discarded once it has waited this many times its run time. So the lost
-run time is at most a fifth of the run and waiting time."""
+"""A suspended iteration is discarded once it has waited this many times its run time, so that the
+lost run time is at most a fifth of both together."""
 REMAINING_SHARE_MIN = 0.1
-"""Lower bound of the remaining share of an iteration, whose predicted time is not exact."""
+"""Lower bound of the remaining share of an iteration: its predicted time may be too short."""
 
 
 def should_discard(ran_s: float, waited_s: float) -> bool:

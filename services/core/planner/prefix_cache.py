@@ -1,6 +1,6 @@
 """Automatic prefix caching: sequences with a common prefix share full KV blocks.
 
-A planner uses it; in a pipeline of several workers (*stages*) that of the first, the *leader*.
+In a pipeline of several workers (*stages*), only the planner of the first, the *leader*, uses it.
 
 A block is registered under its hash when the iteration that filled it has finished. A sequence that
 starts, or restarts after a preemption, takes the blocks of its longest cached prefix and runs from
@@ -44,7 +44,7 @@ class PrefixCache:
     ledger: BlockLedger
     enabled: bool = False  # the setting `prefix_caching`
     queries_total: int = 0  # prompt tokens of started requests
-    hits_total: int = 0  # of these, tokens with cached KV
+    hits_total: int = 0  # those of them that had cached KV
     shrinking: set[int] = field(default_factory=set)  # stages ≥ 1 that announced fewer blocks
     # Updates for the stages, sent with the next microbatch.
     _pending: PendingPrefixUpdate = field(default_factory=PendingPrefixUpdate)
@@ -74,7 +74,7 @@ class PrefixCache:
         self.shrinking.clear()
 
     def find(self, sequence: Sequence) -> tuple[int, ...]:
-        """Blocks of the longest cached prefix of a sequence, excluding its last token."""
+        """Block ids of the longest cached prefix of a sequence, excluding its last token."""
         return tuple(self._cache.find(self.chain(sequence)))
 
     def chain(self, sequence: Sequence) -> Iterable[bytes]:
@@ -85,11 +85,11 @@ class PrefixCache:
         return islice(self._hashes(sequence, blocks), blocks)
 
     def shares_blocks(self, sequence: Sequence, blocks: int) -> bool:
-        """Whether the first `blocks` blocks of a sequence are cached and in use by others."""
+        """Whether the first `blocks` blocks of a sequence are cached, and in use by others."""
         if not (self._single and self._looks_up(sequence)) or blocks > self._blocks_max(sequence):
             return False
-        # Called in every iteration while the sequence waits: test the last block, and the block
-        # that was not in use last time, first. A negative result then takes two lookups.
+        # This runs in every iteration while the sequence waits. Test first the last block, and the
+        # block that was not in use last time: a negative result then takes two lookups.
         hashes, in_use = self._hashes(sequence, blocks), self._cache.in_use
         if not in_use(hashes[blocks - 1]):
             return False

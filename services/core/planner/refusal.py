@@ -23,7 +23,7 @@ def returned(request_id: str) -> RefuseRequest:
 
 
 def returned_after_loss(request_id: str) -> RefuseRequest:
-    """Return a request that lost its KV here to the scheduler; another worker shall resume it."""
+    """Return a request that lost its KV to the scheduler, so that another worker resumes it."""
     message = "the worker's group lost a member; resume the request on another worker"
     return RefuseRequest(request_id, message, retryable=True, returned=True, kv_lost=True)
 

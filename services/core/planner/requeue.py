@@ -1,14 +1,14 @@
 """Decides when requests that wait at a worker return to the scheduler, which requeues them.
 
-The free blocks that the scheduler saw may be gone when a request arrives, since running requests
-grow. The request would then wait for them, even if another group has free blocks. So a `returnable`
-request that has not started within `REQUEUE_AFTER_S` returns to the scheduler, keeps its position
-in the queue by its arrival time, and starts wherever blocks are free first. The same holds for
-requests that are *parked*: kept at a worker that follows another leader and plans nothing.
+Running requests grow, so free blocks that the scheduler saw may be taken when a request arrives.
+The request would then wait here, even if another group has free blocks. So a `returnable` request
+that has not started within `REQUEUE_AFTER_S` returns to the scheduler, keeps its position in the
+queue by its arrival time, and starts wherever blocks are free first. The same holds for requests
+that are *parked*: kept at a worker that follows another leader and plans nothing.
 
-While some request could start, none returns: requests then wait only for the end of an iteration.
-Batch requests are an exception: blocks may be free while online deadlines leave no time for batch
-work, as long as online load lasts. They return after `shelf_max_s`.
+While any waiting request could start, no request returns: they wait only for the end of an
+iteration. Batch requests are an exception, since online deadlines may leave them no time although
+blocks are free: they return after `shelf_max_s`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -93,5 +93,5 @@ def _may_wait(sequence: Sequence | None) -> bool:
 
 
 def _waits(sequence: Sequence) -> bool:
-    # A sequence whose KV is under way here has its blocks already.
+    # A sequence whose KV is on its way here has its blocks already.
     return not (sequence.begun or sequence.awaits_kv) and sequence.phase is Phase.WAITING

@@ -92,23 +92,23 @@ class Sequence:
     phase: Phase = Phase.WAITING
     computed: int = 0  # tokens planned so far
     blocks: int = 0  # KV blocks, the same number at every stage
-    absent: frozenset[int] = _NO_STAGES  # stages without blocks for it, while its K/V moves
+    absent: frozenset[int] = _NO_STAGES  # stages that lack its blocks while its K/V moves
     sample_due: bool = False  # preempted while its next token is being sampled
     last_microbatch: int = 0  # number of the microbatch that ran it last
     begun: bool = field(init=False)  # it has started before, here or at another leader
     pin: str = ""  # the pin with its KV, until it starts or ends, see `pins.py`
-    awaits_kv: bool = False  # it may not start yet: its KV is still being shipped
+    awaits_kv: bool = False  # it may not start yet: its KV is being shipped or recalled
     overtaken: int = 0  # later requests that started before it here, see `overtaking.py`
     sampler_outputs: int | None = None  # output tokens that the sampler has; None: no state there
     logprobs: list[LogprobRows] = field(default_factory=list)  # of its output, if requested
     prompt_logprobs: LogprobRows | None = None  # so far, if requested
     cached_tokens: int = 0  # prefix cache hits of its prompt
     block_hashes: list[bytes] = field(default_factory=list)  # of its first blocks, on demand
-    registered: int = 0  # its first blocks that are in the prefix cache
-    saved: int = 0  # its first blocks that were given to saves, while it runs
-    hit_blocks: int = 0  # shared blocks that the other stages must learn of before it runs
+    registered: int = 0  # number of its first blocks that are in the prefix cache
+    saved: int = 0  # its first blocks that have a host copy or a save, while it runs
+    hit_blocks: int = 0  # shared blocks of which the other stages must learn before it runs
     hits_sent: bool = False  # whether `hit_blocks` were sent to the other stages
-    first_unshared: int = 0  # index of the first block that the last lookup did not find in use
+    first_unshared: int = 0  # index of the first block that was not in use at the last lookup
     due_s: float = inf  # deadline of the last token of its token group
     implied_due_s: float = inf  # sort key of its first token if it has no target
     token_s: float = inf  # time of its last token, or of its arrival
@@ -182,16 +182,16 @@ class Sequence:
 
     @property
     def is_saved(self) -> bool:
-        """Whether all its cached blocks have copies in host memory, or get them now.
+        """Whether all its cached blocks have copies in host memory, complete or being filled.
 
-        Copies may have been evicted since: see `HostUse.note_lost`. They do not help a sequence
-        whose whole prompt must run again.
+        Copies may have been evicted since: see `HostUse.note_lost`. False for a sequence whose
+        whole prompt must run again, since copies do not help it.
         """
         return 0 < self.registered <= self.saved and not self.request.logprobs.runs_prompt
 
     @property
     def has_unsent_hits(self) -> bool:
-        """Whether the other stages do not know yet which cached blocks it starts with."""
+        """Whether the other stages have yet to learn with which cached blocks it starts."""
         return self.hit_blocks > 0 and not self.hits_sent
 
     @property

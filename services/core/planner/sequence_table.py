@@ -56,7 +56,7 @@ class SequenceTable:
     held: list[Sequence] = field(default_factory=list)  # not planned, oldest first
     suspended: Plan | None = None  # at most one interrupted batch-only microbatch
     released: list[str] = field(default_factory=list)  # freed since the last microbatch
-    queued_total: int = 0  # how often a sequence entered the waiting queue
+    queued_total: int = 0  # number of times that a sequence entered the waiting queue
     blocks_taken_total: int = 0  # blocks that sequences took at their start or by growing
     online_blocks_taken_total: int = 0  # of these, by online sequences
     preemptions_total: int = 0  # by recomputation
@@ -139,8 +139,8 @@ class SequenceTable:
     ) -> Sequence | None:
         """The waiting sequence that may start now by the rule of `overtaking.py`; None if none may.
 
-        If the policy lets batch work yield, blocks and slots of batch sequences count as free for
-        online ones. `online` restricts the choice to online (True) or batch sequences (False).
+        If batch work yields under the policy, blocks and slots of batch sequences count as free for
+        online sequences. `online` restricts the choice to online (True) or batch sequences (False).
         """
         if not self.waiting:
             return None
@@ -156,11 +156,11 @@ class SequenceTable:
         def fits(sequence: Sequence) -> bool:
             nonlocal yielding
             if sequence.sample_due or sequence.awaits_kv:
-                return False  # it may start once the token in flight, or its KV, is here
+                return False  # it may start once its token in flight or its KV has arrived
             if (full or online_waits) and not sequence.online:
                 return False
             missing = sequence.blocks_to_admit(self.block_size) - free
-            # The batch sequence that yields its slot may be the one with the tail.
+            # Without a free slot, do not count on a tail: its batch sequence may yield the slot.
             needs_fewer = self.prefixes.shares_blocks if full else self._needs_fewer_blocks
             if missing <= 0 or needs_fewer(sequence, missing):
                 return True
@@ -186,7 +186,7 @@ class SequenceTable:
         self.waiting.remove(sequence)
         sequence.move(Phase.RUNNING)
         self.prefixes.begin(sequence)
-        self._drop_pin(sequence)  # only now: the sequence shares its blocks
+        self._drop_pin(sequence)  # only now that the sequence shares the blocks of the pin
         if self.host_use is not None:
             self.host_use.note_started(sequence)
         sequence.begun = True
@@ -217,8 +217,8 @@ class SequenceTable:
             self._note_lost_copies()
             victims = self.precedence.victims
             victim = victims(self.running, self.held, self.ledger.full_stages)
-            # The loss of a pin costs a computation at most, as a preemption does, but of a request
-            # that does not run yet.
+            # Release a pin first: like a preemption it costs a recomputation at most, but delays a
+            # request that does not run yet.
             if self.pins and (pin := self.pins.least(victim.online)):
                 self.release_pin(pin)
                 continue
@@ -232,7 +232,7 @@ class SequenceTable:
         return preempted
 
     def add_block(self, sequence: Sequence) -> None:
-        """Allocate a block for a running sequence; the caller has checked that one is free."""
+        """Allocate a block for a running sequence; the caller has checked that a block is free."""
         self.prefixes.make_room(1)
         self.table.append(sequence.request.request_id)
         sequence.blocks += 1
@@ -246,7 +246,7 @@ class SequenceTable:
             waiting.pin, waiting.awaits_kv = "", False
 
     def fill_pin(self, name: str, hashes: tuple[bytes, ...]) -> None:
-        """Note that the KV of the first blocks of a pin is here; its sequence may start."""
+        """Note that the KV of the first blocks of a pin is complete, so its sequence may start."""
         if not hashes:
             self.release_pin(name)
             return
@@ -257,7 +257,8 @@ class SequenceTable:
     def recall(self, sequence: Sequence, name: str, hashes: tuple[bytes, ...]) -> int:
         """Let a waiting sequence await the KV of its first blocks, in the pin `name`.
 
-        The caller has checked that enough blocks are free. Returns the number of cached ones.
+        The caller has checked that enough blocks are free. Returns the number of blocks that are
+        cached already.
         """
         have = self.pins.allocate(name, "", sequence.online, hashes, len(hashes))
         pin = self.pins.get(name)
@@ -271,9 +272,9 @@ class SequenceTable:
         return max(0, sequence.blocks_to_admit(self.block_size) - pinned)
 
     def may_start(self, sequence: Sequence, running_max: int) -> bool:
-        """Whether a waiting sequence could start now, with the blocks that batch work yields.
+        """Whether a waiting sequence could start now, including blocks that batch work yields.
 
-        A suspended microbatch keeps its blocks.
+        A suspended microbatch does not yield its blocks.
         """
         missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
         fits = missing <= 0 or self.prefixes.shares_blocks(sequence, missing)
@@ -302,7 +303,7 @@ class SequenceTable:
         plan_shrank = False
         while colliding := self.tails.colliding(plan):
             if self.suspended is not None and any(map(self.suspended.includes, colliding)):
-                self.discard_suspended()  # now the tails have fewer entries
+                self.discard_suspended()  # its tokens are undone, so the tails have fewer entries
                 continue
             for batch in colliding:
                 if batch.blocks == 1:
@@ -316,7 +317,7 @@ class SequenceTable:
         return plan_shrank
 
     def yield_tails(self) -> None:
-        """Preempt the batch sequences with a turned tail, or without one that they need."""
+        """Preempt the batch sequences with a turned tail, and those that lost a tail."""
         if not self.tails.enabled or self.ledger.stages > 1:
             return
         self.discard_suspended()
@@ -327,12 +328,12 @@ class SequenceTable:
 
     @property
     def blocks_for_online(self) -> int:
-        """Free blocks, and those that batch sequences yield without a discarded microbatch."""
+        """Free blocks, and blocks of batch sequences that yield; without suspended sequences."""
         yields = self._may_preempt_batch
         return self.ledger.free + (self._blocks_of_batch(self.running) if yields else 0)
 
     def make_room(self, blocks: int) -> None:
-        """Preempt batch sequences, newest first, until `blocks` are free for online KV."""
+        """Preempt batch sequences, newest first, until `blocks` blocks are free for online KV."""
         while self.ledger.free < blocks and self._may_preempt_batch:
             if (victim := self._newest_batch()) is None:
                 return
@@ -527,9 +528,9 @@ class SequenceTable:
 
     @property
     def _blocks_to_yield(self) -> int:
-        """Lower bound of the blocks that preempting all running batch sequences would free.
+        """Lower bound of the blocks that batch work could free.
 
-        With those of the pins for waiting batch sequences.
+        These are the blocks of running batch sequences and of pins for waiting batch sequences.
         """
         users, tables = self.table.pool.users, self.table.tables
         pinned = sum(
@@ -540,7 +541,7 @@ class SequenceTable:
         return self._blocks_of_batch((*self.running, *self._suspended)) + pinned
 
     def _blocks_of_batch(self, sequences: Iterable[Sequence]) -> int:
-        """Lower bound of the blocks that the batch work among `sequences` holds alone."""
+        """Lower bound of the blocks that only the batch sequences among `sequences` use."""
         pool, tables = self.table.pool, self.table.tables
         users, usable = pool.users, pool.usable
         # Shared blocks may stay in use, and ids above the limit of a shrinking pool are withheld.
@@ -557,7 +558,7 @@ class SequenceTable:
             missing = sequence.blocks_to_admit(self.block_size) - self.ledger.free
             return missing > 0 and not self._needs_fewer_blocks(sequence, missing)
 
-        # A batch sequence that does not run yet loses its pin before another its computation.
+        # Pins of waiting batch sequences go first, before any running sequence is preempted.
         while lacks_blocks() and self._release_batch_pin():
             pass
         if self.running_count >= running_max or lacks_blocks():
@@ -572,7 +573,7 @@ class SequenceTable:
         return newest_batch(self.running)
 
     def _note_lost_copies(self) -> None:
-        """Before the choice of a victim: it depends on copies."""
+        """Update which sequences have copies, on which the choice of a victim depends."""
         if self.host_use is not None:
             self.host_use.note_lost(self.running)
 
@@ -583,13 +584,13 @@ class SequenceTable:
         return self.tails.enabled and missing <= self._blocks_in_tails(sequence)
 
     def _blocks_in_tails(self, sequence: Sequence) -> int:
-        """How many of its last blocks a waiting sequence can replace by the tail of another."""
+        """Number of last blocks that a waiting sequence can replace by a batch sequence's tail."""
         if not sequence.online or self.ledger.stages > 1:
             return 0
         size, tokens = self.block_size, len(sequence.token_ids)
         blocks = blocks_for(tokens, size)
         spare = sequence.blocks_to_admit(size) - blocks
-        # Its last block, if the rest of its tokens fits into a tail, or only the spare block.
+        # A tail can replace the spare block, and its last block, too, if that fits into the tail.
         room = self.tails.most_room(self.running)
         if tokens % size and room >= tokens % size:
             return spare + 1
@@ -657,7 +658,8 @@ class SequenceTable:
 
     def _queue(self, sequence: Sequence) -> None:
         """Insert into the waiting queue in order."""
-        # Not bisected: nearly all belong at the end (arrivals) or near the front (preempted ones).
+        # No bisection: nearly all sequences belong at the end (arrivals) or near the front
+        # (preempted sequences).
         self.queued_total += 1
         waiting = self.waiting
         if not waiting:
@@ -689,7 +691,7 @@ def _insert(row: list[Sequence], sequence: Sequence) -> None:
 
 
 def _competes(sequence: Sequence) -> bool:
-    """Whether a waiting sequence holds back those behind it: not while its KV is under way."""
+    """Whether a waiting sequence holds back those behind it; not while its KV is on its way."""
     return not sequence.awaits_kv
 
 

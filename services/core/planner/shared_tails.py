@@ -8,9 +8,9 @@ sequence from the end. When the fills meet, the batch sequence loses the block, 
 the block run again. It never fills the block alone: a full block is registered in the prefix cache,
 where it must not change any more.
 
-Deviations from BROS: only the tail of a batch sequence that decodes is shared, not each of its
-blocks, and only by a single worker. A full turned block needs no care: attention sums over all of
-its entries in any order.
+Unlike in BROS, only the tail of a batch sequence that decodes is shared, not each of its blocks,
+and only on a single worker. A full turned block needs no special treatment: attention sums over all
+entries of a block, in any order.
 """
 
 from collections.abc import Iterable
@@ -46,9 +46,9 @@ class SharedTails:
     _turns: dict[str, int] = field(default_factory=dict)  # entries to turn, by batch sequence
 
     def share(self, online: Sequence, running: Iterable[Sequence]) -> bool:
-        """Give `online` the tail of a running batch sequence as its next block; False without any.
+        """Add the tail of a running batch sequence to the blocks of `online`; False without a tail.
 
-        Takes the tail with the most room, of the newest sequence among equals.
+        Chooses the tail with the most room, among equals that of the newest sequence.
         """
         if not self.enabled or online.seq_id in self._shared:
             return False
@@ -82,7 +82,7 @@ class SharedTails:
         for tail in self._shared.values():
             online, batch = tail.online, tail.batch
             assert online is not None
-            # The first slot is the online sequence's before it has an entry: see the module.
+            # The first slot is reserved for the online sequence before it has an entry.
             begin = max(1, ends.get(online.seq_id, online.computed) - tail.online_place * size)
             end = ends.get(batch.seq_id, batch.computed) - tail.place * size
             if begin + end > size:
@@ -90,7 +90,10 @@ class SharedTails:
         return colliding
 
     def lose(self, batch: Sequence) -> None:
-        """Take the shared tail of `batch` away, not its only block: the tokens in it run again."""
+        """Remove the shared tail from the blocks of `batch`: the tokens in it run again.
+
+        `batch` has at least two blocks.
+        """
         tail = self.turned[batch.seq_id]
         self.lost_tokens_total += batch.computed - tail.place * self.block_size
         self.leave(batch)
@@ -181,7 +184,7 @@ class SharedTails:
 
 
 def lacks_tail(sequence: Sequence, block_size: int) -> bool:
-    """Whether a running sequence has lost its tail: it cannot run before it has a block again."""
+    """Whether a running sequence has lost its tail, so that it needs a block before it runs."""
     return (
         sequence.phase is Phase.RUNNING
         and sequence.remaining > 1

@@ -36,7 +36,7 @@ class SinglePlanner:
         budget = self.config.max_batch_tokens - len(plan.decodes)
         table = self.sequence_table
         for kind in _BY_KIND if table.precedence.batch_yields else _TOGETHER:
-            # A suspended batch iteration was interrupted for this prompt: let no other delay it.
+            # A batch iteration was interrupted for this prompt: add no batch work that delays it.
             if kind is _BATCH and plan.prefills and table.suspended:
                 break
             if len(plan.decodes) < len(table.running):
@@ -96,7 +96,7 @@ class SinglePlanner:
 class RoundRobinPlanner(SinglePlanner):
     """Alternates iterations of online and of batch work; a baseline of BROS, for comparisons.
 
-    If one has no work, the other runs instead.
+    If either has no work, the other runs instead.
     """
 
     online_next: bool = True

@@ -12,9 +12,9 @@ time fits into the share of batch work.
 
 With `scheduling: conserve` predictions are not corrected, batch work gets all of the slack, and all
 online decodes run, as in ConServe §4.2; `preempt: deadline` and `preempted_work: discard` add its
-Algorithm 2. Unlike there, the residual time bounds an iteration instead of the TPOT target, online
-prefills have a floor of tokens, iterations without online decodes have no TTFT bound, batch-only
-iterations keep their limits, and lost KV without a host copy is recomputed.
+Algorithm 2. Unlike in the paper, the residual time bounds an iteration instead of the TPOT target,
+online prefills have a floor of tokens, iterations without online decodes have no TTFT bound, and
+batch-only iterations keep their limits.
 
 A batch sequence that does not fit skips the iteration and keeps its blocks. Without a cost model
 there is no time bound: batch work uses the token budget that online work leaves.
@@ -109,7 +109,7 @@ class SloPlanner:
         if not preempted:
             return True
         ready.drop_preempted()
-        # After an online sequence lost its blocks, an admission would cause the next preemption.
+        # Admit nothing after an online sequence has lost its blocks: it would be preempted next.
         left = sum(sequence.online for sequence in table.running)
         plan.contended, lost = plan.contended or left < ready.online, left < ready.online
         ready.online = left
@@ -134,10 +134,11 @@ class SloPlanner:
             if first is not None:
                 fitting = table.next_to_admit(config.max_running, config.overtaken_max)
                 if fitting is None or not fitting.online:
-                    # It lacks blocks or a slot, which does not matter behind begun prompts.
+                    # `first` lacks blocks or a slot. That counts only if no begun prompt is due
+                    # before it.
                     due = not begun or deadline.order_s(begun[0]) > deadline.order_s(first)
                     plan.contended, fitting = plan.contended or due, None
-            # Not `first`: a prompt that overtakes it goes by its own deadline.
+            # Compare with `fitting`, not `first`: an overtaking prompt is due at its own deadline.
             if begun and (
                 fitting is None or deadline.order_s(begun[0]) <= deadline.order_s(fitting)
             ):

@@ -1,9 +1,10 @@
 """Plans the microbatches of a pipeline by deadlines, and harvests the slack for batch work.
 
-A microbatch costs about as much over all S stages as S microbatches at one stage, which is the time
-between two tokens of a sequence. So the least residual time of an online decode (the time until its
-deadline) bounds each microbatch. Online decodes are distributed evenly, and online prompts are
-partitioned together into a *round* of microbatches. If not all decodes fit, the most urgent run.
+Between two tokens of a sequence, S microbatches pass each of the S stages, which takes about as
+long as a microbatch takes over all stages. So the least residual time of an online decode (the time
+until its deadline) bounds each microbatch. Online decodes are distributed evenly, and online
+prompts are partitioned together into a *round* of microbatches. If not all decodes fit, the most
+urgent run.
 
 Batch work joins each microbatch at its launch, up to the harvest share (the share of the slack
 before online deadlines that it may use), and evens out the costs of online work. It is never part

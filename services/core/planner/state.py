@@ -4,7 +4,7 @@ It holds the worker's sequences and decides which tokens the engine runs next. `
 and others plan the iterations of a single worker. Merged workers form a *group*, a pipeline of
 S > 1 *stages*. The worker with the first stage is the *leader* and plans for all: it keeps up to S
 *microbatches* in flight, one per stage; `pipeline.py` and `slo_pipeline.py` plan them. An iteration
-is the only microbatch of a single worker. Stages run microbatches in order, so the next chunk of a
+of a single worker is a microbatch, too. Stages run microbatches in order, so the next chunk of a
 prompt may be launched while the previous chunk is in flight. A sequence whose next token is being
 sampled waits for that token.
 
@@ -113,7 +113,7 @@ class PlannerState:
     _requeue: RequeueTimers = field(default_factory=RequeueTimers)  # of requests not yet started
     _drain: DrainPace = field(init=False)  # of the returns while this worker shuts down
     preempted_iterations_total: int = 0  # interrupted batch-only iterations
-    resumed_iterations_total: int = 0  # of these, continued at their layer
+    resumed_iterations_total: int = 0  # those of them that continued at their layer
 
     def __post_init__(self) -> None:
         self.table = StageTable(BlockPool(self.config.num_blocks))
@@ -211,7 +211,7 @@ class PlannerState:
         batch = self.sequence_table.batch.values()
         prefixes = self.sequence_table.prefixes
         batch_waiting = sum(sequence.phase is Phase.WAITING for sequence in batch)
-        # Batch work that yields waits for free blocks: the memory manager makes no room for it.
+        # Batch work that yields is no demand: the memory manager makes no room for it.
         yields = self.sequence_table.precedence.batch_yields
         return Load(
             running=self.sequence_table.running_count + len(self.held),
@@ -464,7 +464,7 @@ class PlannerState:
         """Return requests to the scheduler because this worker shuts down."""
         table = self.sequence_table
         if self.stages > 1:
-            return []  # the group splits first, and its other members need this worker until then
+            return []  # the group splits first; until then its other members need this worker
         candidates = [
             Candidate.of(sequence)
             for sequence in self.sequences.values()
@@ -599,7 +599,7 @@ class PlannerState:
             plan = Plan(flight.number + 1, planned_s=now_s)
             self._planner.schedule(plan, flight.plans)
             table = self.sequence_table
-            # Batch sequences may lose their tails, and other work runs instead.
+            # Plan again if the plan is empty because batch sequences lost their tails.
             if not (table.tails.turned and table.settle_tails(plan)) or plan:
                 return plan
 

@@ -28,7 +28,7 @@ class StaticPlanner(SinglePlanner):
             self._add_decodes(plan.decodes, self.sequence_table.running)
 
     def _form_batch(self) -> None:
-        """Admit the requests of the next batch; a single one may need all of the memory."""
+        """Admit the requests of the next batch; a request alone may need all KV memory."""
         config, table = self.config, self.sequence_table
         left = SAFE_SHARE * config.num_blocks * config.block_size
         while True:

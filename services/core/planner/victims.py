@@ -5,9 +5,9 @@ not planned and may be *absent* from stages, without blocks there, while its KV 
 receives the running and the held sequences, oldest first, and a function that returns the stages
 without a free block. It returns a sequence that has blocks at each of these stages.
 
-A sequence whose KV has copies in host memory loses little: it goes before others of its class, but
-for the oldest, which always advances. It may be in the iteration that is being planned, of which
-planners remove preempted sequences (`Plan.drop_preempted`).
+A sequence whose KV has copies in host memory loses little, so it is preempted before others of its
+class, except for the oldest sequence, which always advances. The victim may be in the iteration
+that is being planned; planners remove it there (`Plan.drop_preempted`).
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def most_slack(
 
 
 def newest_batch(running: Row[Sequence]) -> Sequence | None:
-    """The newest running sequence of the class `batch`; one with copies in host memory first."""
+    """The newest running batch sequence; those with copies in host memory go first."""
     batch = [sequence for sequence in running if not sequence.online]
     saved = next((sequence for sequence in reversed(batch[1:]) if sequence.is_saved), None)
     return saved or (batch[-1] if batch else None)

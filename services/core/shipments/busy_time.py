@@ -1,11 +1,11 @@
-"""Measures for how long KV of shipments is being sent."""
+"""Measures the time during which KV of shipments is sent."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class BusyTime:
-    """Seconds during which at least one transfer is under way; times are on one clock."""
+    """Seconds during which at least one transfer is under way; all times are on the same clock."""
 
     total_s: float = 0.0  # of the busy periods that have ended
     _under_way: set[str] = field(default_factory=set)

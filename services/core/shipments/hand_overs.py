@@ -1,9 +1,9 @@
-"""Hand-overs: this worker computes the prompt of a request, another one its output.
+"""Hand-overs: this worker computes the prompt of a request, another worker its output.
 
 A hand-over is a shipment that begins with the prompt, so that the KV of each chunk is sent while
-the next one runs (as Splitwise sends layers). The target gets the offer when the request is
-the next to start, as it answers only between its own iterations. The request leaves after its first
-output token. Whatever fails before, it runs on here.
+the next chunk runs (as Splitwise sends layers). The target answers offers only between its own
+iterations, so a request is offered as soon as it is the next to start. The request leaves after its
+first output token; after any earlier failure it runs on here.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from services.core.planner.sequence import Phase, Sequence
 from services.core.shipments.vocabulary import ShippingPort
 
 TAIL_S = 0.5
-"""Time that the KV may need that is not at the target when the request leaves; with more to send,
-it decodes here meanwhile. The request waits for its KV there, see `WAIT_S` in `incoming.py`."""
+"""A request leaves when the rest of its KV can be sent within this many seconds; before, it decodes
+here. It waits for the rest at the target, see `WAIT_S` in `incoming.py`."""
 
 
 @dataclass(slots=True)
 class HandOvers:
-    """The requests to hand over that were not offered to their target yet."""
+    """The requests to hand over that have not been offered to their targets yet."""
 
     port: ShippingPort
     _targets: dict[str, Destination] = field(default_factory=dict)  # by sequence id, oldest first
@@ -29,7 +29,7 @@ class HandOvers:
         return bool(self._targets)
 
     def expect(self, sequence: Sequence, target: Destination) -> None:
-        """Hand a sequence that has just arrived over to `target`, if it can be."""
+        """Plan to hand a sequence that has just arrived over to `target`, if that is possible."""
         if can_be_handed_over(sequence) and self.port.planner.config.prefix_caching:
             self._targets[sequence.seq_id] = target
 
@@ -43,12 +43,12 @@ class HandOvers:
             if sequence is not None and not sequence.begun and sequence is not following:
                 continue
             del self._targets[seq_id]
-            # It may have ended, or have been preempted already.
+            # Skip sequences that have ended or were preempted.
             if sequence is not None and (sequence is following or sequence.phase is Phase.RUNNING):
                 yield sequence, target
 
     def drop(self, worker_id: str = "") -> int:
-        """Hand none of these requests over, "": to any worker; returns their number."""
+        """Forget the requests to be handed over to a worker, "": to any; returns their number."""
         kept = {
             seq_id: target
             for seq_id, target in self._targets.items()
@@ -61,7 +61,8 @@ class HandOvers:
 def can_be_handed_over(sequence: Sequence) -> bool:
     """Whether another worker may compute the output of a sequence, apart from its first token.
 
-    At most once, so that no request goes back and forth: not if it has run elsewhere before.
+    A request that has run elsewhere before is not handed over, so that no request goes back and
+    forth.
     """
     request = sequence.request
     return request.resumable and request.limits.max_tokens > 1 and not request.output_ids

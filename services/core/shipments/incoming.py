@@ -1,10 +1,10 @@
-"""Shipments to this worker: blocks for KV that arrives, and its start here; see `vocabulary.py`.
+"""Shipments to this worker: blocks for the KV, and the starts of requests; see `vocabulary.py`.
 
     LANDING → WHOLE → over
 
-The pin of a shipment holds the blocks. The request starts once the KV is whole; the pin is released
-then, or when a time limit passes. A request whose KV does not become whole starts with the parts
-that have landed.
+A pin holds the blocks of a shipment until its request starts, or until a time limit passes. The
+request starts once its KV is whole. If it waits for too long, it starts with the parts that have
+landed before the first gap, and the rest runs again.
 """
 
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ from services.core.shipments.vocabulary import (
 LANDINGS_MAX = 64
 """Maximum number of shipments that arrive at the same time."""
 LANDING_S = 15.0
-"""Time limit of a shipment until its next part lands or it is sealed."""
+"""Time limit until the next part of a shipment lands or the shipment is sealed, in seconds."""
 CLAIM_S = 10.0
-"""Time for which the KV is kept for a request that does not come, or that cannot start."""
+"""Seconds for which whole KV is kept for a request that has not arrived or cannot start."""
 WAIT_S = 1.0
-"""Time for which a request that has arrived waits for its KV."""
+"""Seconds for which a request that has arrived waits for its KV."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _Landing:
     sealed: bool = False  # `hashes` are those of all shipped blocks
     filled: bool = False
     claimed: bool = False  # the request has arrived
-    progressed: bool = False  # a part has landed since the last turn
+    progressed: bool = False  # a part has landed since the last `advance`
     landed: dict[int, int] = field(default_factory=dict)  # first block → end of a part
 
     @property
@@ -56,7 +56,7 @@ class _Landing:
 
     @property
     def whole(self) -> int:
-        """Blocks from the start whose KV is here."""
+        """Number of first blocks whose KV is here without a gap."""
         end = self.have
         while end in self.landed:
             end = self.landed[end]
@@ -78,7 +78,10 @@ class Incoming:
         return bool(self._landings)
 
     def blocks_for(self, transfer_id: str, pin: str, first: int, blocks: int) -> tuple[int, ...]:
-        """Block ids for KV of a part; () if it is not expected. `first` counts from the start."""
+        """Ids of the blocks for KV of a part; () if the part is not expected.
+
+        `first` is the index of the first block in the request.
+        """
         part = part_of(transfer_id)
         landing = self._landings.get(part[0]) if part is not None else None
         if part is None or landing is None or landing.pin != pin or landing.filled:
@@ -92,7 +95,7 @@ class Incoming:
     # --- events
 
     def note_offered(self, peer: str, frame: ShipmentOffered, now_s: float, obstacle: str) -> None:
-        """Allocate blocks, or refuse; `obstacle`: why this worker takes no requests now."""
+        """Pin blocks, or refuse the offer; `obstacle`: why this worker takes no requests now."""
         reason = obstacle or self._obstacle(frame)
         hashes = () if reason else self._hashes(frame.cache_salt, b"", frame.token_ids)
         cached = len(list(self.port.planner.pool.cache.find(hashes)))
@@ -125,7 +128,7 @@ class Incoming:
         landing.hashes += self._hashes(landing.cache_salt, parent, frame.token_ids)
         del landing.hashes[landing.room :]
         landing.sealed = True
-        if not landing.claimed:  # else it waits already
+        if not landing.claimed:  # else the time limit of the waiting request applies
             landing.until_s = now_s + CLAIM_S
         self._fill_if_whole(landing)
 
@@ -157,7 +160,7 @@ class Incoming:
             self._release(landing)
 
     def advance(self, now_s: float) -> None:
-        """Note which requests have arrived or started, and end what is overdue."""
+        """Note which requests have arrived or started, and end overdue shipments."""
         for landing in list(self._landings.values()):
             pin = self.port.planner.sequence_table.pins.get(landing.pin)
             if pin is None:  # the request has started or ended, or its blocks were needed
@@ -179,7 +182,7 @@ class Incoming:
             self._fill(landing)  # with the parts that are here
             landing.until_s = now_s + CLAIM_S
         else:
-            # Blocks stay cached, so that the request has its hits unless they are needed before.
+            # The blocks stay cached: a request that comes later has hits unless they are evicted.
             self._release(landing)
 
     # --- helpers
@@ -190,7 +193,9 @@ class Incoming:
         config = planner.config
         if frame.kv_layout != self.kv_layout or not config.prefix_caching:
             return "it runs another model, or without prefix_caching"
-        if len(self._landings) >= LANDINGS_MAX or frame.shipment_id in self._landings:
+        if frame.shipment_id in self._landings:
+            return f"shipment {frame.shipment_id} is on its way already"
+        if len(self._landings) >= LANDINGS_MAX:
             return f"{LANDINGS_MAX} requests are on their way to it"
         fits = frame.tokens_max <= config.num_blocks * config.block_size
         if not fits or not len(frame.token_ids) <= frame.blocks * config.block_size > 0:
@@ -203,12 +208,12 @@ class Incoming:
         return "it runs as many requests as it may" if expected >= config.max_running else ""
 
     def _has_room(self, frame: ShipmentOffered) -> bool:
-        """Whether enough blocks are free, with a spare one for each running sequence."""
+        """Whether enough blocks are free, with a spare block for each running sequence."""
         spare = self.port.planner.sequence_table.running_count + 1
         return self._free(frame) >= frame.blocks + spare
 
     def _free(self, frame: ShipmentOffered) -> int:
-        """Blocks that a request can have: batch work yields its blocks to online ones."""
+        """Blocks that a request can get: batch requests yield theirs to online requests."""
         table = self.port.planner.sequence_table
         return table.blocks_for_online if frame.online else table.ledger.free
 

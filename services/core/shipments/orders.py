@@ -10,7 +10,7 @@ from services.core.planner.sequence import Sequence
 from services.core.shipments.vocabulary import ShippingPort
 
 MOVE_INTERVAL_S = 2.0
-"""Time for which a request stays that has run at another worker before, so that it progresses."""
+"""Seconds for which a request that has run at another worker stays here, so that it progresses."""
 
 
 @dataclass(slots=True)
@@ -20,14 +20,14 @@ class MoveOrder:
     name: str
     target: Destination
     left: float = 0  # requests that may still be chosen
-    if_cheaper: bool = False  # only those whose KV is sent in less time than it is computed
-    blocks_left: float = inf  # KV blocks that further requests may free here
-    # Ids of the sequences that were here at the start and may be chosen. Not later ones, or an
-    # order would not end while requests keep arriving.
+    if_cheaper: bool = False  # only requests whose KV is sent faster than it is computed
+    blocks_left: float = inf  # KV blocks that may still be freed here
+    # Ids of the sequences that may still be chosen. Sequences that arrive after the start of the
+    # order are exempt: otherwise it would not end while requests keep arriving.
     untried: set[str] = field(default_factory=set)
     moved: int = 0
     kept: int = 0
-    reason: str = ""  # why the last request stays
+    reason: str = ""  # why the last of the kept requests stays
 
 
 @dataclass(slots=True)
@@ -39,12 +39,12 @@ class MoveChooser:
     num_layers: int
 
     def next(self, order: MoveOrder, shipped: Container[str], now_s: float) -> Sequence | None:
-        """The next request of an order; None if no further one is chosen."""
+        """The next sequence to move for an order; None if no further sequence may move."""
         candidates = self.candidates(order, shipped, now_s)
         if order.blocks_left == inf:
             return next(candidates, None)
-        # Few large requests rather than many small ones. KV of batch requests that yield is no
-        # shortage.
+        # With a limit of blocks, move few large requests rather than many small requests. KV of
+        # batch requests that yield is exempt: online requests get it without a move.
         yields = self.port.planner.sequence_table.precedence.batch_yields
         sized = [(self.own_blocks(seq), seq) for seq in candidates if seq.online or not yields]
         fitting = [entry for entry in sized if entry[0] <= order.blocks_left]
@@ -53,7 +53,7 @@ class MoveChooser:
         return min(fitting, key=lambda entry: (entry[1].online, -entry[0]))[1]
 
     def own_blocks(self, sequence: Sequence) -> int:
-        """KV blocks that the end of a sequence frees: those after the prefix that others share."""
+        """Number of KV blocks that the end of a sequence frees: those after its shared prefix."""
         table = self.port.planner.table
         ids, users = table.block_ids(sequence.seq_id), table.pool.users
         return len(ids) - bisect(ids, False, key=lambda block: users[block] == 1)
@@ -61,7 +61,7 @@ class MoveChooser:
     def candidates(
         self, order: MoveOrder, shipped: Container[str], now_s: float
     ) -> Iterator[Sequence]:
-        """Sequences that may move, batch first, then newest first."""
+        """Sequences that may move: batch sequences first, the newest of each class first."""
         for online in (False, True):
             for sequence in reversed(self.port.planner.running):
                 if (
@@ -74,11 +74,11 @@ class MoveChooser:
                     yield sequence
 
     def sending_s(self, blocks: int) -> float:
-        """Time in which blocks are sent at the least bandwidth of a link."""
+        """Seconds to send blocks at the least bandwidth of a link."""
         return blocks * self.num_layers / self.layer_blocks_per_s
 
     def _is_cheaper(self, sequence: Sequence) -> bool:
-        """Whether the KV of a sequence is sent in less time than it is computed."""
+        """Whether sending the KV of a sequence takes less time than computing it."""
         costs = self.port.planner.config.cost_model
         if costs is None or not sequence.registered:
             return sequence.registered > 0
@@ -93,7 +93,7 @@ def decodes(sequence: Sequence) -> bool:
 def may_move(sequence: Sequence, now_s: float) -> bool:
     """Whether a running sequence decodes, its gateway resumes it, and it has not just moved here.
 
-    A sequence without output is not moved: it would start over at no loss.
+    A sequence without output does not move: another worker can start it again at little loss.
     """
     request = sequence.request
     if not (decodes(sequence) and request.resumable):

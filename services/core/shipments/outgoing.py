@@ -2,10 +2,10 @@
 
     OFFERED → OPEN → SEALED → over
 
-A shipment is over at any time if the target refuses or is lost, the request ends or is preempted, a
-part fails, or a time limit passes. Before SEALED the request then runs on here; afterwards it is at
-its gateway, and only parts that are still on their way are lost. Shipments are made by orders, or
-hand requests over after their prompt (`hand_overs.py`).
+A shipment ends early if the target refuses or is lost, the request ends or is preempted, a part
+fails, or a time limit passes. Before SEALED, the request then runs on here. Afterwards the request
+is at its gateway, and only parts that are still on their way are lost. A shipment belongs to an
+order (`orders.py`), or hands a request over after its prompt (`hand_overs.py`).
 """
 
 from collections.abc import Callable
@@ -36,23 +36,23 @@ from services.core.shipments.vocabulary import (
 )
 
 AT_ONCE = 4
-"""Shipments of an order that are under way at the same time."""
+"""Maximum number of shipments of an order that are under way at the same time."""
 GROWTH_BLOCKS = 16
-"""Blocks that a request may fill while it is shipped; what it computes beyond runs again."""
+"""Blocks that a request may fill while it is shipped; tokens beyond run again at the target."""
 PART_BLOCKS = 32
 """Maximum number of blocks of a part."""
 PART_MIN_BLOCKS = 4
-"""New blocks of a running request from which a further part is sent."""
+"""Least new blocks of a running request for a further part while other parts are under way."""
 STOP_BLOCKS = 2
-"""Blocks that may be missing at the target when the request stops here."""
+"""Maximum number of blocks that are not sent yet when the request stops here."""
 ANSWER_S = 5.0
-"""Time limit of the target's answer to an offer; it answers between its iterations."""
+"""Time limit of the answer to an offer, in seconds; targets answer between their iterations."""
 UNANSWERED_MAX = 16
-"""Unanswered offers to a worker from which it gets no further hand-overs: it may hang."""
+"""Number of unanswered offers from which a worker gets no further hand-overs: it may hang."""
 SHIP_S = 5.0
-"""Time after which a shipment is given up: the request grows faster than the link carries."""
+"""Time limit of an open shipment, in seconds: the request may grow faster than the link sends."""
 SEALED_S = 10.0
-"""Time limit of the parts that are under way when the request has stopped."""
+"""Time limit of the parts that are under way when the request stops here, in seconds."""
 ORDERS_MAX = 16
 """Maximum number of orders at a time."""
 
@@ -71,12 +71,12 @@ class _Shipment:
     seq_id: str
     order: MoveOrder
     until_s: float  # time limit of the step
-    offered: int  # blocks whose tokens the target knows
-    room: int  # blocks that the target has room for
+    offered: int  # blocks whose tokens were offered to the target
+    room: int  # blocks that the target has pinned
     step: _Step = _Step.OFFERED
-    sent: int = 0  # handed over for sending, or at the target before
-    parts: dict[str, int] = field(default_factory=dict)  # blocks of the transfers under way
-    hand_over: bool = False  # began with the prompt
+    sent: int = 0  # blocks in parts so far, including those that the target had cached
+    parts: dict[str, int] = field(default_factory=dict)  # transfer id → blocks, of those under way
+    hand_over: bool = False  # it began with the prompt
 
     @property
     def peer(self) -> str:
@@ -97,11 +97,11 @@ class Outgoing:
     kv_layout: str
     layer_blocks_per_s: float  # least bandwidth, in blocks of a layer
     num_layers: int
-    shipped_total: int = 0  # requests that moved away with KV
-    shipped_blocks_total: int = 0  # blocks that were sent
-    kept_total: int = 0  # shipments that failed before the request had moved
-    handed_over_total: int = 0  # requests that were handed over, which are none of the above
-    hand_overs_kept_total: int = 0  # requests that were to be handed over and decode here
+    shipped_total: int = 0  # requests that moved away with KV by orders
+    shipped_blocks_total: int = 0  # blocks sent for orders and hand-overs
+    kept_total: int = 0  # shipments of orders that failed before the request had moved
+    handed_over_total: int = 0  # requests that were handed over
+    hand_overs_kept_total: int = 0  # requests that decode here because their hand-over failed
     _shipments: dict[str, _Shipment] = field(default_factory=dict)
     _orders: dict[str, MoveOrder] = field(default_factory=dict)
     _hand_overs: HandOvers = field(init=False)
@@ -120,7 +120,7 @@ class Outgoing:
     # --- events
 
     def begin(self, event: ShippingAsked, obstacle: str) -> None:
-        """Begin an order; a repeated one has no effect. `obstacle`: why nothing can move now."""
+        """Begin an order, unless it has begun. `obstacle`: why nothing can move now."""
         if event.order in self._orders:
             return
         if len(self._orders) >= ORDERS_MAX:
@@ -155,7 +155,7 @@ class Outgoing:
             self._begin_hand_overs(now_s, obstacle)
 
     def note_opened(self, peer: str, frame: ShipmentOpened, now_s: float) -> None:
-        """Send the first parts."""
+        """The target has pinned blocks: send the first parts."""
         shipment = self._shipment(peer, frame.shipment_id)
         if shipment is not None and shipment.step is _Step.OFFERED:
             shipment.step, shipment.until_s = _Step.OPEN, now_s + SHIP_S
@@ -163,7 +163,7 @@ class Outgoing:
             self._advance(shipment, now_s)
 
     def note_refused(self, peer: str, shipment_id: str, reason: str) -> None:
-        """The target cannot take a request: choose no further ones for it."""
+        """The target cannot take a request: choose no further requests for this order."""
         shipment = self._shipment(peer, shipment_id)
         if shipment is not None and shipment.step is _Step.OFFERED:
             shipment.order.left = 0
@@ -179,7 +179,7 @@ class Outgoing:
             self._keep(shipment, "a transfer failed")
 
     def note_lost(self, worker_id: str) -> None:
-        """The connection to a worker was lost, or there is none."""
+        """The connection to a worker was lost, or does not exist."""
         self.hand_overs_kept_total += self._hand_overs.drop(worker_id)
         for order in list(self._orders.values()):
             if order.target.worker_id == worker_id:
@@ -214,25 +214,26 @@ class Outgoing:
             self._keep(shipment, f"{shipment.peer} {late}")
         elif shipment.step is _Step.OPEN:
             if not sequence.output_count:
-                # The parts of a prompt follow its chunks, however long these take.
+                # The time limit does not include the prompt, whose chunks may take long.
                 shipment.until_s = now_s + SHIP_S
             self._send_parts(shipment, sequence)
-            # A suspended sequence is part of an iteration that has not ended.
+            # A suspended sequence is not in `running`: its iteration has not ended.
             if sequence in planner.running and self._may_seal(shipment, sequence):
                 self._seal(shipment, sequence, now_s)
 
     def _lost_kv(self, shipment: _Shipment, sequence: Sequence) -> bool:
         table, pin = self.port.planner.table, shipment.pin
         if sequence.phase is not Phase.RUNNING:
-            return sequence.begun  # else it starts next, and has no KV to lose
+            return sequence.begun  # a sequence that has not begun has no KV to lose
         pinned = table.block_ids(pin)
-        # It may have been preempted and started again; or the pin was released for lack of room.
+        # The sequence may have been preempted and started again, or the pin released for lack of
+        # blocks.
         if shipment.parts and not pinned:
             return True
         return pinned != table.block_ids(sequence.seq_id)[: len(pinned)]
 
     def _shippable(self, shipment: _Shipment, sequence: Sequence) -> int:
-        """Blocks from the start of the sequence that can be at the target at its end here."""
+        """Number of first blocks of the sequence that can be sent before it ends here."""
         return min(sequence.registered, shipment.room)
 
     def _may_seal(self, shipment: _Shipment, sequence: Sequence) -> bool:
@@ -243,7 +244,8 @@ class Outgoing:
         missing = ready - shipment.sent
         if not shipment.hand_over:
             return not shipment.parts and missing <= STOP_BLOCKS
-        # Only the KV of the last chunk is late, or the link is slower than this worker computes.
+        # The KV of earlier chunks is normally sent by now. On a slow link the request decodes here
+        # until little is left.
         tail_s = self._chooser.sending_s(missing + sum(shipment.parts.values()))
         return ready >= shipment.offered and tail_s <= TAIL_S
 
@@ -273,7 +275,7 @@ class Outgoing:
             self.shipped_blocks_total += blocks
 
     def _seal(self, shipment: _Shipment, sequence: Sequence, now_s: float) -> None:
-        """Send the rest, and end the sequence here: the only moment at which it changes hands."""
+        """Send the rest and end the sequence here; only this step moves the request."""
         end = self._shippable(shipment, sequence)
         size = self.port.planner.config.block_size
         token_ids = tuple(sequence.token_ids[shipment.offered * size : end * size])
@@ -319,7 +321,7 @@ class Outgoing:
     # --- orders
 
     def _choose(self, order: MoveOrder, now_s: float) -> None:
-        """Offer further requests of an order, and end it if there are none."""
+        """Offer further requests of an order, and end the order if none is under way."""
         under_way = sum(
             shipment.order is order and shipment.step is not _Step.SEALED
             for shipment in self._shipments.values()
@@ -358,7 +360,7 @@ class Outgoing:
                 self.hand_overs_kept_total += 1
 
     def held_back(self, now_s: float) -> frozenset[str]:
-        """Sequences that are being shipped, or that orders will choose."""
+        """Sequences that are being shipped or that orders may still choose."""
         ids = self._shipped
         for order in self._orders.values():
             if order.left > 0:
@@ -374,7 +376,7 @@ class Outgoing:
         now_s: float,
         hand_over: bool = False,
     ) -> None:
-        """Offer the first `blocks` blocks of a sequence, and those that it fills meanwhile."""
+        """Offer the first `blocks` blocks of a sequence, and the blocks that it fills meanwhile."""
         self._made += 1
         size = self.port.planner.config.block_size
         shipment_id = f"{self.source}.{self._made}"
@@ -398,6 +400,6 @@ class Outgoing:
         )
 
     def _end_if_over(self, order: MoveOrder, reason: str) -> None:
-        """Report the end of an order; its sealed shipments continue."""
+        """Report the end of an order, if it has not ended; its sealed shipments continue."""
         if self._orders.pop(order.name, None) is not None:
             self.emit(ShippingOver(order.name, order.moved, order.kept, order.reason or reason))

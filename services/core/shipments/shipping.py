@@ -25,8 +25,8 @@ from services.core.shipments.vocabulary import (
 class Shipping:
     """Passes frames and events to the shipments of this worker.
 
-    `source` is a unique name of this engine process. Workers ship KV only to those with the same
-    `kv_layout`; one without a layout ships none.
+    `source` is a unique name of this engine process. Workers ship KV only to workers with the same
+    `kv_layout`; a worker with the layout "" ships none.
     """
 
     port: ShippingPort
@@ -68,7 +68,7 @@ class Shipping:
         self.outgoing.begin(event, obstacle or self._no_layout)
 
     def hand_over(self, sequence: Sequence, target: Destination) -> None:
-        """Hand a sequence that has just arrived over to `target` once its prompt is computed."""
+        """Hand a sequence that has just arrived over to `target` after its first output token."""
         if self.kv_layout:
             self.outgoing.hand_over(sequence, target)
 

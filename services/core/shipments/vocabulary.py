@@ -1,10 +1,11 @@
 """Frames, events and commands of shipments: KV of running requests that moves to another worker.
 
 A *shipment* is the KV of the first blocks of a request on its way from the *source*, which runs the
-request, to the *target*, another worker with the same model and code; both lead a group of one.
-Parts are sent while the request runs on. Then the source ends the request and returns it to its
-gateway, which starts it at the target, where the KV is in the prefix cache: at most a block and a
-token run again. Whatever fails, the request runs on at the source or is recomputed.
+request, to the *target*, another worker with the same model and code. Both are single workers.
+*Parts* of the KV are sent while the request runs on. Then the source *seals* the shipment: it ends
+the request and returns it to its gateway, which starts it at the target. There the KV is in the
+prefix cache, so at most a block and a token run again. After a failure, the request runs on at the
+source, or is recomputed where it resumes.
 
 The source offers the tokens of the request; the target computes the block hashes itself, and
 answers with the number of blocks that it has cached. Shipment ids contain the source's incarnation.
@@ -23,10 +24,10 @@ from services.core.planner.state import PlannerState
 
 @dataclass(frozen=True, slots=True)
 class ShipmentOffered:
-    """To the target: the KV of `token_ids`, whole blocks, and of those that follow.
+    """To the target: the source offers the KV of `token_ids` (whole blocks) and of later tokens.
 
-    The target needs `blocks` blocks for all of it. `kv_layout` identifies model, code and format
-    of the KV; the request becomes at most `tokens_max` tokens long.
+    `blocks`: blocks that the target must pin for both. `kv_layout` identifies model, code and
+    format of the KV. `tokens_max`: longest length of the request, prompt and output.
     """
 
     shipment_id: str
@@ -81,12 +82,12 @@ ShipmentFrame = ShipmentOffered | ShipmentOpened | ShipmentRefused | ShipmentSea
 
 @dataclass(frozen=True, slots=True)
 class ShippingAsked:
-    """Move running requests to the worker at `target`, at most `requests_max`, 0: all.
+    """Move running requests to the worker at `target`: an *order*.
 
-    Only requests that are at the source now move. Answered by `ShippingOver` with the same `order`.
-    `if_cheaper`: only requests whose KV is sent in less time than it is computed. `blocks_max`:
-    they free at most so many KV blocks in total, and are no batch requests that yield their KV
-    anyway; 0: no limit.
+    Answered by `ShippingOver` with the same `order`. Only requests that are at the source now move,
+    at most `requests_max` (0: no limit). `if_cheaper`: only requests whose KV is sent in less time
+    than it is computed. `blocks_max`: the requests free at most this many KV blocks, and batch
+    requests that yield their KV do not move (0: no limit, all may move).
     """
 
     now_s: float
@@ -99,7 +100,7 @@ class ShippingAsked:
 
 @dataclass(frozen=True, slots=True)
 class ShippingPeerLost:
-    """The connection to a worker was lost, or a request is to be handed over and there is none."""
+    """The connection to a worker was lost, or is missing for a hand-over."""
 
     worker_id: str
 
@@ -109,7 +110,7 @@ class ShippingPeerLost:
 
 @dataclass(frozen=True, slots=True)
 class ShipBlocks:
-    """Send the KV of blocks `first` to `first + blocks` of a pin; ends with a `TransferOutcome`.
+    """Send the KV of `blocks` blocks from `first` on of a pin; ends with a `TransferOutcome`.
 
     `remote_pin` is the name of the pin at the target.
     """
@@ -131,9 +132,9 @@ class CancelShipping:
 
 @dataclass(frozen=True, slots=True)
 class ShippingOver:
-    """The end of an order: `moved` requests left, `kept` ones stay.
+    """The end of an order: `moved` requests have moved, `kept` requests stay.
 
-    `reason`: why the last one stays, or why no further one moves.
+    `reason`: why the last of the kept requests stays, or why no further request moves.
     """
 
     order: str
@@ -146,7 +147,7 @@ ShippingCommand = ShipBlocks | CancelShipping | ShippingOver
 
 
 class ShippingPort(Protocol):
-    """What shipments need of the worker's state machine."""
+    """The part of the worker's state machine that shipments use."""
 
     @property
     def planner(self) -> PlannerState:
@@ -171,7 +172,7 @@ TRANSFERS = "ship/"
 
 
 def transfer_id_of(shipment_id: str, first: int, blocks: int) -> str:
-    """The id of the transfer of a part: blocks `first` to `first + blocks` of the request."""
+    """Id of the transfer of a part: `blocks` blocks of the request from `first` on."""
     return f"{TRANSFERS}{shipment_id}/{first}/{blocks}"
 
 

@@ -133,7 +133,9 @@ class GenerationRequest(Strict):
         None, description="Only these tokens are sampled."
     )
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
-        None, description="The same seed and model give the same output in float32 on CPU."
+        None,
+        description="The same seed and model give the same output in float64 on CPU; other"
+        " dtypes round differently beside other requests.",
     )
     stop: Stop = Field(
         (),

@@ -14,7 +14,7 @@ from services.core.adapter import Adapter
 from tideserve.common.v1 import adapter_pb2
 
 FOLLOW_TIMEOUT_S = 5.0
-"""Longest wait for the records at the start, and for a record that this gateway has written."""
+"""Maximum seconds to wait for all records at the start, and to read back a written record."""
 
 
 class ChangedMeanwhile(Exception):
@@ -38,7 +38,7 @@ class AdapterDirectory:
         await self._directory.run()
 
     async def loaded(self) -> None:
-        """Wait until all records have been read, but not for long."""
+        """Wait until all records have been read, or the time limit has passed."""
         with contextlib.suppress(TimeoutError):
             async with timeout(FOLLOW_TIMEOUT_S):
                 await self._directory.loaded.wait()
@@ -48,7 +48,7 @@ class AdapterDirectory:
         return self._directory.records.get(adapter_key(name))
 
     def adapter(self, name: str) -> tuple[str, Adapter] | None:
-        """The name of an adapter's model, and the adapter as requests carry it; None if unknown."""
+        """The name of an adapter's model, and the adapter for requests; None if it is unknown."""
         record = self.record(name)
         return None if record is None else (record.base, adapter_of_record(record))
 
@@ -62,7 +62,7 @@ class AdapterDirectory:
         return 0 if entry is None else entry.mod_revision
 
     async def write(self, record: adapter_pb2.AdapterRecord, revision: int) -> None:
-        """Write a record, unless its revision has changed, and wait until this gateway follows.
+        """Write a record, unless its revision has changed, and wait until it is read back here.
 
         Raises:
             ChangedMeanwhile: if its revision has changed.

@@ -1,7 +1,9 @@
 """Requests worker assignments from the scheduler over a long-lived gRPC stream.
 
-Terms: an ask is a request for a worker; the scheduler answers it with an assignment or a refusal,
-and confirms with a ticket that the ask is in its queue.
+An *ask* requests a worker for a choice. The scheduler confirms with a *ticket* that the ask is in
+its queue, and answers it with an *assignment* or a *refusal*. An *estimated* ask, sent before the
+prompt is tokenized, only asks whether the request would be refused now. An *outcome* reports the
+first token or the end of a request, from which the scheduler learns.
 """
 
 import asyncio
@@ -39,7 +41,7 @@ RESEND_S = 1.0
 SWEEP_S = 0.25
 HEARTBEAT_TIMEOUT_S = 3.0
 RECONNECT_S = 0.2
-# Maximum wait of a resumed request without a running scheduler; a scheduler restarts faster.
+# Maximum wait of a resumed request without a running scheduler, which restarts faster than that.
 RESUME_TIMEOUT_S = 60.0
 # Maximum wait for the answer to an estimated ask; then the request is tokenized without it.
 ESTIMATED_TIMEOUT_S = 0.5
@@ -100,12 +102,12 @@ class AdmissionClient:
     async def admit(self, ask: Ask, waited_s: float = 0.0) -> Assignment:
         """Wait for an assignment; cancelling the call withdraws the ask.
 
-        `waited_s`: time that the request has waited before.
+        `waited_s`: seconds that the request has waited before.
 
         Raises:
-            GatewayError: the scheduler's refusal.
-            ServiceUnavailable: if no running scheduler has had the request in its queue for
-                `admit_timeout_s`, or `RESUME_TIMEOUT_S` for a resumed request.
+            GatewayError: if the scheduler refuses the request.
+            ServiceUnavailable: if the request was in the queue of no running scheduler for
+                `admit_timeout_s`, or `RESUME_TIMEOUT_S` if it is resumed.
         """
         now_s = monotonic_s()
         answer: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
@@ -125,11 +127,11 @@ class AdmissionClient:
     async def check(self, asks: Sequence[Ask]) -> None:
         """Ask whether a request whose prompts are not tokenized yet would be refused now.
 
-        `asks`: an estimated ask for each choice. Returns if none is refused, or if the scheduler
-        does not answer soon.
+        `asks`: an estimated ask for each choice. Returns if the scheduler refuses no choice, or
+        does not answer within `ESTIMATED_TIMEOUT_S`.
 
         Raises:
-            GatewayError: the scheduler's refusal, of several that with the latest retry.
+            GatewayError: if the scheduler refuses choices: the refusal with the latest retry.
         """
         loop = asyncio.get_running_loop()
         answers = dict[str, asyncio.Future[Refusal | None]]()
@@ -154,7 +156,7 @@ class AdmissionClient:
     def report_outcome(
         self, request_id: str, ttft_s: float, output_tokens: int = 0, cut_off: bool = False
     ) -> None:
-        """Report a first token, or with `output_tokens` an end, if the scheduler wants it.
+        """Report a first token, or with `output_tokens` an end, if the scheduler wants outcomes.
 
         `cut_off`: `max_tokens`, the client or an error ended the output.
         """
@@ -165,7 +167,7 @@ class AdmissionClient:
             )
 
     def report_placed(self, request_id: str, destination: Destination) -> None:
-        """Report that a request goes on at another worker, without an ask."""
+        """Report that a request continues at another worker without an ask."""
         self._send(translate.placed_frame(request_id, destination))
 
     def forward_load(self, load: load_pb2.WorkerLoad) -> None:
@@ -328,8 +330,8 @@ def refusal_error(refusal: Refusal) -> GatewayError:
             return ContextExceeded(message)
         case RefusalReason.INVALID:
             return BadRequest(message)
-    # Also for a model that the scheduler does not know: this gateway serves it, so its workers
-    # may start, and only names that it does not serve are not found.
+    # An unknown model is unavailable, not missing: this gateway is configured to serve it, so its
+    # workers may start later.
     kind: type[ServiceUnavailable] | type[Expired] = ServiceUnavailable
     if refusal.reason is not None:
         kind = _OVERLOAD.get(refusal.reason, kind)

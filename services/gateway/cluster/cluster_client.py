@@ -1,6 +1,6 @@
 """Queries the memory manager and all services for the admin page and `tideserve status`.
 
-Deadlines are short: a service that does not respond is shown as such, it raises no error.
+Deadlines are short. A service that does not respond raises no error; its row says so.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ def cluster_rows(
     records: Mapping[str, record_pb2.WorkerRecord],
     roles: Mapping[str, Role] = NO_ROLES,
 ) -> dict[str, Any]:
-    """The cluster's part of a status: workers, groups, decisions, shortfalls and losses.
+    """The part of a status that describes the cluster: workers, groups, decisions and losses.
 
-    `records` are the workers' registrations, by worker id as `roles`.
+    `records` (the workers' registrations) and `roles` are by worker id.
     """
     layers_by_worker = {
         member.worker_id: member.end_layer - member.first_layer
@@ -105,7 +105,7 @@ NO_MEMMGR = "the memory manager does not respond, so workers and groups are unkn
 
 
 class ClusterClient:
-    """Returns the state of the cluster; a service that does not respond raises no error."""
+    """Returns the state of the cluster, without what services that do not respond would report."""
 
     def __init__(self, view: ClusterView, dial: Dial, store: Store) -> None:
         self._view = view

@@ -1,4 +1,4 @@
-"""Sums over the workers of each served model, with vLLM's names, for scrapers of one port."""
+"""Load of the cluster by model, with vLLM's metric names, for scrapers that read a single port."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ from services.gateway.vocabulary.message import ClusterStatus
 CLUSTER_ENGINE = "cluster"
 """Value of the label `engine`."""
 FRESH_S = 0.5
-"""Age up to which values are sent again instead of being queried."""
+"""Seconds for which queried values are sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """Sums over workers; `waiting` includes the scheduler's queue."""
+    """Sums over the workers of a model; `waiting` includes the scheduler's queue."""
 
     running: int
     waiting: int
@@ -40,7 +40,10 @@ class ClusterLoad:
 def cluster_load(
     cluster: ClusterStatus, models: Mapping[str, str], model: str, queued: int, block_size: int
 ) -> ClusterLoad:
-    """The load of `model`. `models`: by worker id; `queued`: requests in the scheduler's queue."""
+    """The load of `model`, of which `queued` requests are in the scheduler's queue.
+
+    `models`: name of the model by worker id.
+    """
     loads = [
         worker.engine.load for worker in cluster.workers if models.get(worker.worker_id) == model
     ]
@@ -54,7 +57,7 @@ def cluster_load(
 
 
 class ClusterMetrics:
-    """Renders the load of the cluster; without an answer of the memory manager, nothing."""
+    """Renders the load of the cluster; empty if the memory manager does not answer."""
 
     def __init__(
         self,

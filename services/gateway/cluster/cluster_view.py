@@ -1,7 +1,7 @@
 """A live view of the cluster's services, workers and groups, as registered in etcd.
 
-A group is a set of workers that runs a copy of the model together; a merged group has several
-members, each with a part of the layers. Stable: the group is formed and not in a change.
+A *group* is a set of workers that runs a copy of the model together; a merged group has several
+members, each with a part of the layers. A group is *stable* if it is formed and not changing.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class ClusterView:
         return sorted(self._workers.records.values(), key=lambda record: record.worker_id)
 
     def roles(self) -> dict[str, Role]:
-        """The roles that workers have, by worker id; a worker without one is mixed."""
+        """The roles of workers, by worker id; a worker without an entry is mixed."""
         known = {record.worker_id: to_role(record) for record in self._roles.records.values()}
         return {name: role for name, role in known.items() if role is not None}
 
@@ -93,7 +93,7 @@ class ClusterView:
 
     def loads_adapters(self, address: str) -> bool:
         """Whether the worker at an address loads adapters."""
-        # All: the record of a worker that had the address before may still be there.
+        # Check all: the record of a worker that had this address before may still exist.
         slots = [w.adapters.slots for w in self._workers.records.values() if w.address == address]
         return bool(slots) and min(slots) > 0
 
@@ -108,7 +108,7 @@ class ClusterView:
         return ModelView(self, model)
 
     def sizes_of(self, model: str) -> ModelSizes:
-        """Sizes of the workers of a model of which a view exists, as last seen."""
+        """Sizes of the workers of a model, as last seen; the model must have a view."""
         return self._sizes[model]
 
     @property

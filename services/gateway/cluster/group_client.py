@@ -1,4 +1,4 @@
-"""Merges and splits groups of workers through the memory manager, with streamed progress."""
+"""Merges and splits groups, and moves requests, through the memory manager."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -18,14 +18,14 @@ RETRY_AFTER_S = 5.0
 
 
 class GroupClient:
-    """Changes groups through the leading memory manager."""
+    """Sends orders of operators to the leading memory manager."""
 
     def __init__(self, view: ClusterView, dial: Dial) -> None:
         self._view = view
         self._dial = dial
 
     def merge(self, group_ids: Sequence[str]) -> AsyncIterator[GroupStep]:
-        """Merge the given groups, or all groups if `group_ids` is empty; yields the steps.
+        """Merge these groups, or all groups if `group_ids` is empty; yields the change's steps.
 
         Raises:
             GatewayError: if the change is refused, or the memory manager does not respond.
@@ -34,9 +34,10 @@ class GroupClient:
         return self._change(lambda stub: stub.MergeGroups(request, timeout=CHANGE_TIMEOUT_S))
 
     def split(self, group_id: str | None, parts: int | None) -> AsyncIterator[GroupStep]:
-        """Split a group, None: the only merged one, into `parts` groups, None: into single workers.
+        """Split a group; yields the steps of the change.
 
-        Raises as `merge`.
+        `group_id`: None for the only merged group. `parts`: number of new groups; None for single
+        workers. Raises as `merge`.
         """
         request = memmgr_pb2.SplitGroupRequest(group_id=group_id or "", parts=parts or 0)
         return self._change(lambda stub: stub.SplitGroup(request, timeout=CHANGE_TIMEOUT_S))
@@ -44,9 +45,10 @@ class GroupClient:
     async def move(
         self, source: str, target: str | None, requests_max: int | None
     ) -> RequestsMoved:
-        """Move running requests from a worker to another, None: to that with the most free KV.
+        """Move running requests from worker `source` to worker `target`.
 
-        `requests_max`: None for all that can move. Raises as `merge`.
+        `target`: None for the worker with the most free KV. `requests_max`: None for all requests
+        that can move. Raises as `merge`.
         """
         request = memmgr_pb2.MoveRequestsRequest(
             source_worker_id=source, target_worker_id=target or "", requests_max=requests_max or 0
@@ -79,7 +81,7 @@ class GroupClient:
 
 
 def _to_gateway_error(error: grpc.aio.AioRpcError, action: str) -> GatewayError:
-    """The error of a call that was to do `action`."""
+    """The error for a client whose call failed to do `action`."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return BadRequest(error.details() or f"the memory manager refused to {action}")
     return ServiceUnavailable(

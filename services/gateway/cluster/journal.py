@@ -14,7 +14,7 @@ class JournalError(Exception):
 
 @dataclass(slots=True)
 class Journal:
-    """All output token ids by index, their log probabilities, and how the request ended.
+    """The output token ids of a request by index, their log probabilities, and how it ended.
 
     `logprobs` belong to the latest tokens and are removed by `take_logprobs`. `has_logprobs`: each
     token has log probabilities. `message` is the worker's text for `finish`, if any. More than

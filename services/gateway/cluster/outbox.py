@@ -1,4 +1,4 @@
-"""Bounded queue of protobuf frames for the writer of a gRPC stream."""
+"""A bounded queue of protobuf frames, from which the writer of a gRPC stream takes them."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from services.gateway.vocabulary.errors import QueueFull
 T = TypeVar("T", bound=Message)
 
 FRAMES_MAX = 16_384
-"""Maximum queued frames. The owner of a full outbox treats its peer as hung."""
+"""Maximum number of queued frames. The owner of a full outbox treats its peer as hung."""
 BYTES_MAX = 16 * 2**20
-"""Bytes in the outbox from which on callers of `room` wait."""
+"""Bytes in the outbox from which callers of `room` wait."""
 ROOM_TIMEOUT_S = 10.0
 
 
 class Outbox(Generic[T]):
-    """Frames for a peer. Their bytes count until `release`, also after `take`."""
+    """Frames for a peer. The bytes of taken frames count until `release`."""
 
     def __init__(self, bytes_max: int = BYTES_MAX, room_timeout_s: float = ROOM_TIMEOUT_S) -> None:
         self._bytes_max = bytes_max
@@ -48,10 +48,10 @@ class Outbox(Generic[T]):
 
     @contextlib.asynccontextmanager
     async def room(self) -> AsyncIterator[None]:
-        """Wait until a large frame may be put; the callers enter the block one after another.
+        """Wait until a large frame may be put; the block is entered by a caller at a time.
 
-        So large frames exceed the bound by at most one frame. Small, urgent frames (aborts) are
-        put without `room`.
+        So large frames exceed the bound of bytes by at most a frame. Small, urgent frames (aborts)
+        are put without `room`.
 
         Raises:
             QueueFull: if there is no room within the timeout.
@@ -83,7 +83,7 @@ class Outbox(Generic[T]):
         self._room.set()
 
     async def take(self, many: Callable[[], bool]) -> tuple[list[T], int]:
-        """Wait for frames and remove the oldest, or all if `many()`; returns frames and bytes."""
+        """Wait for frames; remove and return the oldest, or all if `many()`, and their bytes."""
         while not self._frames:
             self._nonempty.clear()
             await self._nonempty.wait()

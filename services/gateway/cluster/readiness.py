@@ -1,7 +1,7 @@
 """Computes whether this gateway and the workers behind it can serve requests, for /ready.
 
-A group is a set of workers that runs a copy of the model together; it is stable while it is not
-in a change of its members or layers.
+A *group* is a set of workers that runs a copy of the model together. A group is *stable* while its
+members and layers do not change.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ NO_GROUP = "no group of the model is stable"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Counts of workers and groups, and a sentence for each condition that is not met.
+    """Counts of workers and groups, and a sentence for each unmet condition.
 
-    `without_drops`: why workers cannot drop layers, by worker id. They serve, but never merge.
+    `without_drops`: why workers cannot drop layers, by worker id; these serve but never merge.
     """
 
     workers_expected: int | None
@@ -64,7 +64,7 @@ class ReadinessProbe:
         self._first_serving_s: float | None = None
 
     async def run(self) -> None:
-        """Poll until start-up is over, so that `wait_s` starts without any probe of /ready."""
+        """Poll until start-up is over, so that `wait_s` starts without a request for /ready."""
         while self._awaits_workers:
             self.evaluate()
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -73,7 +73,7 @@ class ReadinessProbe:
         """Compute the readiness and update the start-up state."""
         heartbeat = self._admission.heartbeat
         stable_groups = self._view.serving_groups()
-        # Older schedulers count the groups of all models together.
+        # Older schedulers report the number of groups of all models.
         counted = heartbeat.of(self._view.model).groups_serving if heartbeat is not None else 0
         serving = min(counted, stable_groups)
         registered, in_groups = self._view.registered_workers(), self._view.serving_workers()
@@ -129,8 +129,7 @@ class GatewayReadiness:
     def __init__(
         self, probes: Mapping[str, ReadinessProbe], admission: AdmissionClient, *, needs_all: bool
     ) -> None:
-        """`probes`: by model. `needs_all`: the gateway is ready once all models are, else once any
-        model is."""
+        """`probes`: by model. `needs_all`: whether all models must be ready, or any model."""
         self._probes = dict(probes)
         self._admission = admission
         self._needs_all = needs_all
@@ -146,7 +145,7 @@ class GatewayReadiness:
         states = self.by_model().values()
         ready = (all if self._needs_all else any)(state.ready for state in states)
         expected = [s.workers_expected for s in states if s.workers_expected is not None]
-        # Without names: clients without a key may read it.
+        # Leave out the names of models: clients without a key may read this.
         missing = dict.fromkeys(text for state in states for text in state.missing)
         return Readiness(
             sum(expected) if expected else None,

@@ -1,4 +1,4 @@
-"""Shared parts of the long-lived gRPC streams to the scheduler and workers: writer and errors."""
+"""The writer and the errors of the long-lived gRPC streams to the scheduler and to workers."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Message)
 
 
 class StreamBroken(Exception):
-    """The stream has ended, or its owner closes it; the text is the reason."""
+    """The stream has ended, or its owner closes the stream; the text is the reason."""
 
 
 async def write_all(call: grpc.aio.StreamStreamCall[T, Any], outbox: Outbox[T]) -> None:

@@ -1,7 +1,7 @@
 """Buffers the tokens of a request between its worker and its client.
 
-Terms: the link is the gRPC stream to a worker; a request moves when its group changes and another
-worker continues it; the epoch numbers the states of a group.
+A *link* is the gRPC stream to a worker. A request *moves* when its group changes and another worker
+continues the request. An *epoch* numbers the configurations of a group.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from services.gateway.vocabulary.message import Finish, TokenEvent, UnreadTokens
 
 
 class StaleEpoch(Exception):
-    """The worker's group is no longer in the assignment's epoch: get another assignment."""
+    """The worker's group is no longer in the epoch of the assignment: get another assignment."""
 
 
 class Returned(Exception):
@@ -27,7 +27,7 @@ class Returned(Exception):
 
 
 class GoneOn(Returned):
-    """The worker returned the request, whose KV it has shipped to `destination`."""
+    """The worker returned the request, whose KV was shipped to `destination`."""
 
     def __init__(self, destination: Destination) -> None:
         super().__init__(destination.worker_id)
@@ -43,14 +43,14 @@ class WorkerLeaving(Returned):
 
 
 class TokenStream:
-    """The tokens of a started request: written by the worker's link, read at the client's pace.
+    """The tokens of a started request: the worker's link writes them, the client reads them.
 
-    From a move until the new worker's first event the stream is detached: a lost link does not end
-    it then.
+    From a move until the first event of the new worker the stream is *detached*: a lost link then
+    does not end the stream.
     """
 
     def __init__(self, journal: Journal, record: ChoiceRecord) -> None:
-        """`journal` has the output of earlier workers. `record.segments` ends with this worker."""
+        """`journal` has the output of earlier workers; `record.segments` ends with this worker."""
         self.record = record
         self._attached = True
         self._changed = asyncio.Event()  # wakes `wait_reattached`
@@ -93,7 +93,7 @@ class TokenStream:
         return self._attached or self.over
 
     def lose(self, error: GatewayError) -> None:
-        """Handle the loss of the link: end the stream, unless it is detached."""
+        """The link is lost: end the stream, unless it is detached."""
         if self._attached:
             self.fail(error)
         else:
@@ -123,7 +123,7 @@ class TokenStream:
             self._changed.set()
 
     async def next(self) -> UnreadTokens:
-        """Wait for and return all tokens since the last call, with the finish if reached.
+        """Wait for and return all tokens since the last call, with the finish once it is reached.
 
         Raises:
             StaleEpoch: if the request must be admitted again, as its group has changed.

@@ -75,7 +75,7 @@ def withdraw_frame(request_id: str) -> scheduler_pb2.AdmitRequest:
 
 
 def placed_frame(request_id: str, destination: Destination) -> scheduler_pb2.AdmitRequest:
-    """The frame that reports where a request goes on without an assignment."""
+    """The frame that reports at which worker a request continues without an assignment."""
     group_id, epoch = destination.group_id, destination.epoch
     return scheduler_pb2.AdmitRequest(
         placed=scheduler_pb2.Placed(request_id=request_id, group_id=group_id, epoch=epoch)
@@ -188,7 +188,7 @@ def group_step(step: memmgr_pb2.ReconfigurationStep) -> GroupStep:
 
 
 def worker_facts(record: record_pb2.WorkerRecord | None) -> dict[str, Any]:
-    """The fields of a worker's status row that come from its registration, if it has one."""
+    """The fields of a worker's status row that come from its registration; none without it."""
     if record is None:
         return {"model": None, "paced": None, "engine": None}
     has_shape = record.HasField("shape")

@@ -37,7 +37,7 @@ GONE_SILENT_S = STALLED_S
 ADAPTER_RETRY_S = 10.0
 """Retry-After of a request whose worker would ignore its adapter, in seconds."""
 LARGE_IDS = 4096
-"""Token ids per request above which several encodings in a row would block the event loop."""
+"""Token ids of a request from which several encodings in a row would block the event loop."""
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class WorkerClient:
             ServiceUnavailable: if the request has an adapter, and the worker loads none.
         """
         if request.adapter is not None and not self._loads_adapters(assignment.address):
-            # It would ignore the adapter. Only schedulers of earlier versions assign so.
+            # The worker would ignore the adapter. Only earlier schedulers make such assignments.
             raise ServiceUnavailable(
                 f"{assignment.worker_id} was assigned, but loads no adapters; upgrade the"
                 " scheduler, then retry",
@@ -195,14 +195,14 @@ class WorkerClient:
         self._link(address).send(translate_worker.abort_frame(request_id))
 
     def _follow_move(self, link: WorkerLink, request_id: str, moved: Moved) -> None:
-        """Attach to the worker that has adopted a request of the worker of `link`."""
+        """Attach to the worker that has adopted a request from the worker of `link`."""
         opened = self._open_streams.get(request_id)
         if opened is None or opened.stream.over:
             # The request has ended here while it moved: abort it at the new worker, which would
             # otherwise run it in vain.
             self._abort(request_id, moved.address)
             return
-        # Until the new worker replies, also accept a later move (newer epoch) from another link.
+        # While the new worker has not replied, a later move (newer epoch) may come by another link.
         newer = not opened.stream.attached and moved.epoch > opened.epoch
         if opened.link is not link and not newer:
             return
@@ -219,7 +219,7 @@ class WorkerClient:
         opened.attaching = self._tasks.create_task(self._keep_attaching(opened, moved))
 
     async def _keep_attaching(self, opened: _OpenStream, moved: Moved) -> None:
-        """Re-attach whenever the link is lost before the new worker has replied."""
+        """Attach again each time the link is lost before the new worker has replied."""
         unreached = 0
         try:
             async with timeout(self._attach_timeout_s):
@@ -248,7 +248,7 @@ class WorkerClient:
         self._bind(opened, moved.address, frame)
 
     def _close_if_vanished(self, link: WorkerLink) -> None:
-        """Close the link of an unregistered worker, now if it is unused, else once it is silent."""
+        """Close the link of an unregistered worker: at once if unused, else once it is silent."""
         # A hung process loses its registration long before its connections break. A worker that
         # shuts down, or that only lost etcd, still runs its requests: wait for silence.
         if link.address in self._known_addresses():

@@ -1,4 +1,4 @@
-"""Runs the gRPC stream to a worker (a link), which carries all requests of this gateway there."""
+"""A link: the gRPC stream to a worker, which carries all requests of this gateway there."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 PAUSE_FIRST_S = 1.0
-"""Seconds for which an unreachable worker is avoided after its first failure."""
+"""Seconds for which a worker is avoided after its first failed connection."""
 PAUSE_MAX_S = 30.0
 
 
@@ -153,7 +153,7 @@ class WorkerLink:
     async def _read(self, call: GenerateCall) -> None:
         async for frame in call:
             self.last_message_s = monotonic_s()
-            # Forward the load first, so that the scheduler knows it when a client retries at once.
+            # Forward the load first: the scheduler needs it when a client retries at once.
             if frame.HasField("load"):
                 self._on_load(frame.load)
             for event in translate_worker.token_events(frame):
