@@ -148,7 +148,7 @@ def test_swap_needs_the_host_memory_of_any_model(tmp_path: Path, size: str) -> N
             read_options(None, flags)
     else:
         assert host_memories(read_options(None, flags)) == [0, GIB, GIB]
-    # The option reaches the first model only.
+    # The option reaches the first model.
     assert read_options(None, flags | {"host_memory": "2GiB"}).swaps
 
 
