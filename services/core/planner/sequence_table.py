@@ -175,6 +175,11 @@ class SequenceTable:
             queue = [sequence for sequence in queue if sequence.online is online]
         return next_to_start(queue, fits, overtaken_max, _competes)
 
+    @property
+    def first_in_need(self) -> Sequence | None:
+        """The first sequence that waits for blocks or a slot: not one whose KV is under way."""
+        return next(filter(_competes, self.waiting), None)
+
     def admit(self, sequence: Sequence, running_max: int) -> Sequence:
         """Admit a sequence returned by `next_to_admit`, and allocate blocks for all its tokens.
 

@@ -128,10 +128,8 @@ class SloPlanner:
         while spent.tokens_left > 0:
             if spent.tokens >= floor and not spent.tokens_within(0, limit_s, 1):
                 break
-            queue = table.waiting
-            first = queue[0] if admit and queue and queue[0].online else None
-            fitting = None
-            if first is not None:
+            first, fitting = table.first_in_need if admit else None, None
+            if first is not None and first.online:
                 fitting = table.next_to_admit(config.max_running, config.overtaken_max)
                 if fitting is None or not fitting.online:
                     # `first` lacks blocks or a slot. That counts only if no begun prompt is due
@@ -166,7 +164,8 @@ class SloPlanner:
         prompt while a microbatch is suspended, unless the iteration is otherwise empty.
         """
         table = self.sequence_table
-        online_waits = bool(table.waiting) and table.waiting[0].online
+        first = table.first_in_need
+        online_waits = first is not None and first.online
         if not plan:
             self.harvester.schedule_batch_only(plan, ready, spent)
         elif not online_waits and not (table.suspended and plan.prefills):
@@ -177,11 +176,11 @@ class SloPlanner:
         `now_s`.
 
         Online decodes wait for it as they would for batch work in their own iteration. Always False
-        if there is an online prompt, running or waiting.
+        if there is an online prompt, running or waiting for blocks or a slot.
         """
         model, budget = self.config.cost_model, self.feedback.budget
-        queue = self.sequence_table.waiting
-        if model is None or (queue and queue[0].online):
+        first = self.sequence_table.first_in_need
+        if model is None or (first is not None and first.online):
             return False
         ready = self.harvester.scan(now_s)
         if ready.prefills:

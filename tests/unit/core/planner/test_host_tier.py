@@ -102,6 +102,23 @@ def test_other_work_runs_during_a_recall() -> None:
     world.end()
 
 
+def test_batch_work_runs_beside_online_work_during_a_recall() -> None:
+    """A request that waits for its KV lacks no blocks: otherwise recalls would starve batch work."""
+    world = recallable()
+    batch = world.ask((30, 31, 32), output=30, online=False)
+    world.iterate()
+    online = world.ask((40, 41, 42), output=30)
+    for _ in range(3):
+        world.iterate()
+    waiting = world.ask(PROMPT, output=2)
+    before = len(world.tokens[batch]), len(world.tokens[online])
+    for _ in range(6):
+        assert world.iterate()
+    assert world.state.sequences[waiting].awaits_kv
+    assert len(world.tokens[online]) == before[1] + 6 and len(world.tokens[batch]) > before[0]
+    world.end()
+
+
 @pytest.mark.parametrize("output", range(2, 8))
 def test_a_request_is_recalled_once_another_has_freed_blocks(output: int) -> None:
     """Not started without its recall, however long ago the last look was."""
