@@ -103,7 +103,7 @@ def test_other_work_runs_during_a_recall() -> None:
 
 
 def test_batch_work_runs_beside_online_work_during_a_recall() -> None:
-    """A request that waits for its KV lacks no blocks: otherwise recalls would starve batch work."""
+    """A request that waits for its KV lacks no blocks. Else recalls would starve batch work."""
     world = recallable()
     batch = world.ask((30, 31, 32), output=30, online=False)
     world.iterate()
