@@ -38,6 +38,9 @@ PRIOR_BATCHES: Sequence[Chunks] = (
     *(((16, 1),) * decodes for decodes in (1, 8, 32)),
     *(((512, 1),) * decodes for decodes in (1, 8, 32)),
     *(((prefix, new),) for prefix in (0, 512) for new in (16, 64, 256)),
+    # Without it, the cost of long prompts would be extrapolated from short ones, and equal workers
+    # would differ by a factor.
+    ((2048, 256),),
     ((0, 32),) * 4,
     (*((128, 1),) * 8, (0, 64)),
 )
