@@ -14,10 +14,10 @@ batch, the *knee*, reading the parameters hides part of the computation (rooflin
 beyond it costs μ more.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 
 from services.core.cost.least_squares import solve_nonnegative
 
@@ -175,6 +175,34 @@ def mean_model(models: Sequence[CostModel]) -> CostModel:
         sum(column) / len(rows) for column in zip(*rows, strict=True)
     )
     return CostModel(alpha, beta, gamma, lam, Coefficients(decode_alpha, decode_beta, lam), kappa)
+
+
+POOLED_PROMPT = 1024
+"""Tokens of the prompt whose predicted time shows whether two models are of the same device."""
+POOLED_MAX = 1.3
+"""Largest ratio of the times of models that differ by learning alone: from loads, with noise."""
+
+
+def pooled_models(models: Mapping[str, CostModel]) -> dict[str, CostModel]:
+    """For each model the mean of those that are probably of the same device.
+
+    These are neighbours in the order of their times, each within `POOLED_MAX` of the next.
+    """
+    times = {name: model.beyond_knee.chunk_s(0, POOLED_PROMPT) for name, model in models.items()}
+    pooled, pool = dict(models), list[str]()
+    for name in sorted(filter(lambda name: isfinite(times[name]), times), key=times.__getitem__):
+        if pool and times[name] > POOLED_MAX * times[pool[-1]]:
+            pooled |= _pooled(models, pool)
+            pool = []
+        pool.append(name)
+    return pooled | _pooled(models, pool)
+
+
+def _pooled(models: Mapping[str, CostModel], pool: Sequence[str]) -> dict[str, CostModel]:
+    distinct = {models[name] for name in pool}
+    if len(distinct) < 2:
+        return {}
+    return dict.fromkeys(pool, mean_model([models[name] for name in pool]))
 
 
 TOKEN_COSTS = CostModel(alpha=0.0, beta=1.0, gamma=0.0, lam=0.0)

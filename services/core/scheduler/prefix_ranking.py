@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf, isfinite
 
 from services.core.ask import Ask
-from services.core.cost.model import CostModel, mean_model
+from services.core.cost.model import CostModel, mean_model, pooled_models
 from services.core.prefix.block_hash import ThinHashes
 from services.core.report import Load, LoadReport
 from services.core.role import Role
@@ -143,7 +143,7 @@ class PrefixRanking:
     """Ranks the groups of a model for a request, by predicted TTFT.
 
     Groups are added and removed together with those of `GroupIndex`. `cost` predicts while no
-    group's cost model is known; else a group without one is like the mean of the others.
+    group's cost model is known; else a group without a model is like the mean of the others.
     """
 
     cost: CostModel
@@ -152,7 +152,9 @@ class PrefixRanking:
     # By group id.
     _corrections: dict[str, HitCorrection] = field(default_factory=dict)
     _costs: dict[str, CostModel] = field(default_factory=dict)
-    _mean: CostModel | None = None  # of `_costs`; None: not computed
+    # Of `_costs`; None: not computed.
+    _pooled: dict[str, CostModel] | None = None
+    _mean: CostModel | None = None
     # Total evictions applied, by group id, because reports repeat the latest evictions.
     _evicted_totals: dict[str, int] = field(default_factory=dict)
 
@@ -166,7 +168,7 @@ class PrefixRanking:
     def note_group(self, load: GroupLoad) -> None:
         """Note the cost model and the role of a group, which may have changed."""
         self.roles.note(load)
-        self._mean = None
+        self._pooled = self._mean = None
         if load.group.cost_model is None:
             self._costs.pop(load.group.group_id, None)
         else:
@@ -177,7 +179,7 @@ class PrefixRanking:
         self.index.leave(group_id)
         self.roles.remove(group_id)
         self._costs.pop(group_id, None)
-        self._mean = None
+        self._pooled = self._mean = None
         del self._corrections[group_id]
         del self._evicted_totals[group_id]
 
@@ -304,8 +306,14 @@ class PrefixRanking:
         return ttft_s if isfinite(ttft_s) else inf
 
     def costs(self, load: GroupLoad) -> CostModel:
-        """The cost model of a group; if it is unknown, the mean of the others."""
-        return self._costs.get(load.group.group_id) or self._typical_costs
+        """The cost model of a group; if it is unknown, the mean of the others.
+
+        Groups with the same device share the mean of what they have learned. Otherwise the noise
+        in it would decide between equal groups, for as long as they keep it.
+        """
+        if self._pooled is None:
+            self._pooled = pooled_models(self._costs)
+        return self._pooled.get(load.group.group_id) or self._typical_costs
 
     @property
     def _typical_costs(self) -> CostModel:

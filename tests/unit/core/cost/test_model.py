@@ -1,6 +1,7 @@
 """The cost model: its terms, and recovery of coefficients by a fit."""
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from services.core.cost.model import (
     mean_model,
     mean_relative_error,
     pairs,
+    pooled_models,
 )
 
 MODEL = CostModel(alpha=2e-6, beta=3e-3, gamma=0.12, lam=0.1, kappa=1e-5)
@@ -198,3 +200,13 @@ def test_a_mean_model_predicts_the_mean_of_each_batch() -> None:
     for chunks in (((0, 64),), ((300, 16),), ((80, 1),) * 5, ((80, 1), (0, 32))):
         expected_s = sum(model.batch_s(chunks) for model in models) / len(models)
         assert mean.batch_s(chunks) == pytest.approx(expected_s)
+
+
+def test_models_of_the_same_device_are_pooled() -> None:
+    model = random_model(Random(0), apart=True)
+    fast, fast_too, slow, alone = (model.slowed(factor) for factor in (1.0, 1.2, 3.0, 9.0))
+    broken = replace(model, beta=inf)
+    models = {"a": slow, "b": fast, "c": alone, "d": fast_too, "e": slow, "f": broken}
+    pooled = pooled_models(models)
+    assert pooled == models | dict.fromkeys("bd", mean_model([fast, fast_too]))
+    assert pooled_models({}) == {}

@@ -216,6 +216,16 @@ def test_each_group_is_predicted_with_its_own_costs() -> None:
     assert alike.ask((), tokens=100) == "w0"
 
 
+def test_noise_in_learned_costs_does_not_decide_between_equal_groups() -> None:
+    """The group with the smaller backlog has learned longer times."""
+    dispatch = Dispatch(0)
+    dispatch.join("w0", cost_model=TOKEN_COSTS)
+    dispatch.join("w1", cost_model=TOKEN_COSTS.slowed(1.25))
+    for name, prefill in {"w0": 1100, "w1": 1000}.items():
+        dispatch.report(name, prefill=prefill)
+    assert dispatch.ask((), tokens=100) == "w1"
+
+
 def test_a_group_without_costs_is_like_the_mean_of_the_others() -> None:
     """Without the others, it is like the default, whose unit is a second per token."""
     for slowdown, chosen in ((1.0, "w2"), (100.0, "w0")):
