@@ -106,8 +106,8 @@ def most_idle(load: GroupLoad) -> Score:
     return (float(load.online_sequences), -float(load.batch_start_blocks))
 
 
-IDLE_HELD = 2
-"""Multiple of `held_tokens` that an idle worker may get before its next report."""
+FEW_HELD = 2
+"""Multiple of `held_tokens` that a worker with at most one request may get."""
 
 
 def timely_room(load: GroupLoad) -> int:
@@ -115,9 +115,10 @@ def timely_room(load: GroupLoad) -> int:
 
     In the queue, a request that arrives later but is more urgent can still start first, and a
     request that would be late can still be refused. A worker that is idle by its last report gets
-    more, so that it has work even if requests take long to reach it.
+    more, so that it has work even if requests take long to reach it; so does a worker with a single
+    request, or the next would go to a fuller worker that has room a moment earlier.
     """
-    factor = IDLE_HELD if load.reported_idle else 1
+    factor = FEW_HELD if load.reported_idle or load.sequences < 2 else 1
     return 0 if load.tokens_ahead >= factor * load.held_tokens else start_blocks(load)
 
 
