@@ -215,7 +215,7 @@ class BrosPlanner:
             # Batch work preempts nothing while online work is in the iteration, and for a shared
             # tail that was lost, nothing while any other work is.
             keeps = packed.online or (packed.batch and sequence.remaining > 1)
-            if keeps and not self._has_blocks(sequence) and table.ledger.least_room <= 0:
+            if keeps and table.ledger.least_room <= 0 and sequence.lacks_block(config.block_size):
                 continue
             if not packed.make_room(sequence):
                 return
@@ -228,9 +228,6 @@ class BrosPlanner:
                 return
             packed.add(table.admit(first, config.max_running))
 
-    def _has_blocks(self, sequence: Sequence) -> bool:
-        return len(sequence.token_ids) <= sequence.blocks * self.config.block_size
-
     def _take_block(self, packed: _Packed, sequence: Sequence) -> None:
-        if not self._has_blocks(sequence) and self.sequence_table.grow(sequence):
+        if sequence.lacks_block(self.config.block_size) and self.sequence_table.grow(sequence):
             packed.drop_preempted()

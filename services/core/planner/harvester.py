@@ -171,9 +171,9 @@ class Harvester:
         # the harvest share: every STARVED_EVERY iterations it may use all of the slack.
         if plan.number % STARVED_EVERY or not self.feedback.harvest.maximum:
             return
-        room = self.sequence_table.ledger.least_room > 0
+        room, size = self.sequence_table.ledger.least_room > 0, self.config.block_size
         # A prompt that lost its tail and finds no block does not block the prompts behind it.
-        can_run = (seq for seq in ready.batch_prefills if room or self._has_blocks(seq))
+        can_run = (seq for seq in ready.batch_prefills if room or not seq.lacks_block(size))
         oldest = next(can_run, None)
         if oldest is None:
             return
@@ -342,7 +342,7 @@ class Harvester:
         False without a block; only if `alone`, others are preempted for it.
         """
         table = self.sequence_table
-        if self._has_blocks(sequence):
+        if not sequence.lacks_block(self.config.block_size):
             return True
         if not alone and table.ledger.least_room <= 0:
             return False
@@ -350,9 +350,6 @@ class Harvester:
             for prefix, tokens in plan.drop_preempted():
                 spent.remove(prefix, tokens)
         return sequence.phase is Phase.RUNNING
-
-    def _has_blocks(self, sequence: Sequence) -> bool:
-        return len(sequence.token_ids) <= sequence.blocks * self.config.block_size
 
     def _is_crowded(self, online: int) -> bool:
         """Whether online sequences hold most of the slots or of the blocks."""

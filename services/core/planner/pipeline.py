@@ -89,7 +89,7 @@ class PipelinePlanner:
         for sequence in chosen:
             if sequence.phase is not Phase.RUNNING:
                 continue
-            if len(sequence.token_ids) > sequence.blocks * block_size:
+            if sequence.lacks_block(block_size):
                 preempted = self.sequence_table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue

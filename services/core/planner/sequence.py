@@ -220,6 +220,10 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
+    def lacks_block(self, block_size: int) -> bool:
+        """Whether its tokens exceed its KV blocks."""
+        return len(self.token_ids) > self.blocks * block_size
+
     def blocks_to_admit(self, block_size: int) -> int:
         """Free blocks that it needs for (re-)admission."""
         return admission_blocks(len(self.token_ids), self.tokens_max, block_size)

@@ -188,5 +188,5 @@ def lacks_tail(sequence: Sequence, block_size: int) -> bool:
     return (
         sequence.phase is Phase.RUNNING
         and sequence.remaining > 1
-        and len(sequence.token_ids) > sequence.blocks * block_size
+        and sequence.lacks_block(block_size)
     )

@@ -95,7 +95,7 @@ class SloPlanner:
         for sequence in decodes:
             if sequence.phase is not Phase.RUNNING:
                 continue
-            if len(sequence.token_ids) > sequence.blocks * block_size:
+            if sequence.lacks_block(block_size):
                 preempted = table.grow(sequence) or preempted
                 if sequence.phase is not Phase.RUNNING:
                     continue

@@ -58,7 +58,7 @@ class WaitingTimePlanner:
 
     def _ensure_block(self, sequence: Sequence) -> bool:
         """Allocate a block if needed; False if the sequence itself was preempted."""
-        if len(sequence.token_ids) > sequence.blocks * self.config.block_size:
+        if sequence.lacks_block(self.config.block_size):
             self.sequence_table.grow(sequence)
         return sequence.phase is Phase.RUNNING
 

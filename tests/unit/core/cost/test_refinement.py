@@ -174,6 +174,21 @@ def test_a_refinement_begins_again_from_a_new_profile() -> None:
     assert not differ(refiner.model, TRUE, 0.05)
 
 
+def test_equal_devices_with_short_prompts_agree_on_long_prompts() -> None:
+    """Noise must not be extrapolated: a pair of tokens hardly matters in the loads."""
+    times_s = []
+    for seed in range(20):
+        refiner, rng = CostRefiner(TRUE), Random(seed)
+        for _ in range(400):
+            batch = ((0, rng.choice((64, 128, 256))),)
+            seconds = TRUE.batch_s(batch) * rng.uniform(0.8, 1.2)
+            refiner.add(batch, seconds, refiner.model.batch_s(batch))
+            if refiner.due:
+                refiner.refit()
+        times_s.append(refiner.model.chunk_s(0, 2048))
+    assert max(times_s) < 1.3 * min(times_s)
+
+
 def test_changes_are_detected_in_any_batch() -> None:
     assert not differ(TRUE, TRUE.slowed(1.02), 0.03)
     assert differ(TRUE, TRUE.slowed(1.04), 0.03)
