@@ -109,10 +109,10 @@ class Clusters:
 
     def note_memory(self, record: ModelRecord) -> None:
         """Read the memory of the gateways, in bytes. Raises SystemUnavailable."""
-        one = gateway_memory(self.shared)
+        shared = gateway_memory(self.shared)
         alone = [gateway_memory(system) for system in self.alone.values()]
-        record.resident = {ONE: one[0], TWO: sum(resident for resident, _ in alone)}
-        record.private = {ONE: one[1], TWO: sum(private for _, private in alone)}
+        record.resident = {ONE: shared[0], TWO: sum(resident for resident, _ in alone)}
+        record.private = {ONE: shared[1], TWO: sum(private for _, private in alone)}
 
 
 def gateway_memory(system: Tideserve) -> tuple[int, int]:

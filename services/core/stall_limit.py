@@ -1,4 +1,4 @@
-"""Adaptive timeout that tells a stalled from a slow recurring operation, such as an iteration."""
+"""Adaptive timeout that separates stalled from slow iterations and other recurring operations."""
 
 from dataclasses import dataclass
 

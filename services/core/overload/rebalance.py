@@ -10,7 +10,7 @@ groups have room, so their KV moves there first. Three causes, in this order:
 * UNEVEN, with the policy `migrate`: a group can decode for far fewer iterations than others.
 
 Damping: a group takes part in one move at a time and then rests for `REST_S`; one that received
-requests gives none away for `STAY_S`, unless its requests wait. A pair whose last move failed backs
+requests moves none away for `STAY_S`, unless its requests wait. A pair whose last move failed backs
 off instead. Amounts are KV in tokens.
 """
 

@@ -109,15 +109,15 @@ class AdapterPlaces:
 
     def takers(self, adapter: Adapter) -> frozenset[str]:
         """Ids of the groups that take the adapter now."""
-        found = self._takers.get(adapter.digest)
-        if found is None:
-            found = self._takers[adapter.digest] = frozenset(
+        takers = self._takers.get(adapter.digest)
+        if takers is None:
+            takers = self._takers[adapter.digest] = frozenset(
                 load.group.group_id
                 for load in self.loads
                 if takes(load, adapter)
                 and self._kept.get(load.group.group_id, adapter.digest) == adapter.digest
             )
-        return found
+        return takers
 
     def closed_to(self, adapter: Adapter | None) -> frozenset[str]:
         """Addresses of the groups that do not take the adapter; empty without an adapter."""

@@ -279,4 +279,4 @@ def test_workers_with_another_scheduling_are_named() -> None:
     assert fault is not None and "workers with fcfs (w1, w3), priority (w4):" in fault
     assert "TIDESERVE__SCHEDULING" in fault, "the remedy"
     assert scheduling_fault("slo", workers[2:3] + workers[4:]) is None
-    assert scheduling_fault("", workers) is None, "a scheduler that does not tell"
+    assert scheduling_fault("", workers) is None, "a scheduler without this field"

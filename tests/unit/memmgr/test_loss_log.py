@@ -65,8 +65,8 @@ def test_attempts_at_an_unannounced_group_are_a_single_warning(
 
 
 def test_an_unknown_attempt_is_a_warning(losses: LossLog, caplog: pytest.LogCaptureFixture) -> None:
-    losses.note_failed("1-1", "w3 has left or was started anew")
-    losses.note_failed("1-2", "w3 has left or was started anew")
+    losses.note_failed("1-1", "w3 has left or was restarted")
+    losses.note_failed("1-2", "w3 has left or was restarted")
     assert len(warnings(caplog)) == 2
 
 

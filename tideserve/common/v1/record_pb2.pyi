@@ -196,7 +196,7 @@ class WorkerRecord(_message.Message):
     """
     scheduling: _builtins.str
     """The `scheduling` setting of the worker, which should be that of the scheduler. Empty from
-    workers that do not publish it. of those that do not tell.
+    workers that do not publish it.
     """
     role: Global___WorkerRole.ValueType
     """The role that the worker is configured for: a wish, which counts while the memory manager assigns

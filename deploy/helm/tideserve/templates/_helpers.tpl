@@ -1,4 +1,4 @@
-{{- /* Beginning of the names of all objects; also the label that tells releases apart. */}}
+{{- /* Beginning of the names of all objects; also the label that distinguishes releases. */}}
 {{- define "tideserve.fullname" -}}
 {{ .Values.fullnameOverride | default "tideserve" }}
 {{- end }}

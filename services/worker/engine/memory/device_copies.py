@@ -10,7 +10,7 @@ the device:
   change between iterations only.
 - The next iteration starts after all copies that were started before it. So memory that a copy
   uses may change its owner at once, as long as the new owner is used by work or by other copies.
-- Unmapping is not ordered with streams: `fence` tells when nothing uses the memory any more.
+- Unmapping is not ordered with streams: `fence` is passed once nothing uses the memory.
 """
 
 import threading

@@ -172,7 +172,7 @@ def test_an_abort_ends_the_named_attempt(attempt: str) -> None:
     commands = script.do("b", vocabulary.PreparationAborted(attempt))
     assert (vocabulary.UndoRestore("t") in commands) is (attempt == "t")
     assert script.members["b"].busy is (attempt != "t")
-    assert not refusals(commands), "whoever aborts it knows"
+    assert not refusals(commands), "the change that aborted it needs no refusal"
 
 
 def test_an_attempt_that_waits_for_the_last_change_is_aborted_silently() -> None:

@@ -213,7 +213,7 @@ class Workers:
         if of.digest not in loaded and len(loaded) == self.slots[worker]:
             busy = {a.digest for a in self.running[worker].values() if a is not None}
             idle = [digest for digest in loaded if digest not in busy]
-            assert idle, "the scheduler gave away a slot in use"
+            assert idle, "the scheduler reassigned a slot in use"
             del loaded[idle[0]]
         loaded[of.digest] = of
 

@@ -48,7 +48,7 @@ def test_every_error_has_its_own_row() -> None:
     kinds = [kind for kind in family(GatewayError) if kind.__module__.startswith("services.")]
     assert {kind for kind in kinds if not kind.__module__.startswith(HTTP_ONLY)} == set(TABLE)
     reasons = [reason_of(kind("it failed")) for kind in TABLE]
-    assert len(set(reasons)) == len(reasons), "machines tell errors apart by them"
+    assert len(set(reasons)) == len(reasons), "clients branch on reasons"
 
 
 @pytest.mark.parametrize("kind", TABLE)
