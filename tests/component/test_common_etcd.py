@@ -169,7 +169,7 @@ class TestRegistration:
         later = worker_record(draining=True)
         async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
             await registration.update(later)
-            assert await value_at(store, KEY) == encode_record(later)
+            await eventually(lambda: holds(store, later))
             await lease_lost(store, registration)
             await eventually(lambda: holds(store, later))
         assert await value_at(store, KEY) is None

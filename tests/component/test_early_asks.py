@@ -100,6 +100,7 @@ async def driver(
     case: Case, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Driver]:
     """A scheduler under overload, as the gateway's only scheduler."""
+    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 30.0)
     monkeypatch.setattr(servicer, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(admission_client, "HEARTBEAT_TIMEOUT_S", 3600.0)
     await case.cluster.stop_scheduler()
@@ -130,7 +131,8 @@ async def test_the_status_explains_the_last_refusal(case: Case, driver: Driver) 
     refused = await case.complete(prompt="x" * 40)
     status = (await case.admin.get(STATUS_PATH)).json()
     (row,) = status["late_refusals"]
-    assert row["wait_s"] > row["left_s"] > 9.0 and row["last_minute"] > 1
+    assert row["wait_s"] > row["left_s"] and 5.0 < row["left_s"] <= 10.0
+    assert row["last_minute"] > 1
     assert row["retry_after_s"] == int(refused.headers["retry-after"])
     (line,) = refusal_lines(status)
     assert line.startswith("m, standard: ") and "limited by memory" in line
@@ -161,8 +163,9 @@ async def test_an_early_refusal_books_time_for_every_choice(case: Case, driver: 
 
 @pytest.mark.parametrize("delay", ["before", "after"])
 async def test_a_delayed_early_ask_does_not_affect_the_final_ask(
-    case: Case, driver: Driver, delay: str
+    case: Case, driver: Driver, delay: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 0.5)
     refused, driver.delay = driver.refused(), delay
     if delay == "after":
         driver.relieve(monotonic_s())

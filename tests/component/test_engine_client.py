@@ -79,7 +79,7 @@ async def test_a_suspended_servicer_reports_no_hang(tmp_path: Path) -> None:
 
 
 async def test_an_engine_in_a_long_iteration_is_not_hung(tmp_path: Path) -> None:
-    config = replace(config_in(tmp_path), engine_unready_s=2.0, paced="A100-14B:400")
+    config = replace(config_in(tmp_path), engine_unready_s=5.0, paced="A100-14B:400")
     received: list[Progress] = []
     hung: list[float] = []
     engine = EngineClient(config, "incarnation")

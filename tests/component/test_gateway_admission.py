@@ -11,6 +11,7 @@ from grpc_status import rpc_status
 
 from services.common.etcd import Store
 from services.core.quota.limits import QuotaLimits
+from services.gateway.cluster import admission_client
 from tests.support.exposition import samples, value
 from tests.support.gateway import TEXT, Case, gateway_case
 from tests.support.waiting import eventually
@@ -160,6 +161,12 @@ async def test_the_expected_output_is_part_of_the_ask(case: Case) -> None:
     assert [ask.expected_tokens for ask in case.cluster.scheduler.asks] == [120, 0]
 
 
+@pytest.fixture(autouse=True)
+def _patient_early_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the scheduler's answers to early asks for as long as a busy machine may take."""
+    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 30.0)
+
+
 async def test_an_expected_long_wait_causes_an_ask_before_tokenization(
     case: Case,
 ) -> None:
@@ -220,7 +227,10 @@ async def test_a_requests_target_overrides_the_limit_of_its_class(case: Case) ->
     assert [ask.estimated for ask in asks] == [True, False, False]
 
 
-async def test_an_unanswered_early_ask_proceeds_to_tokenization(case: Case) -> None:
+async def test_an_unanswered_early_ask_proceeds_to_tokenization(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 0.5)
     await predict(case, long_wait())
     case.cluster.scheduler.deaf = True
     assert (await case.complete(max_tokens=1)).status_code == 200

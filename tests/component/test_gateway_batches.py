@@ -32,6 +32,7 @@ from tests.support.batches import (
     submit,
 )
 from tests.support.client import open_client
+from tests.support.exposition import samples
 from tests.support.gateway import Case, gateway_case
 from tests.support.waiting import eventually
 from tideserve.cli.keys import add_key, revoke_keys
@@ -458,6 +459,13 @@ async def test_a_drained_gateway_returns_its_lines_at_once(store: Store, tmp_pat
         worker = case.paused(5)
         batch = await submit(case.openai, as_file(chat_lines(20)))
         await eventually(lambda: len(worker.active) >= 16)
+
+        async def first_tokens_read() -> bool:
+            read = samples((await case.http.get("/metrics")).text)
+            names = "vllm:time_to_first_token_seconds_count"
+            return sum(count for (name, _), count in read.items() if name == names) >= 16
+
+        await eventually(first_tokens_read)
     async with gateway_case(store, tmp_path / "model", batches=chosen) as case:
         scheduler = case.cluster.scheduler
         scheduler.wants_outcomes = True

@@ -255,12 +255,12 @@ async def test_a_revoked_key_starts_no_more_requests(store: Store, tmp_path: Pat
 async def test_streams_without_requests_end(
     case: Case, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kserve_service, "STREAM_IDLE_S", 0.3)
+    monkeypatch.setattr(kserve_service, "STREAM_IDLE_S", 1.0)
     worker = case.paused(2)
     call = stub.ModelStreamInfer(timeout=TIMEOUT_S)
     await call.write(ask("hi", max_tokens=8))
     await eventually(lambda: len(worker.active) == 1)
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(2.5)
     worker.go.set()
     answer = await call.read()
     assert texts_of(answer.infer_response) == [TEXT[:8]], "one that runs is waited for"

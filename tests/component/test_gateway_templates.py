@@ -7,7 +7,6 @@ import pytest
 
 from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID
 from tests.support.gateway import Case
-from tests.support.waiting import eventually
 
 # Strips contents.
 TRIMMING = CHAT_TEMPLATE.replace("message['content'] }}", "message['content'] | trim }}")
@@ -38,15 +37,19 @@ async def send(case: Case, path: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.gateway(template=LOOPING)
 async def test_a_looping_template_does_not_block_other_requests(case: Case) -> None:
-    looping = asyncio.create_task(case.chat(messages=[{"role": "user", "content": "loop"}]))
-    # The gateway serves others while it renders.
-    await eventually(lambda: _in_flight(case))
-    assert (await case.http.get("/live")).status_code == 200
-
-    answer = await looping
-    assert answer.status_code == 400
-    assert "template takes too long" in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == "messages"
+    for _ in range(3):  # again if the loop was over before the first look at it
+        looping = asyncio.create_task(case.chat(messages=[{"role": "user", "content": "loop"}]))
+        served = False
+        while not served and not looping.done():
+            # The gateway serves others while it renders.
+            served = await _in_flight(case) and not looping.done()
+        answer = await looping
+        assert answer.status_code == 400
+        assert "template takes too long" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "messages"
+        if served:
+            break
+    assert served
     assert (await case.chat(max_tokens=1)).status_code == 200
 
 

@@ -48,6 +48,7 @@ def test_a_merge_under_load_passes_the_failpoints_of_all_services(tmp_path: Path
         streams = Streams(cluster.url, model, requests, "salt")
         streams.start()
         cluster.eventually(lambda: streams.begun == 8)
+        cluster.eventually(lambda: all(row["running"] for row in cluster.workers()))
         change_groups(cluster.admin_url, MERGE_PATH, CHANGE_TIMEOUT_S)
         outcomes = streams.wait()
         pids = {hit["name"]: hit["pid"] for hit in read_hits(hits)}

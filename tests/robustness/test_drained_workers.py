@@ -20,7 +20,6 @@ from tests.support.disturbed_streams import (
     both_serve,
     check_answers,
     logged_cluster,
-    metric,
     run_all,
 )
 
@@ -47,19 +46,23 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 def drained(
     cluster: Cluster, names: list[str], at: int, also: Callable[[], object] = lambda: None
 ) -> tuple[list[Answer], float]:
-    """Stop workers at token `at`, after `also`; returns outputs, and the number of resumptions."""
+    """Stop workers at token `at`, after `also`; returns outputs, and the number of resumptions.
+
+    All streams have begun by then.
+    """
     both_serve(cluster)
-    resumed, stopped = metric(cluster, RESUMED), dict[str, int]()
+    resumed, stopped = cluster.metric(RESUMED), dict[str, int]()
 
     def note(tokens: int) -> None:
         if tokens >= at and not stopped:
             also()
             stopped.update({name: cluster.kill(name, signal.SIGTERM) for name in names})
 
-    answers = run_all(cluster, note)
+    # A stream that has not begun would be refused while the scheduler is suspended.
+    answers = run_all(cluster, note, all_begun=True)
     for name, pid in stopped.items():
         cluster.wait_for_restart(name, pid)
-    return answers, metric(cluster, RESUMED) - resumed
+    return answers, cluster.metric(RESUMED) - resumed
 
 
 @pytest.mark.parametrize(("at", "name"), [(1, "worker-0"), (40, "worker-1"), (150, "worker-0")])
@@ -103,7 +106,7 @@ def test_the_other_worker_may_die_meanwhile(cluster: Cluster, undisturbed: list[
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
     """Includes the logs of drained engines, which replay."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
-    assert metric(cluster, SHIPPED) > 0, "no stream moved with its KV"
+    assert cluster.metric(SHIPPED) > 0, "no stream moved with its KV"
     audited = audit_logs(logs)
     assert audited.findings.violations == [] and audited.differing == []
     assert audited.findings.checks["I5"] > OUTPUT_TOKENS and audited.findings.checks["I15"]

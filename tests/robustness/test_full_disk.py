@@ -20,7 +20,6 @@ import pytest
 from services.common.etcd_connection import CALL_TIMEOUT_S
 from tests.support.client import Answer, numbered_completion
 from tests.support.cluster import REPOSITORY, Cluster
-from tests.support.exposition import samples
 from tests.support.full_disk import SmallDisk, small_disk
 from tests.support.tiny_models import make_tiny_model
 from tideserve.cli.errors import CommandError
@@ -96,13 +95,6 @@ def write_to_etcd(cluster: Cluster) -> None:
     cluster.eventually(lambda: cluster.output().count("etcd died") > deaths)
 
 
-def metric(cluster: Cluster, name: str) -> float:
-    """The sum of a metric of the gateway over its labels."""
-    with urllib.request.urlopen(f"{cluster.url}/metrics", timeout=10) as response:
-        metrics = samples(response.read().decode())
-    return sum(number for (sample, _), number in metrics.items() if sample == name)
-
-
 def registered_pids(cluster: Cluster) -> dict[str, int]:
     """Ids of the registered processes and of etcd."""
     pids = {row["name"]: row["pid"] for row in cluster.status()["services"]}
@@ -133,7 +125,7 @@ def check_healed(cluster: Cluster) -> None:
     )
     # The record of a killed worker, and its group, stay until its lease expires.
     cluster.eventually(lambda: registered_pids(cluster) == cluster.pids(), HEAL_S)
-    cluster.eventually(lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, HEAL_S)
+    cluster.eventually(lambda: cluster.metric("tideserve_gateway_groups_serving") == 2, HEAL_S)
     assert "is full" not in status_text(cluster)
     # While groups are re-formed, a change may fail.
     cluster.eventually(lambda: changes(cluster), HEAL_S)
@@ -189,7 +181,7 @@ def test_an_etcd_that_cannot_write_is_restarted_until_it_can(
         answers = disturbed(cluster, disturb)
         later = asyncio.run(streams(cluster))
         assert "is full" in status_text(cluster)
-        cluster.eventually(lambda: metric(cluster, "tideserve_etcd_call_failures_total") > 0)
+        cluster.eventually(lambda: cluster.metric("tideserve_etcd_call_failures_total") > 0)
     finally:
         disk.free()
     for texts in (answers, later):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.client import Answer, numbered_completion
 from tests.support.cluster import Cluster
+from tests.support.disturbed_streams import apart
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
 from tideserve.cli.groups import drop
@@ -60,7 +61,7 @@ def test_a_stopping_worker_leaves_its_group_first(
     name: str, cluster: Cluster, undisturbed: list[Answer]
 ) -> None:
     async def run() -> None:
-        await eventually(lambda: len(cluster.status()["groups"]) == 2)
+        await eventually(lambda: apart(cluster))
         begun = asyncio.Barrier(STREAMS + 1)
         answers = [asyncio.create_task(ask(cluster, n, begun)) for n in range(STREAMS)]
         await asyncio.to_thread(drop, cluster.admin_url, None, [])

@@ -60,7 +60,7 @@ def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: 
     undisturbed = run_all(cluster)
     for pair in PAIRS:
         drop(cluster.admin_url, None, [f"group-{name}" for name in pair])
-    members = groups(cluster)
+    members = cluster.eventually(lambda: groups(cluster))
     hit: list[str] = []
 
     def note(tokens: int) -> None:
@@ -70,8 +70,13 @@ def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: 
 
     check_answers(run_all(cluster, note), undisturbed)
     (survivor,) = set(members[0]) - set(hit)
-    cluster.eventually(lambda: [survivor] in groups(cluster), deadline_s=120)
-    assert members[1] in groups(cluster), "the other group goes on"
+
+    def survivor_serves() -> bool:
+        """Whether the survivor serves alone, and the other group goes on."""
+        now = groups(cluster)
+        return [survivor] in now and members[1] in now
+
+    cluster.eventually(survivor_serves, deadline_s=120)
     counts = restored(cluster, survivor)
     assert counts["peer"] > 0 and counts["disk"] == 0, counts
 
@@ -81,7 +86,7 @@ def test_survivors_of_one_group_fetch_their_layers_from_each_other(cluster: Clus
     cluster.eventually(lambda: groups(cluster) == [[name] for name in names], deadline_s=120)
     undisturbed = run_all(cluster)
     drop(cluster.admin_url, None, [f"group-{name}" for name in names])
-    ((_, lost, *_),) = groups(cluster)
+    ((_, lost, *_),) = cluster.eventually(lambda: groups(cluster))
     survivors = [name for name in names if name != lost]
     before = {name: restored(cluster, name) for name in survivors}
     hit: list[str] = []

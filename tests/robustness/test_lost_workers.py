@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from benchmarks.audit_logs import audit_logs
@@ -18,6 +17,7 @@ from tests.support.disturbed_streams import (
     OUTPUT_TOKENS,
     Answer,
     ask,
+    both_serve,
     check_answers,
     kill,
 )
@@ -58,12 +58,6 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
     return asyncio.run(run())
 
 
-def metric(cluster: Cluster, name: str) -> float:
-    """A metric of the gateway."""
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
-
-
 @pytest.mark.parametrize(
     ("at", "name", "engine"),
     [
@@ -78,7 +72,7 @@ def test_killing_a_worker_changes_no_output(
 ) -> None:
     killed: list[int] = []
     # Both get requests: the scheduler's heartbeat counts reporting workers.
-    cluster.eventually(lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2)
+    both_serve(cluster)
 
     def note(tokens: int) -> None:
         if tokens >= at and not killed:
@@ -95,7 +89,7 @@ def test_killing_a_worker_changes_no_output(
 def test_the_event_logs_hold_the_invariants(cluster: Cluster, logs: Path) -> None:
     """Includes the logs of killed engines: a segment holds what its engine has emitted."""
     cluster.eventually(lambda: all(not row["running"] for row in cluster.workers()))
-    assert metric(cluster, RESUMED) > 0, "nothing ran at the workers that were killed"
+    assert cluster.metric(RESUMED) > 0, "nothing ran at the workers that were killed"
     findings = audit_logs(logs).findings
     assert findings.violations == []
     assert findings.checks["I5"] > OUTPUT_TOKENS

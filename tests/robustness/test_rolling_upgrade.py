@@ -17,7 +17,6 @@ from tests.support.disturbed_streams import (
     check_answers,
     disturbed,
     logged_cluster,
-    metric,
     run_all,
 )
 
@@ -46,17 +45,18 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
     return run_all(cluster)
 
 
-def restart(cluster: Cluster, name: str) -> None:
-    cluster.wait_for_restart(name, cluster.kill(name, SIGTERM))
+def upgrade_second(cluster: Cluster, tree: Path) -> None:
+    """Restart the second worker with a newer version of the code."""
+    with (tree / "services/worker/errors.py").open("a") as source:
+        source.write("\n# A newer version.\n")
+    cluster.wait_for_restart("worker-1", cluster.kill("worker-1", SIGTERM))
     both_serve(cluster)
 
 
 def test_a_worker_of_another_version_gets_no_kv(
     cluster: Cluster, tree: Path, undisturbed: list[Answer]
 ) -> None:
-    with (tree / "services/worker/errors.py").open("a") as source:
-        source.write("\n# A newer version.\n")
-    restart(cluster, "worker-1")
+    upgrade_second(cluster, tree)
     orders: list[dict[str, Any]] = []
     answers, moved = disturbed(
         cluster, 40, lambda: orders.append(asked_to_move(cluster, "worker-0", "worker-1"))
@@ -66,13 +66,20 @@ def test_a_worker_of_another_version_gets_no_kv(
 
 
 def test_a_drained_worker_returns_streams_to_the_newer_version_without_kv(
-    cluster: Cluster, undisturbed: list[Answer]
+    cluster: Cluster, tree: Path, undisturbed: list[Answer]
 ) -> None:
-    resumed, pids = metric(cluster, RESUMED), list[int]()
-    answers, moved = disturbed(cluster, 40, lambda: pids.append(cluster.kill("worker-0", SIGTERM)))
-    check_answers(answers, undisturbed)
-    assert moved == 0 and metric(cluster, RESUMED) > resumed
-    cluster.wait_for_restart("worker-0", pids[0])
+    resumed, pids = cluster.metric(RESUMED), list[int]()
+    for _ in range(ATTEMPTS):
+        answers, moved = disturbed(
+            cluster, 40, lambda: pids.append(cluster.kill("worker-0", SIGTERM))
+        )
+        check_answers(answers, undisturbed)
+        cluster.wait_for_restart("worker-0", pids[-1])
+        assert moved == 0
+        if cluster.metric(RESUMED) > resumed:
+            return
+        upgrade_second(cluster, tree)
+    pytest.fail("no stream was resumed")
 
 
 def test_kv_moves_again_after_both_upgrades(cluster: Cluster, undisturbed: list[Answer]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 import yaml
 
+from tests.support.exposition import samples
 from tideserve.cli.local_cluster import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -185,6 +186,13 @@ class Cluster:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=10) as response:
             return json.load(response)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of the gateway over its labels; raises urllib's errors."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self.url}/metrics", timeout=60) as response:
+            metrics = samples(response.read().decode())
+        return sum(value for (sample, _), value in metrics.items() if sample == name)
 
     def status(self) -> dict[str, Any]:
         """The output of `tideserve status --json`, including the memory manager's answer.

@@ -104,12 +104,25 @@ def run_all(
     note: Callable[[int], None] | None = None,
     tokens: int = OUTPUT_TOKENS,
     more: Mapping[str, Any] = NO_FIELDS,
+    all_begun: bool = False,
 ) -> list[Answer]:
-    """Run a stream of each kind concurrently; returns their outputs. See `ask`."""
+    """Run a stream of each kind concurrently; returns their outputs. See `ask`.
+
+    `all_begun`: `note` is first called once each stream has a token.
+    """
+    waiting = set(range(len(KINDS))) if all_begun else set[int]()
+
+    def noted(number: int) -> Callable[[int], None]:
+        def note_begun(tokens: int) -> None:
+            waiting.discard(number)
+            if note is not None and not waiting:
+                note(tokens)
+
+        return note_begun
 
     async def run() -> list[Answer]:
         numbers = range(len(KINDS))
-        asked = (ask(cluster, number, note, tokens, more) for number in numbers)
+        asked = (ask(cluster, number, noted(number), tokens, more) for number in numbers)
         return await asyncio.gather(*asked)
 
     return asyncio.run(run())
@@ -127,14 +140,18 @@ def asked_to_move(cluster: Cluster, source: str, target: str) -> dict[str, Any]:
 
 
 def disturbed(
-    cluster: Cluster, at: int, *actions: Callable[[], object], more: Mapping[str, Any] = NO_FIELDS
+    cluster: Cluster,
+    at: int,
+    *actions: Callable[[], object],
+    more: Mapping[str, Any] = NO_FIELDS,
+    all_begun: bool = False,
 ) -> tuple[list[Answer], float]:
-    """Run `actions` once the streams reach token `at`; returns the outputs and the moves.
+    """Run `actions` once a stream reaches token `at`; returns the outputs and the moves.
 
-    `more`: further fields of the requests.
+    `more`: further fields of the requests. `all_begun`: after the first token of each stream.
     """
     both_serve(cluster)
-    moved, threads = metric(cluster, MOVED), list[Thread]()
+    moved, threads = cluster.metric(MOVED), list[Thread]()
 
     def note(tokens: int) -> None:
         if tokens >= at and not threads:
@@ -142,11 +159,11 @@ def disturbed(
             for thread in threads:
                 thread.start()
 
-    answers = run_all(cluster, note, more=more)
+    answers = run_all(cluster, note, more=more, all_begun=all_begun)
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
-    return answers, metric(cluster, MOVED) - moved
+    return answers, cluster.metric(MOVED) - moved
 
 
 @contextmanager
@@ -165,16 +182,10 @@ def logged_cluster(folder: Path, logs: Path, **options: Any) -> Iterator[Cluster
         yield running
 
 
-def metric(cluster: Cluster, name: str) -> float:
-    """A metric of the gateway."""
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
-    return float(next(line.split()[-1] for line in lines if line.startswith(name)))
-
-
 def both_serve(cluster: Cluster) -> None:
     """Wait until both workers serve."""
     cluster.eventually(
-        lambda: metric(cluster, "tideserve_gateway_groups_serving") == 2, deadline_s=120
+        lambda: cluster.metric("tideserve_gateway_groups_serving") == 2, deadline_s=120
     )
 
 
@@ -216,7 +227,10 @@ def merge(cluster: Cluster) -> list[str]:
     def stable() -> bool:
         headers = {ADMIN_HEADER: "1"}
         url = f"{cluster.admin_url}/tideserve/v1/groups/merge"
-        return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
+        try:
+            return '"stable"' in httpx.post(url, headers=headers, timeout=60).text
+        except httpx.TransportError:
+            return False
 
     cluster.eventually(stable, deadline_s=120)
     (group,) = cluster.status()["groups"]

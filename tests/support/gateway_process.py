@@ -65,12 +65,17 @@ async def gateway_process(
         async with httpx.AsyncClient(base_url=url) as client:
 
             async def ready() -> bool:
+                assert process.returncode is None, f"the gateway exited\n{log.read_text()}"
                 try:
                     return (await client.get("/ready")).status_code == 200
                 except httpx.TransportError:
                     return False
 
-            await eventually(ready)
+            try:
+                await eventually(ready)
+            except AssertionError as error:
+                error.add_note(log.read_text())
+                raise
         yield GatewayProcess(url, grpc_port, psutil.Process(process.pid), log)
     finally:
         if process.returncode is None:

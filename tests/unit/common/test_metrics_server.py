@@ -70,12 +70,13 @@ async def test_a_too_long_request_head_ends_the_connection() -> None:
 
 
 async def test_silent_clients_do_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "EXCHANGE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 1)
     async with metrics_exposed(a_registry(), HOST, 0) as port:
-        reader, writer = await asyncio.open_connection(HOST, port)
-        async with asyncio.timeout(30):
-            assert await reader.read() == b""  # it was closed, although it said nothing
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics_server, "EXCHANGE_TIMEOUT_S", 0.2)
+            reader, writer = await asyncio.open_connection(HOST, port)
+            async with asyncio.timeout(30):
+                assert await reader.read() == b""  # it was closed, although it sent nothing
         assert b"depth 7.0" in await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
         writer.close()
 

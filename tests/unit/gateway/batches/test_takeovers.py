@@ -140,15 +140,15 @@ async def test_a_leader_waits_for_the_claims_of_the_former(
         else:
             assert connection.scalar(select(leaders.c.token)) == token
         compared.set()
-        # Without the lock the other gateway leads meanwhile.
-        led.wait(1.0)
+        # Without the lock the other gateway leads meanwhile; with it, it waits for this claim.
+        led.wait(1.0 if locked else 60.0)
 
     former, store = BatchStore(store_url), BatchStore(store_url)
     first = await former.lead(1)
     batch_id = await begun_batch(former, first, 1)
     monkeypatch.setattr(line_store, "check_token", check_and_wait)
     claim = asyncio.create_task(former.lines.claim(first, batch_id, 1))
-    await asyncio.to_thread(compared.wait, 10.0)
+    assert await asyncio.to_thread(compared.wait, 60.0)
     second = await store.lead(2)
     led.set()
     await claim
