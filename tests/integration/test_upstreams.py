@@ -109,8 +109,7 @@ async def test_a_disconnect_reaches_the_server(upstream: Cluster, front: Cluster
     running.cancel()
     await asyncio.wait([running])
     await eventually(lambda: upstream.workers()[0]["running"] == 0)
-    await eventually(lambda: upstream.metric(tokens) > before)
-    assert upstream.metric(tokens) - before < 3000, "the server's request was not aborted"
+    assert upstream.metric(tokens) == before, "the server finished the request"
     await eventually(lambda: front.workers()[0]["running"] == 0)
 
 
