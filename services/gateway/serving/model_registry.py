@@ -112,9 +112,9 @@ class ModelRegistry:
             for name in entry.served.allowed_names(principal):
                 yield name, entry
         for name in () if self._adapters is None else self._adapters.names():
-            entry = None if name in self._by_name else self._adapter_entry(name)
-            if entry is not None and _may_use(name, entry, principal):
-                yield name, entry
+            adapter = None if name in self._by_name else self._adapter_entry(name)
+            if adapter is not None and _may_use(name, adapter, principal):
+                yield name, adapter
 
     def _adapter_entry(self, name: str) -> ModelEntry | None:
         known = None if self._adapters is None else self._adapters.adapter(name)
