@@ -23,9 +23,9 @@ from services.common.vllm_environment import vllm_environment
 from tests.support.batches import as_file
 from tests.support.client import open_client
 from tests.support.cluster import Cluster
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 from tideserve.cli.cache import cache_root, create_cache
-from tideserve.cli.local_cluster import free_port
 from tideserve.cli.model_store import installed_gguf, resolve_model
 from tideserve.cli.vllm_install import ensure_vllm
 

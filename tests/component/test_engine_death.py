@@ -15,9 +15,9 @@ from services.worker.app import serve
 from services.worker.config import WorkerConfig
 from services.worker.engine_client import EngineStopped
 from tests.support.control_plane import LEASE_TTL_S, group_record, put
+from tests.support.ports import free_port
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import DEADLINE_S, eventually
-from tideserve.cli.local_cluster import free_port
 from tideserve.common.v1 import process_pb2, process_pb2_grpc, record_pb2
 from tideserve.worker.v1 import worker_pb2, worker_pb2_grpc
 

@@ -18,9 +18,9 @@ from services.gateway.keys.key_file import KeyEntry, hash_of
 from tests.support.control_plane import serving
 from tests.support.fake_cluster import FakeWorker
 from tests.support.gateway import TIMEOUT_S, Case, gateway_case
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 from tideserve import client as tide
-from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient
 from tideserve.gateway.v1 import gateway_pb2 as pb
 from tideserve.gateway.v1 import gateway_pb2_grpc

@@ -12,9 +12,9 @@ from services.gateway.config import GatewayConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.certified import DAY, Certified
 from tests.support.control_plane import LEASE_TTL_S, serving
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 from tideserve.cli.certificates import write_pair
-from tideserve.cli.local_cluster import free_port
 
 KEY = "k" * 32
 

@@ -37,9 +37,9 @@ from tests.support.control_plane import (
 )
 from tests.support.fake_cluster import FakeWorker, running_worker
 from tests.support.gateway import endless
+from tests.support.ports import free_port
 from tests.support.waiting import DEADLINE_S, eventually
 from tideserve.cli.certificates import Authority
-from tideserve.cli.local_cluster import free_port
 from tideserve.common.v1 import process_pb2, process_pb2_grpc
 
 STREAMS = 4

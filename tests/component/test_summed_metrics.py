@@ -17,8 +17,9 @@ from tests.support.control_plane import (
     worker_record,
 )
 from tests.support.exposition import Samples, samples
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import fetch, free_port
+from tideserve.cli.local_cluster import fetch
 
 
 async def scrape(port: int) -> Samples:

@@ -17,10 +17,10 @@ from services.worker.engine.transfer.lane import PeerLost
 from services.worker.engine.transfer.ucx_config import UcxConfig
 from services.worker.engine.transfer.ucx_lane import UcxLane
 from services.worker.engine.transfer.ucx_transport import UcxTransport, load_ucxx
+from tests.support.ports import free_port
 from tests.support.transfer import NONCE
 from tests.support.transfer_peer import TESTER, lane
 from tests.support.writing_peer import WRITER
-from tideserve.cli.local_cluster import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0

@@ -16,9 +16,9 @@ from services.common.records import read_record
 from services.worker.app import serve
 from services.worker.config import WorkerConfig
 from tests.support.control_plane import LEASE_TTL_S, group_record, put, serving
+from tests.support.ports import free_port
 from tests.support.tiny_models import make_tiny_model
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 from tideserve.common.v1 import process_pb2, process_pb2_grpc, record_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -21,10 +21,10 @@ import yaml
 
 from services.core.quota.limits import QuotaLimits
 from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 from tideserve.cli.cache import cache_root
 from tideserve.cli.keys import add_key
-from tideserve.cli.local_cluster import free_port
 from tideserve.cli.model_store import resolve_model
 from tideserve.cli.tiny_model import DEEP, TINY_OPTIONS, write_tiny_model
 

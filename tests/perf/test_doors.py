@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 
 from tests.perf.measuring import CONCURRENCY, send_over_http, show, started, tiny_cluster
-from tideserve.cli.local_cluster import free_port
+from tests.support.ports import free_port
 from tideserve.client.aio import AsyncClient
 from tideserve.load.workload import PlannedRequest, fixed
 

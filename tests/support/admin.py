@@ -15,8 +15,8 @@ from services.memmgr.config import MemmgrConfig
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import LEASE_TTL_S, service_address, serving
 from tests.support.member import FakeMember, member, reporting
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 
 
 @asynccontextmanager

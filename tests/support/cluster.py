@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import yaml
 
 from tests.support.exposition import samples
-from tideserve.cli.local_cluster import free_port
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 180.0

@@ -18,8 +18,8 @@ from tests.support.byte_tokenizer import CHAT_TEMPLATE, EOS_ID, byte_tokenizer, 
 from tests.support.client import open_client
 from tests.support.control_plane import LEASE_TTL_S, serving
 from tests.support.fake_cluster import FakeCluster, FakeWorker, fake_cluster
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 from tideserve.client import AsyncClient
 from tideserve.common.v1 import adapter_pb2
 from tideserve.scheduler.v1 import scheduler_pb2

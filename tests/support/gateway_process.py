@@ -15,8 +15,8 @@ import yaml
 from tests.support.byte_tokenizer import write_model_folder
 from tests.support.control_plane import LEASE_TTL_S
 from tests.support.fake_cluster import FakeCluster
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 
 STOP_S = 60.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.systems.client_environment import install
+from tests.support.ports import free_port
 from tideserve.cli.cache import cache_root, create_cache
-from tideserve.cli.local_cluster import free_port
 
 PACKAGE = "arize-phoenix==20.26.0"
 READY_TIMEOUT_S = 240.0

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
-from tideserve.cli.local_cluster import free_port
 
 MODEL = "up/stream"
 VOCAB = 90

@@ -16,8 +16,8 @@ import yaml
 
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.exhausted import no_room_for_files
+from tests.support.ports import free_port
 from tests.support.refusing_address import refusing_address
-from tideserve.cli.local_cluster import free_port
 
 FAKE_UP = (sys.executable, "-m", "tests.support.fake_up")
 # A parent process under the test's control: it runs the rest of its command line with the given

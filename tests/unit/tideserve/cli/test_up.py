@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tideserve.cli.cluster_options import ClusterOptions
 from tideserve.cli.errors import EXIT_UNUSABLE, CommandError
 from tideserve.cli.host import unused_variables
-from tideserve.cli.local_cluster import free_port
 from tideserve.cli.report import Report
 from tideserve.cli.stop_signals import StopSignals
 from tideserve.cli.up import DRAINING, Missing, Up, drain_time_s, missing_of

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.support.fake_openai import fake_openai
+from tests.support.ports import free_port
 from tideserve.cli import upstream_model as module
 from tideserve.cli.errors import CommandError
-from tideserve.cli.local_cluster import free_port
 from tideserve.cli.model_folder import ModelUnavailable
 from tideserve.cli.upstream_model import UpstreamModel, model_folder, read_key, upstream_model
 
