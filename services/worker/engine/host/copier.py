@@ -111,6 +111,7 @@ class HostCopier:
         # For the thread only: a buffer for a piece.
         self._piece_blocks = max(1, PIECE_BYTES // store.layer_bytes)
         self._buffer = np.empty((self._piece_blocks, store.layer_bytes), np.uint8)
+        self._refusal = ""  # of the last piece, if it was refused
         self._thread: Thread | None = None
 
     # --- the engine's thread
@@ -283,11 +284,14 @@ class HostCopier:
                 return
             try:
                 copy(layer, places, self._buffer[: len(places)])
+                self._refusal = ""
                 return
             except BlocksGone:
                 continue  # without them
             except WorkerError as error:
-                log.warning("KV is not copied to or from host memory: %s", error)
+                if str(error) != self._refusal:  # a planner repeats refused saves
+                    log.warning("KV is not copied to or from host memory: %s", error)
+                self._refusal = str(error)
                 if job.refused is None:
                     job.refused = span[0]
                 for place in places:

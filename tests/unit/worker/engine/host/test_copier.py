@@ -265,7 +265,7 @@ def test_a_failed_thread_notifies_and_is_dead(
 
 
 def test_a_refused_piece_does_not_end_the_thread(
-    monkeypatch: pytest.MonkeyPatch, place: Place
+    monkeypatch: pytest.MonkeyPatch, place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     place.copier.start()
     memory = type(place.stage.runner.stage_memory)
@@ -273,10 +273,22 @@ def test_a_refused_piece_does_not_end_the_thread(
     def refuse(*_: object) -> None:
         raise InvalidBlocks("unmapped")
 
-    monkeypatch.setattr(memory, "pack_kv", refuse)
-    place.save(1, [4])
-    assert place.intact() == (False,)
+    def warnings() -> int:
+        return sum("not copied to or from" in record.message for record in caplog.records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "pack_kv", refuse)
+        for number in (1, 2):
+            place.save(number, [4])
+            assert place.intact() == (False,)
     assert place.copier.is_alive
+    assert warnings() == 1, "a repeated refusal is logged once"
+    place.save(3, [4])
+    assert place.intact() == (True,)
+    monkeypatch.setattr(memory, "pack_kv", refuse)
+    place.save(4, [5])
+    assert place.intact() == (False,)
+    assert warnings() == 2
 
 
 def test_a_refused_recall_leaves_open_whether_copies_are_damaged(
