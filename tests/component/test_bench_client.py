@@ -163,6 +163,7 @@ async def test_a_backlog_runs_beside_the_open_loop_and_ends_with_it() -> None:
         # A request is due once a client is free, so it is not late because others take long.
         ended = sum(other.end_s <= record.due_s for other in batch)
         assert ended > number - backlog.clients
+    assert not all(record.late for record in batch), "requests are sent when they are due"
     prompts = [tuple(body["prompt"]) for body in bodies if body.get("slo_class") == "batch"]
     assert len(set(prompts)) == len(prompts) >= len(batch)
     for moment in [record.sent_s for record in batch]:

@@ -167,9 +167,10 @@ class TestRegistration:
 
     async def test_a_record_can_be_updated(self, store: Store) -> None:
         later = worker_record(draining=True)
-        async with registered(store, KEY, worker_record(), ttl_s=SHORT_LEASE_TTL_S) as registration:
+        # The lease outlasts a stall before the record is read.
+        async with registered(store, KEY, worker_record(), ttl_s=10) as registration:
             await registration.update(later)
-            await eventually(lambda: holds(store, later))
+            assert await value_at(store, KEY) == encode_record(later)
             await lease_lost(store, registration)
             await eventually(lambda: holds(store, later))
         assert await value_at(store, KEY) is None

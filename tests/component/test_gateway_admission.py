@@ -36,6 +36,12 @@ STANDARD = service_pb2.SERVICE_CLASS_STANDARD
 INTERACTIVE = service_pb2.SERVICE_CLASS_INTERACTIVE
 
 
+@pytest.fixture(autouse=True)
+def _patient_early_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the scheduler's answers to early asks for as long as a busy machine may take."""
+    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 30.0)
+
+
 def refuse_as_late(case: Case, retry_after_s: float, booked: bool = True) -> None:
     case.cluster.scheduler.refusal = scheduler_pb2.Refusal(
         reason=scheduler_pb2.REFUSAL_REASON_TOO_LATE,
@@ -159,12 +165,6 @@ async def test_the_expected_output_is_part_of_the_ask(case: Case) -> None:
         assert answer.status_code == status, text
     await case.complete(max_tokens=1)
     assert [ask.expected_tokens for ask in case.cluster.scheduler.asks] == [120, 0]
-
-
-@pytest.fixture(autouse=True)
-def _patient_early_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for the scheduler's answers to early asks for as long as a busy machine may take."""
-    monkeypatch.setattr(admission_client, "ESTIMATED_TIMEOUT_S", 30.0)
 
 
 async def test_an_expected_long_wait_causes_an_ask_before_tokenization(

@@ -135,8 +135,8 @@ async def test_a_missing_scheduler_causes_503_within_5_s_until_it_returns(
     assert (await case.http.get("/ready")).status_code == 503
     assert (await case.http.get("/live")).status_code == 200
     await case.cluster.start_scheduler()
-    await eventually(case.ready)
     assert (await case.chat(max_tokens=4)).status_code == 200
+    await eventually(case.ready)
 
 
 async def test_a_frozen_scheduler_is_treated_as_missing(case: Case) -> None:
@@ -148,7 +148,6 @@ async def test_a_frozen_scheduler_is_treated_as_missing(case: Case) -> None:
     assert len({ask.request_id for ask in asks}) == 1
     assert len(asks) >= 2
     case.cluster.scheduler.frozen = False
-    await eventually(case.ready)
     assert (await case.chat(max_tokens=4)).status_code == 200
 
 

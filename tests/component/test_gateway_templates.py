@@ -42,7 +42,9 @@ async def test_a_looping_template_does_not_block_other_requests(case: Case) -> N
         served = False
         while not served and not looping.done():
             # The gateway serves others while it renders.
-            served = await _in_flight(case) and not looping.done()
+            rendering = await _in_flight(case)
+            live = (await case.http.get("/live")).status_code
+            served = rendering and live == 200 and not looping.done()
         answer = await looping
         assert answer.status_code == 400
         assert "template takes too long" in answer.json()["error"]["message"]

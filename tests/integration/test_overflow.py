@@ -106,7 +106,7 @@ async def test_a_flood_of_three_times_the_kv_cache(
 
     assert [answer.completion_tokens for answer in flooded] == [OUTPUT_TOKENS] * STREAMS
     assert [answer.text for answer in flooded] == [answer.text for answer in undisturbed]
-    assert most_answering > AT_REST
+    assert most_answering > 8
     if policy == "recompute":
         assert cluster.kv_blocks("preemptions_total") > 0
         assert "merge" not in actions(cluster)

@@ -44,11 +44,15 @@ def undisturbed(cluster: Cluster) -> list[Answer]:
 
 
 def drained(
-    cluster: Cluster, names: list[str], at: int, also: Callable[[], object] = lambda: None
+    cluster: Cluster,
+    names: list[str],
+    at: int,
+    also: Callable[[], object] = lambda: None,
+    all_begun: bool = False,
 ) -> tuple[list[Answer], float]:
     """Stop workers at token `at`, after `also`; returns outputs, and the number of resumptions.
 
-    All streams have begun by then.
+    `all_begun`: after the first token of each stream.
     """
     both_serve(cluster)
     resumed, stopped = cluster.metric(RESUMED), dict[str, int]()
@@ -58,8 +62,7 @@ def drained(
             also()
             stopped.update({name: cluster.kill(name, signal.SIGTERM) for name in names})
 
-    # A stream that has not begun would be refused while the scheduler is suspended.
-    answers = run_all(cluster, note, all_begun=True)
+    answers = run_all(cluster, note, all_begun=all_begun)
     for name, pid in stopped.items():
         cluster.wait_for_restart(name, pid)
     return answers, cluster.metric(RESUMED) - resumed
@@ -80,7 +83,8 @@ def test_streams_complete_without_a_control_plane(
     """Without a scheduler, streams finish at the draining worker."""
     process = psutil.Process(cluster.pids()[suspended])
     try:
-        answers, resumed = drained(cluster, ["worker-0"], 20, process.suspend)
+        # Without a scheduler a stream that has not begun would be refused.
+        answers, resumed = drained(cluster, ["worker-0"], 20, process.suspend, all_begun=True)
     finally:
         process.resume()
     check_answers(answers, undisturbed)

@@ -39,6 +39,12 @@ def groups(cluster: Cluster) -> list[list[str]]:
     return [] if busy else sorted(row["members"] for row in rows)
 
 
+def row_of(cluster: Cluster, members: list[str]) -> tuple[str, int]:
+    """Id and epoch of the group with these members."""
+    rows = cluster.status()["groups"]
+    return next((row["id"], row["epoch"]) for row in rows if row["members"] == members)
+
+
 def restored(cluster: Cluster, worker: str) -> dict[str, float]:
     """Slabs that a worker has restored, by source."""
     targets = json.loads((cluster.folder / "cluster" / "prometheus_targets.json").read_text())
@@ -61,6 +67,7 @@ def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: 
     for pair in PAIRS:
         drop(cluster.admin_url, None, [f"group-{name}" for name in pair])
     members = cluster.eventually(lambda: groups(cluster))
+    other = row_of(cluster, members[1])
     hit: list[str] = []
 
     def note(tokens: int) -> None:
@@ -70,13 +77,8 @@ def test_a_survivor_fetches_its_layers_from_the_other_group(lost: int, cluster: 
 
     check_answers(run_all(cluster, note), undisturbed)
     (survivor,) = set(members[0]) - set(hit)
-
-    def survivor_serves() -> bool:
-        """Whether the survivor serves alone, and the other group goes on."""
-        now = groups(cluster)
-        return [survivor] in now and members[1] in now
-
-    cluster.eventually(survivor_serves, deadline_s=120)
+    cluster.eventually(lambda: [survivor] in groups(cluster), deadline_s=120)
+    assert row_of(cluster, members[1]) == other, "the other group goes on"
     counts = restored(cluster, survivor)
     assert counts["peer"] > 0 and counts["disk"] == 0, counts
 

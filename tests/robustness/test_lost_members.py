@@ -3,6 +3,7 @@
 Survivors recompute their own requests; requests of a dead leader are resumed by the gateway.
 """
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,13 +77,15 @@ def test_losing_a_member_changes_no_output(
     assert lived == before.keys() - died, "no process ends because of another one"
 
 
-def ready(cluster: Cluster) -> bool:
+def lost_its_groups(cluster: Cluster) -> bool:
+    """Whether the gateway is not ready because the scheduler sees no group serving."""
     try:
         cluster.get("/ready")
     except HTTPError as error:
         assert error.code == 503
-        return False
-    return True
+        missing = json.loads(error.read())["missing"]
+        return any(cause.startswith("the scheduler sees 0 of") for cause in missing)
+    return False
 
 
 def test_without_etcd_no_request_is_sent_to_a_group_that_lost_a_member(
@@ -93,15 +96,15 @@ def test_without_etcd_no_request_is_sent_to_a_group_that_lost_a_member(
     before = cluster.log(leader).count(line)
     aborted: list[bool] = []
 
-    def await_the_leader() -> None:
-        """Resume etcd once the leader has aborted its requests, and the gateway is not ready."""
+    def await_the_gateway() -> None:
+        """Resume etcd once the gateway reports that no group serves."""
         try:
-            cluster.eventually(lambda: cluster.log(leader).count(line) > before, deadline_s=120)
-            aborted.append(cluster.eventually(lambda: not ready(cluster), deadline_s=120))
+            cluster.eventually(lambda: lost_its_groups(cluster), deadline_s=120)
+            aborted.append(cluster.log(leader).count(line) > before)
         finally:
             cluster.kill("etcd", signal.SIGCONT)
 
-    waiting = Thread(target=await_the_leader)
+    waiting = Thread(target=await_the_gateway)
 
     def note(tokens: int) -> None:
         if tokens >= 60 and waiting.ident is None:

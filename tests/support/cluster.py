@@ -181,19 +181,19 @@ class Cluster:
 
     def get(self, path: str, url: str | None = None) -> Any:
         """The JSON response of the gateway, or of the server at `url`; raises urllib's errors."""
-        return json.loads(self._read((url or self.url) + path, timeout_s=10))
+        return json.loads(self._read((url or self.url) + path))
 
-    def _read(self, url: str, timeout_s: float) -> bytes:
+    def _read(self, url: str) -> bytes:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         request = urllib.request.Request(url, headers=headers)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=timeout_s) as response:
+        with opener.open(request, timeout=10) as response:
             body: bytes = response.read()
         return body
 
     def metric(self, name: str) -> float:
         """The sum of a metric of the gateway over its labels; raises urllib's errors."""
-        metrics = samples(self._read(f"{self.url}/metrics", timeout_s=60).decode())
+        metrics = samples(self._read(f"{self.url}/metrics").decode())
         return sum(value for (sample, _), value in metrics.items() if sample == name)
 
     def status(self) -> dict[str, Any]:

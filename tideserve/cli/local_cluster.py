@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from random import randrange
+from random import sample
 from typing import Any
 
 import yaml
@@ -202,10 +202,13 @@ def free_port() -> int:
 
     The system could assign an ephemeral port to another server of the cluster first.
     """
-    first = randrange(len(OWN_PORTS))
-    for number in range(len(OWN_PORTS)):
-        port = OWN_PORTS[(first + number) % len(OWN_PORTS)]
+    return first_free(sample(OWN_PORTS, len(OWN_PORTS)))
+
+
+def first_free(ports: Iterable[int]) -> int:
+    """The first unused port. Raises SystemUnavailable if all are used."""
+    for port in ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise SystemUnavailable(f"no port of {OWN_PORTS.start} to {OWN_PORTS.stop - 1} is free")
+    raise SystemUnavailable("no port is free; stop programs that use ports")

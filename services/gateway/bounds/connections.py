@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.common.clock import monotonic_s
-from services.gateway.bounds.log_limiter import LOG_INTERVAL_S, LogLimiter
+from services.common.log_limiter import LOG_INTERVAL_S, LogLimiter
 
 FIRST_REQUEST_S = 5.0
 """Time for a new connection to send its first request, before it makes room for others."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from services.common.log_limiter import LOG_INTERVAL_S, LogLimiter
 from services.gateway.bounds.connections import ClientConnection, ClientConnections, CloseReason
-from services.gateway.bounds.log_limiter import LOG_INTERVAL_S, LogLimiter
 
 BACKLOG = 2048
 ACCEPTS_MAX = 16

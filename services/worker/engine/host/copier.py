@@ -18,6 +18,7 @@ import torch
 
 from services.common import failpoint
 from services.common.clock import monotonic_s
+from services.common.log_limiter import LOG_INTERVAL_S, LogLimiter
 from services.core.host.vocabulary import RecallBlocks, SaveBlocks
 from services.worker.engine.host.store import Bytes, HostMemoryError, HostStore
 from services.worker.engine.memory.device_copies import PinnedSlot
@@ -111,7 +112,7 @@ class HostCopier:
         # For the thread only: a buffer for a piece.
         self._piece_blocks = max(1, PIECE_BYTES // store.layer_bytes)
         self._buffer = np.empty((self._piece_blocks, store.layer_bytes), np.uint8)
-        self._refusal = ""  # of the last piece, if it was refused
+        self._limiter = LogLimiter()
         self._thread: Thread | None = None
 
     # --- the engine's thread
@@ -284,14 +285,18 @@ class HostCopier:
                 return
             try:
                 copy(layer, places, self._buffer[: len(places)])
-                self._refusal = ""
                 return
             except BlocksGone:
                 continue  # without them
             except WorkerError as error:
-                if str(error) != self._refusal:  # a planner repeats refused saves
-                    log.warning("KV is not copied to or from host memory: %s", error)
-                self._refusal = str(error)
+                # The planner saves refused blocks again and again.
+                if self._limiter.due("refused") is not None:
+                    log.warning(
+                        "KV is not copied to or from host memory: %s; the next such line follows"
+                        " after %d s at the earliest",
+                        error,
+                        LOG_INTERVAL_S,
+                    )
                 if job.refused is None:
                     job.refused = span[0]
                 for place in places:

@@ -1,6 +1,6 @@
 """Limited log events, and the count of omitted ones."""
 
-from services.gateway.bounds.log_limiter import LOG_INTERVAL_S, SUBJECTS_MAX, LogLimiter
+from services.common.log_limiter import LOG_INTERVAL_S, SUBJECTS_MAX, LogLimiter
 
 
 def test_a_key_has_a_line_per_interval_and_the_number_of_omitted_events() -> None:

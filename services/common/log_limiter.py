@@ -1,4 +1,4 @@
-"""Limits the log lines about clients to a line per key and interval."""
+"""Limits log lines about repeated events to a line per key and interval."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable
